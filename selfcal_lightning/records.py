@@ -166,6 +166,33 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a strategy concludes about a question, and what it cost.
+
+    Attributes:
+        question_id: The question.
+        answer: The answer chosen; None when no response could be read.
+        confidence: The strategy's own confidence in it, higher is better; None where it has none.
+        correct: Taken from the samples of the answer's class; None when no reference exists. No answer is a wrong one.
+        samples_used: Samples that the strategy looked at.
+        stopped_early: Whether its rule ended it before its budget did.
+        samples_generated: Samples paid for, cancelled ones included; the driver fills it in.
+        tokens_used: Response and confidence-query tokens of the samples used; the driver fills it in.
+        tokens_generated: Likewise of all that was generated, cancelled work included; the driver fills it in.
+    """
+
+    question_id: str
+    answer: str | None
+    confidence: float | None
+    correct: bool | None
+    samples_used: int
+    stopped_early: bool
+    samples_generated: int = 0
+    tokens_used: int = 0
+    tokens_generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class QuestionSamples:
     """All samples of one question in one round, by index, with the prompt that they were drawn from."""
 

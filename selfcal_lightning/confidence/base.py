@@ -1,0 +1,121 @@
+"""How a confidence is read from a sample, and what an estimator is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from selfcal_lightning.records import QuestionSamples, Sample
+
+P_TRUE = "p_true"
+LOGPROB = "sequence_logprob"
+MEAN_LOGPROB = "mean_logprob"
+# Names that rows of the store carry as columns of their own: nothing has to be run for them.
+STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
+# Reserved for reward models, which come later.
+RESERVED = ("reward",)
+
+
+class MissingConfidenceError(ValueError):
+    """A confidence that a strategy or a fit needs is not there; the message names the estimator to run."""
+
+
+class Estimator(Protocol):
+    """Puts a number on each response to a question; higher is better.
+
+    Attributes:
+        name: Key of the confidence on a sample.
+        is_probability: Whether it lies in [0, 1] and may be held against correctness by ECE.
+        needs_pool: Whether it needs the other responses to the question, which a live run does not have yet.
+    """
+
+    name: str
+    is_probability: bool
+    needs_pool: bool
+
+    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the confidence of every sample, [question][sample]; None where there is none."""
+        ...
+
+
+class SampleScorer(Protocol):
+    """Puts further confidences on a sample from those that it has: scalers and fusions. Works live and replayed.
+
+    Attributes:
+        name: Key under which the confidence is added.
+        requires: Names of the confidences that it reads.
+    """
+
+    name: str
+    requires: tuple[str, ...]
+
+    def score_sample(self, sample: Sample) -> float | None:
+        """Return the confidence in one sample, or None where a part of it is missing."""
+        ...
+
+
+def confidence_of(sample: Sample, name: str) -> float | None:
+    """Return the confidence ``name`` of a sample, or None where it has none.
+
+    ``p_true`` is the normalised P(True), ``sequence_logprob`` the sum and ``mean_logprob`` the mean of the response's
+    token log-probabilities in nats; every other name is looked up among the sample's further confidences. A sample's
+    own further confidence of one of these names (from a pool made elsewhere) is used where the column is empty.
+    """
+    stored: float | None = None
+    if name == P_TRUE:
+        stored = sample.p_true
+    elif name == LOGPROB:
+        stored = sample.logprob
+    elif name == MEAN_LOGPROB and sample.logprob is not None and sample.token_ids:
+        stored = sample.logprob / len(sample.token_ids)
+    value = sample.confidences.get(name) if stored is None else stored
+    return None if value is None or math.isnan(value) else value
+
+
+def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
+    """Raise unless every question with a readable answer has the confidence ``name`` on at least one such response.
+
+    A few responses without it are taken like unreadable ones; a whole question without it means that the estimator was
+    not run there.
+
+    Raises:
+        MissingConfidenceError: Names the estimator to run.
+    """
+    for entry in pool:
+        readable = [sample for sample in entry.samples if sample.answer is not None]
+        if readable and all(confidence_of(sample, name) is None for sample in readable):
+            raise MissingConfidenceError(
+                f"Expected the responses to question {entry.question.id!r} to have the confidence {name!r}, but got "
+                f"none on any of {len(readable)}. {how_to_get(name)}"
+            )
+
+
+def how_to_get(name: str) -> str:
+    """Return the sentence that says how to put the confidence ``name`` on a store's samples."""
+    if name == P_TRUE:
+        return "Sample with the confidence query (`selfcal generate`), or run `selfcal score --estimator p_true`."
+    if name in (LOGPROB, MEAN_LOGPROB):
+        return "Sample with `selfcal generate`, which keeps log-probabilities, or run `selfcal score` on the store."
+    return f"Run `selfcal score --estimator {name}` on the store, or give the file of the fitted {name!r}."
+
+
+def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
+    """Return ``sample`` with the confidences of ``scorers``, each of which sees what the earlier ones added."""
+    for scorer in scorers:
+        value = scorer.score_sample(sample)
+        if value is not None:
+            sample = replace(sample, confidences={**sample.confidences, scorer.name: value})
+    return sample
+
+
+def split_hash(question_ids: Iterable[str]) -> str:
+    """Return a sha256 that names a set of questions, whatever their order.
+
+    Example:
+        >>> split_hash(["b", "a"]) == split_hash(["a", "b"])
+        True
+    """
+    return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

@@ -1,0 +1,83 @@
+"""The contract of a test-time strategy: it asks for samples and ends with a verdict. It has no engine inside."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.records import Question, Sample, Verdict
+
+Solving = Generator["Ask", list[Sample], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for the next ``num_samples`` samples of the question, in index order.
+
+    They are sent back as a list, shorter (at last empty) only where the source has no more.
+    """
+
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"Expected `num_samples` to be at least 1, but got {self.num_samples}.")
+
+
+class Strategy(Protocol):
+    """Decides, question by question, when to stop sampling and which answer to give.
+
+    Live and recorded runs are the same code: the driver feeds either.
+
+    Attributes:
+        name: Short name, as on the command line and in tables.
+        max_samples: Budget for a question.
+        confidence: Name of the confidence that it reads (see ``confidence.base.confidence_of``), or None.
+    """
+
+    name: str
+    max_samples: int
+    confidence: str | None
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
+        ...
+
+
+def make_verdict(
+    question: Question,
+    samples: Sequence[Sample],
+    answer: str | None,
+    *,
+    confidence: float | None,
+    stopped_early: bool,
+) -> Verdict:
+    """Return the verdict ``answer`` after ``samples``; ``correct`` comes from the samples of its class.
+
+    Without an answer the verdict is wrong, unless nothing is known because the question has no reference.
+    """
+    if answer is None:
+        correct = None if question.reference is None and all(s.correct is None for s in samples) else False
+    else:
+        correct = next((sample.correct for sample in samples if sample.answer == answer), None)
+    return Verdict(question.id, answer, confidence, correct, len(samples), stopped_early)
+
+
+def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
+    """Return the weight of each answer in the order first seen; one vote a sample where ``confidence`` is None.
+
+    Unreadable answers, and samples that lack the confidence asked for, are no votes.
+    """
+    votes: dict[str, float] = {}
+    for sample in samples:
+        weight = 1.0 if confidence is None else confidence_of(sample, confidence)
+        if sample.answer is not None and weight is not None:
+            votes[sample.answer] = votes.get(sample.answer, 0.0) + weight
+    return votes
+
+
+def leader(votes: dict[str, float]) -> str | None:
+    """Return the answer of the largest weight, the first seen on ties; None without votes."""
+    return max(votes, key=votes.__getitem__) if votes else None

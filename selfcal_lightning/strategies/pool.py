@@ -1,0 +1,92 @@
+"""A recorded pool as arrays, for the vectorised form of a strategy (``curve``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.records import QuestionSamples
+
+UNREADABLE = -1
+
+
+@dataclass(frozen=True)
+class PoolArrays:
+    """The samples of Q questions, N at most, with one confidence.
+
+    Attributes:
+        question_ids: Q ids.
+        length: Samples of each question [Q], int64; columns beyond it hold padding.
+        answer: Code of each answer within its question in the order first seen, int32 [Q, N]; -1 where unreadable or
+            padding.
+        confidence: The confidence [Q, N], float64; nan where there is none.
+        correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
+        tokens: Cost of each sample in tokens [Q, N], int64: response, and the confidence query where one is read.
+    """
+
+    question_ids: tuple[str, ...]
+    length: NDArray[np.int64]
+    answer: NDArray[np.int32]
+    confidence: NDArray[np.float64]
+    correct: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+
+    @classmethod
+    def from_samples(
+        cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
+    ) -> PoolArrays:
+        """Build the arrays from samples; answers keep their classes, questions their order.
+
+        Args:
+            pool: The samples.
+            confidence: Name of the confidence to read; None gives every readable answer 1.
+            query_tokens: Tokens that reading the confidence costs a sample.
+        """
+        width = max((len(entry.samples) for entry in pool), default=0)
+        shape = len(pool), width
+        answer = np.full(shape, UNREADABLE, dtype=np.int32)
+        values = np.full(shape, np.nan)
+        correct = np.zeros(shape, dtype=bool)
+        tokens = np.zeros(shape, dtype=np.int64)
+        for row, entry in enumerate(pool):
+            codes: dict[str, int] = {}
+            for column, sample in enumerate(entry.samples):
+                tokens[row, column] = len(sample.token_ids or ()) + query_tokens
+                if sample.answer is None:
+                    continue
+                answer[row, column] = codes.setdefault(sample.answer, len(codes))
+                value = 1.0 if confidence is None else confidence_of(sample, confidence)
+                values[row, column] = np.nan if value is None else value
+                correct[row, column] = bool(sample.correct)
+        length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
+        return cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens)
+
+    def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
+        """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
+        take = lambda values: np.take_along_axis(values, order, axis=1)  # noqa: E731
+        return replace(
+            self,
+            answer=take(self.answer),
+            confidence=take(self.confidence),
+            correct=take(self.correct),
+            tokens=take(self.tokens),
+        )
+
+
+@dataclass(frozen=True)
+class CurveOutcome:
+    """What a strategy did on a pool at each of G settings (thresholds, or budgets).
+
+    Attributes:
+        answer: Code of the chosen answer [G, Q], int32; -1 where there is none.
+        used: Samples used [G, Q], int64.
+        stopped_early: Whether the rule stopped it [G, Q], bool.
+    """
+
+    answer: NDArray[np.int32]
+    used: NDArray[np.int64]
+    stopped_early: NDArray[np.bool_]

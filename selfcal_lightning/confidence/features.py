@@ -1,0 +1,156 @@
+"""Numbers of responses by name, one row a response: what scalers and fusions are fitted on.
+
+A feature is the name of a confidence (``confidence.base.confidence_of``), ``logit:NAME`` for the log-odds of one that
+is a probability, or ``num_tokens``. All belong to one response alone, so that they exist while sampling is under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence, confidence_of
+from selfcal_lightning.functional.base import Floats, Integers
+from selfcal_lightning.records import QuestionSamples, Sample
+
+NUM_TOKENS = "num_tokens"
+LOGIT = "logit:"
+# Log-odds stay within +-13.8, so that a P(True) that rounding made 0 or 1 is no infinity.
+SMALLEST_PROBABILITY = 1e-6
+
+
+@dataclass(frozen=True)
+class ResponseTable:
+    """Features and labels of the N responses to Q questions, question by question.
+
+    Attributes:
+        question_ids: Q ids.
+        question: Position of each response's question [N], int64.
+        correct: 1 right, 0 wrong (an unreadable response too), nan where nobody knows [N].
+        values: Features [N, F]; nan where a response lacks one.
+    """
+
+    question_ids: tuple[str, ...]
+    question: Integers
+    correct: Floats
+    values: Floats
+
+    @property
+    def is_complete(self) -> NDArray[np.bool_]:
+        """Whether a response has all features [N]."""
+        return np.asarray(~np.isnan(self.values).any(axis=1))
+
+    @classmethod
+    def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
+        """Read ``features`` off every sample of ``pool``.
+
+        Raises:
+            MissingConfidenceError: No response of a question with readable answers has a feature.
+            ValueError: The pool is empty, or a feature ``logit:NAME`` meets a number outside [0, 1].
+        """
+        samples = [sample for entry in pool for sample in entry.samples]
+        if not samples:
+            raise ValueError("Expected `pool` to hold at least one response, but got none.")
+        check_features(pool, features)
+        columns = [_column(samples, name) for name in features]
+        return cls(
+            question_ids=tuple(entry.question.id for entry in pool),
+            question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
+            correct=np.array([_or_nan(sample.correct) for sample in samples]),
+            values=np.column_stack(columns) if columns else np.empty((len(samples), 0)),
+        )
+
+
+def feature_value(sample: Sample, name: str) -> float | None:
+    """Return one feature of a response, or None where it has none.
+
+    Raises:
+        ValueError: ``logit:NAME`` of a confidence outside [0, 1].
+    """
+    if name == NUM_TOKENS and sample.token_ids is not None:
+        return float(len(sample.token_ids))
+    value = confidence_of(sample, confidence_behind(name))
+    if value is None or math.isinf(value):
+        return None
+    if not name.startswith(LOGIT):
+        return float(value)
+    # As `log_odds`, without arrays: a live run scores one sample at a time.
+    _check_probabilities(value, value, name)
+    p = min(max(value, SMALLEST_PROBABILITY), 1.0 - SMALLEST_PROBABILITY)
+    return math.log(p) - math.log1p(-p)
+
+
+def confidence_behind(name: str) -> str:
+    """Return the confidence that a feature is computed from.
+
+    Example:
+        >>> confidence_behind("logit:p_true"), confidence_behind("mean_logprob")
+        ('p_true', 'mean_logprob')
+    """
+    return name.removeprefix(LOGIT)
+
+
+def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
+    """Return the confidences that ``features`` are computed from; ``num_tokens`` needs none."""
+    return tuple(dict.fromkeys(confidence_behind(name) for name in features if name != NUM_TOKENS))
+
+
+def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> None:
+    """Raise unless every question with a readable answer has each feature on at least one response.
+
+    Raises:
+        MissingConfidenceError: Names the estimator to run.
+    """
+    for name in required_confidences(features):
+        check_confidence(pool, name)
+    if NUM_TOKENS not in features:
+        return
+    for entry in pool:
+        if all(feature_value(sample, NUM_TOKENS) is None for sample in entry.samples):
+            raise MissingConfidenceError(
+                f"Expected the responses to question {entry.question.id!r} to have token ids, but got none. Sample with"
+                f" `selfcal generate`, or give {NUM_TOKENS!r} among the confidences of the pool."
+            )
+
+
+def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
+    """Compute ``log(p / (1 - p))``, p kept a millionth away from 0 and 1.
+
+    Raises:
+        ValueError: A value lies outside [0, 1]. NaN passes through.
+
+    Example:
+        >>> log_odds(np.array([0.5, 1.0])).round(3).tolist()
+        [0.0, 13.816]
+    """
+    known = probabilities[~np.isnan(probabilities)]
+    if known.size:
+        _check_probabilities(float(known.min()), float(known.max()), name)
+    p = np.clip(probabilities, SMALLEST_PROBABILITY, 1.0 - SMALLEST_PROBABILITY)
+    return np.asarray(np.log(p) - np.log1p(-p))
+
+
+def _column(samples: Sequence[Sample], name: str) -> Floats:
+    """Return one feature of every response [N]; nan where there is none."""
+    if name == NUM_TOKENS:
+        lengths = [confidence_of(s, name) if s.token_ids is None else len(s.token_ids) for s in samples]
+        return np.array([_or_nan(length) for length in lengths])
+    values = np.array([_or_nan(confidence_of(sample, confidence_behind(name))) for sample in samples])
+    values[np.isinf(values)] = np.nan
+    return log_odds(values, name) if name.startswith(LOGIT) else values
+
+
+def _check_probabilities(lowest: float, highest: float, name: str) -> None:
+    if lowest < -SMALLEST_PROBABILITY or highest > 1.0 + SMALLEST_PROBABILITY:
+        raise ValueError(
+            f"Expected `{name}` to lie in [0, 1], but got values from {lowest:g} to {highest:g}. "
+            "A score that is no probability enters as it is, without a logit."
+        )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,162 @@
+"""How sure a model is of its tokens, from the full next-token distribution: self-certainty and entropy.
+
+Everything works on logits of the untempered model, in float32 (float64 where the logits are), a few positions at a
+time: at a vocabulary of 150k tokens, float32 copies of all logits of a batch would be larger than the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.functional.base import Array
+
+_CHUNK_ELEMENTS = 2**24
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of n response tokens, each [n], in nats.
+
+    Attributes:
+        logprob: log p of the token itself.
+        certainty: KL(uniform || p) of the distribution that it was drawn from, at least 0; higher is surer.
+        entropy: Shannon entropy of that distribution, in [0, log V]; lower is surer.
+    """
+
+    logprob: Tensor
+    certainty: Tensor
+    entropy: Tensor
+
+
+def self_certainty(logits: Array, *, mask: Array | None = None) -> Tensor:
+    r"""Compute the self-certainty of responses in nats, at least 0; higher is surer.
+
+    ``1/n sum_i KL(U || p_i) = -1/(n V) sum_i sum_v log(V p_iv)`` over the n tokens of a response, with ``p_i`` the
+    distribution that token i was drawn from and U the uniform one over the V entries of the logits.
+
+    Args:
+        logits: Logits [..., n, V] at the positions that predict the response's tokens: the first is the one after the
+            last prompt token. A token that is masked with -inf makes it infinite.
+        mask: 1 at the tokens that count [..., n]; None counts all.
+
+    Returns:
+        One mean for each response [...]; nan where no token counts.
+
+    Raises:
+        ValueError: If the logits have no dimension of tokens, or the mask another shape.
+
+    Example:
+        >>> self_certainty(torch.zeros(3, 4))  # uniform
+        tensor(0.)
+        >>> p = torch.tensor([[0.125, 0.125, 0.25, 0.5]])  # log2 of 4 p: -1, -1, 0, 1, so KL = 1/4 log 2
+        >>> self_certainty(p.log()).div(math.log(2.0)).round(decimals=5)
+        tensor(0.2500)
+
+    Reference:
+        Kang et al., Scalable Best-of-N Selection for Large Language Models via Self-Certainty, arXiv 2502.18581.
+    """
+    certainty = token_certainty(logits)
+    if certainty.dim() < 1:
+        raise ValueError("Expected `logits` to have shape [..., tokens, vocabulary], but got one dimension only.")
+    if mask is None:
+        return certainty.mean(-1)
+    counts = torch.as_tensor(mask, device=certainty.device).bool()
+    if counts.shape != certainty.shape:
+        raise ValueError(f"Expected `mask` to have shape {tuple(certainty.shape)}, but got {tuple(counts.shape)}.")
+    return torch.where(counts, certainty, 0.0).sum(-1) / counts.sum(-1)
+
+
+def token_certainty(logits: Array) -> Tensor:
+    """Compute KL(uniform || p) in nats for each next-token distribution, at least 0; higher is surer.
+
+    Args:
+        logits: Logits [..., V].
+
+    Returns:
+        Divergences [...].
+
+    Example:
+        >>> token_certainty(torch.zeros(2, 4))
+        tensor([0., 0.])
+    """
+    return _by_rows(logits, _certainty)
+
+
+def token_entropy(logits: Array) -> Tensor:
+    """Compute the Shannon entropy in nats of each next-token distribution, in [0, log V]; lower is surer.
+
+    ``H = -sum_v p_v log p_v`` with ``p = softmax(logits)``, at temperature 1.
+
+    Args:
+        logits: Logits [..., V]; tokens may be masked with -inf.
+
+    Returns:
+        Entropies [...].
+
+    Example:
+        >>> token_entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))  # log 2 and 0
+        tensor([0.6931, 0.0000])
+    """
+    return _by_rows(logits, _entropy)
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor) -> TokenStatistics:
+    """Compute log-probability, certainty and entropy of tokens in one pass over their logits.
+
+    Args:
+        logits: Logits [n, V] at the positions that predict the tokens, any float dtype.
+        token_ids: The tokens [n], int64.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+
+    Example:
+        >>> statistics = token_statistics(torch.zeros(1, 4), torch.tensor([2]))  # log 1/4 = -1.3863
+        >>> [round(values.item(), 4) for values in statistics]
+        [-1.3863, 0.0, 1.3863]
+    """
+    if logits.dim() != 2 or token_ids.shape != logits.shape[:1]:
+        raise ValueError(
+            f"Expected `logits` [n, V] and `token_ids` [n], but got {tuple(logits.shape)} and {tuple(token_ids.shape)}."
+        )
+    parts = []
+    for z, ids in zip(_shifted(logits), token_ids.split(_rows_at_once(logits)), strict=True):
+        log_total = z.logsumexp(-1)
+        logprob = z.gather(1, ids[:, None]).squeeze(1) - log_total
+        parts.append((logprob, _certainty(z, log_total), _entropy(z, log_total)))
+    return TokenStatistics(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _certainty(z: Tensor, log_total: Tensor) -> Tensor:
+    """Return KL(uniform || softmax(z)) [rows] = log sum exp z - mean z - log V, which needs no log-probabilities."""
+    return (log_total - z.mean(-1) - math.log(z.shape[-1])).clamp_min(0.0)
+
+
+def _entropy(z: Tensor, log_total: Tensor) -> Tensor:
+    """Return the entropy [rows] of softmax(z) = log sum exp z - sum p z; a p of 0 takes no part, whatever its z."""
+    p = (z - log_total[:, None]).exp_()
+    return (log_total - (p * z.clamp_min(torch.finfo(z.dtype).min)).sum(-1)).clamp_min(0.0)
+
+
+def _by_rows(logits: Array, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Apply ``function`` of z [rows, V] and log sum exp z [rows] to logits [..., V], a few rows at a time."""
+    values = torch.as_tensor(logits)
+    if values.dim() < 1 or values.shape[-1] < 1:
+        raise ValueError(f"Expected `logits` to have shape [..., vocabulary], but got {tuple(values.shape)}.")
+    chunks = [function(z, z.logsumexp(-1)) for z in _shifted(values.reshape(-1, values.shape[-1]))]
+    return torch.cat(chunks).reshape(values.shape[:-1])
+
+
+def _shifted(rows: Tensor) -> Iterator[Tensor]:
+    """Yield ``rows`` [n, V] in pieces, wide and shifted to a maximum of 0, so that sums of large logits keep digits."""
+    for chunk in rows.split(_rows_at_once(rows)):
+        z = chunk if chunk.dtype == torch.float64 else chunk.float()
+        yield z - z.amax(-1, keepdim=True)
+
+
+def _rows_at_once(rows: Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS // rows.shape[-1])

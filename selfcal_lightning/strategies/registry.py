@@ -1,0 +1,92 @@
+"""All strategies by name. A new one is a class like its neighbours and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.strategies.base import Strategy
+from selfcal_lightning.strategies.best_of_n import BestOfN
+from selfcal_lightning.strategies.borda import BordaVoting
+from selfcal_lightning.strategies.cges import CGES
+from selfcal_lightning.strategies.cisc import CISC
+from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.pass_at_n import PassAtN
+from selfcal_lightning.strategies.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.window_stopping import WindowStopping
+
+# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter` and `curve`.
+STRATEGIES: dict[str, type] = {
+    "best_of_n": BestOfN,
+    "self_consistency": SelfConsistency,
+    "early_stopping": EarlyStopping,
+    "adaptive_consistency": AdaptiveConsistency,
+    "cges": CGES,
+    "window_stopping": WindowStopping,
+    "cisc": CISC,
+    "borda": BordaVoting,
+    "pass_at_n": PassAtN,
+}
+# They look at the reference: upper bounds for tables, no use for answering a question.
+ORACLES = ("pass_at_n",)
+
+
+def make_strategy(name: str, **settings: Any) -> Strategy:
+    """Return the strategy ``name`` with these fields; fields left out keep their defaults.
+
+    Raises:
+        ValueError: If there is no such strategy or field, or a value is not allowed.
+
+    Example:
+        >>> make_strategy("early_stopping", threshold=0.8, max_samples=8)
+        EarlyStopping(threshold=0.8, max_samples=8, confidence='p_true', fallback='weighted_vote')
+    """
+    known = setting_names(name)
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(
+                f"Expected the settings of {name} to be among {', '.join(known)}, but got {setting!r}."
+                f"{_hint(setting, known)}"
+            )
+    strategy: Strategy = STRATEGIES[name](**settings)
+    return strategy
+
+
+def setting_names(name: str) -> tuple[str, ...]:
+    """Return the names of the fields of the strategy ``name``.
+
+    Raises:
+        ValueError: If there is no such strategy.
+
+    Example:
+        >>> setting_names("window_stopping")
+        ('window', 'max_samples', 'mode')
+    """
+    if name not in STRATEGIES:
+        known = tuple(STRATEGIES)
+        raise ValueError(f"Expected `name` to be one of {', '.join(known)}, but got {name!r}.{_hint(name, known)}")
+    return tuple(field.name for field in fields(STRATEGIES[name]))
+
+
+def describe_strategy(strategy: Strategy) -> dict[str, Any]:
+    """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it.
+
+    Raises:
+        ValueError: If its class stands under no name here.
+
+    Example:
+        >>> describe_strategy(SelfConsistency(max_samples=4))
+        {'name': 'self_consistency', 'max_samples': 4, 'confidence': None}
+    """
+    for name, cls in STRATEGIES.items():
+        if type(strategy) is cls:
+            return {"name": name, **{field: getattr(strategy, field) for field in setting_names(name)}}
+    raise ValueError(f"Expected `strategy` to be one of {', '.join(STRATEGIES)}, but got {type(strategy).__name__}.")
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy as np
 import yaml
+from report_strategies import SAMPLES, evaluate_strategies, strategies_json, strategies_markdown, strategy_targets
 
 from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
 from selfcal_lightning.locations import config_path, resolve_model
 from selfcal_lightning.pipelines.comparison import SHORT_NAMES, scored_responses, summarise
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.tasks.registry import get_task
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TESTS = {"id": "test_id", "ood": "test_ood"}
@@ -59,6 +61,7 @@ def main() -> int:
         # The main variant samples the training questions of its seed, which the ablations of that seed reuse.
         list(pool.map(lambda job: calibrate(options, *job), first))
         list(pool.map(lambda seed: sample_tests(options, "bundled", "base", seed[0]), tests))
+        list(pool.map(lambda name: sample_for_strategies(options, name), ("base", MAIN)))
         list(pool.map(lambda job: calibrate(options, *job), others))
     report = assemble(options, [*first, *others])
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
@@ -76,10 +79,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/report"), help="samples, models and logs go here")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--ablation_seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--ablation_seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--id", type=int, default=1000, help="in-domain test questions")
     parser.add_argument("--ood", type=int, default=500, help="out-of-domain test questions")
-    parser.add_argument("--num_samples", type=int, default=16, help="responses per test question")
+    parser.add_argument("--num_samples", type=int, default=SAMPLES, help="responses per test question")
+    parser.add_argument("--calibration", type=int, default=800, help="calibration questions, for the strategies")
+    parser.add_argument("--strategy_questions", type=int, default=2000, help="in-domain test questions, likewise")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--workers", type=int, default=2, help="jobs at a time, one core each")
     return parser.parse_args()
@@ -140,21 +145,45 @@ def configuration(options: argparse.Namespace, variant: str, seed: int) -> dict[
     return config
 
 
+def tests_of(variant: str) -> dict[str, str]:
+    """Return the test sets of a variant: the ablations are compared in-domain only."""
+    return TESTS if variant in ("base", MAIN) else {"id": TESTS["id"]}
+
+
 def sample_tests(options: argparse.Namespace, model: str, variant: str, seed: int) -> None:
-    """Sample the test questions from a model; both test sets go into one store."""
+    """Sample the test questions from a model; its test sets go into one store."""
     folder = folder_of(options, variant, seed)
-    for name, split in TESTS.items():
+    for name, split in tests_of(variant).items():
         run(
             options, folder / "log.txt", "generate", "--model", model, "--store_dir", str(folder / "own"),
             "--task", "[word_problems]", "--split", split, "--store_split", name,
             "--limit", str(getattr(options, name)), "--num_samples", str(options.num_samples),
-            "--max_new_tokens", "120", "--max_batch", "128", "--seed", str(1000 + seed), "--engine", options.engine,
+            "--max_new_tokens", "120", "--max_batch", "512", "--seed", str(1000 + seed), "--engine", options.engine,
+        )  # fmt: skip
+
+
+def sample_for_strategies(options: argparse.Namespace, variant: str) -> None:
+    """Sample calibration questions, and further in-domain test questions, for the strategies; first seed only."""
+    seed = options.seeds[0]
+    folder = folder_of(options, variant, seed)
+    model = "bundled" if variant == "base" else str(folder / "calibrated")
+    for store, split, name, limit in (
+        ("cal", "calibration", "cal", options.calibration),
+        ("own", TESTS["id"], "id", options.strategy_questions),
+    ):
+        run(
+            options, folder / "log.txt", "generate", "--model", model, "--store_dir", str(folder / store),
+            "--task", "[word_problems]", "--split", split, "--store_split", name, "--limit", str(limit),
+            "--num_samples", str(SAMPLES), "--max_new_tokens", "120", "--max_batch", "512",
+            "--seed", str(1000 + seed), "--engine", options.engine,
         )  # fmt: skip
 
 
 def read(options: argparse.Namespace, variant: str, seed: int, test: str) -> list[QuestionSamples]:
-    """Return one variant's own samples of a test set."""
-    return list(SampleStore(folder_of(options, variant, seed) / "own").samples(split=test))
+    """Return one variant's own samples of a test set; the store may hold more questions, for the strategies."""
+    wanted = {question.id for question in get_task("word_problems").load(TESTS[test], limit=getattr(options, test))}
+    pool = SampleStore(folder_of(options, variant, seed) / "own").samples(split=test)
+    return [entry for entry in pool if entry.question.id in wanted]
 
 
 def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> dict[str, Any]:
@@ -165,7 +194,7 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
         if seeds:
             variants[variant] = {
                 "seeds": seeds,
-                **{test: compare(options, variant, seeds, test) for test in TESTS},
+                **{test: compare(options, variant, seeds, test) for test in tests_of(variant)},
             }
     main = variants[MAIN]["id"]
     targets = {
@@ -173,6 +202,13 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
         "AUROC gain, lower bound": (main["auroc"]["change"]["low"], ">", 0.1),
         "pass@1 change, lower bound": (main["pass_at_1"]["change"]["low"], ">", -0.02),
     }
+    stores = {name: folder_of(options, name, options.seeds[0]) for name in ("base", MAIN)}
+    strategies, winners = evaluate_strategies(
+        {name: folder / "own" for name, folder in stores.items()},
+        {name: folder / "cal" for name, folder in stores.items()},
+        options.output / "strategies",
+    )
+    targets |= strategy_targets(winners[-1])
     return {
         "sizes": {"id": options.id, "ood": options.ood, "num_samples": options.num_samples},
         "seeds": options.seeds,
@@ -182,11 +218,13 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
             name: {
                 "value": value,
                 "wanted": f"{sign} {bound}",
-                "met": value <= bound if sign == "<=" else value > bound,
+                "met": value is not None and (value <= bound if sign == "<=" else value > bound),
             }
             for name, (value, sign, bound) in targets.items()
         },
         "begging": begging(options),
+        "strategies": strategies_json(strategies, winners),
+        "strategies_markdown": strategies_markdown(strategies, winners),
     }
 
 
@@ -315,6 +353,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         )
     spread = statistics.pstdev(base["ece"]["by_seed"]["after"])
     lines += ["", f"Standard deviation of ECE after calibration over seeds: {spread:.4f}."]
+    lines += ["", report["strategies_markdown"]]
     return "\n".join(lines) + "\n"
 
 

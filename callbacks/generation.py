@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,17 +11,16 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.rendezvous import Rendezvous
-from selfcal_lightning.pipelines.sampling import generate_samples, missing_questions, select_share, store_fingerprint
+from selfcal_lightning.pipelines.reuse import is_complete, open_existing
+from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.store import SampleStore, StoreFingerprint
+from selfcal_lightning.store import SampleStore
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 Splits = dict[str, list[Question]]
 
 
@@ -107,23 +105,29 @@ class SSCGeneration(Callback):
         data, shard = _data_module(trainer), (trainer.global_rank, trainer.world_size)
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query)
-        store = SampleStore(data.store_dir)
-        if self._is_complete(store, splits, shard):
-            fingerprint = self._fingerprint(model, module.revision, chat)
-            SampleStore.create_or_open(store.path, fingerprint, num_samples=data.num_samples, engine={})
+        existing = open_existing(
+            data.store_dir,
+            model=model,
+            revision=module.revision,
+            chat=chat,
+            sampling=self.sampling,
+            seed=self.seed,
+            num_samples=data.num_samples,
+        )
+        if is_complete(existing, splits, shard=shard):
             total = sum(map(len, splits.values()))
-            _say(trainer, f"SSCGeneration: samples of all {total:,} questions are reused from {store.path}.")
+            _say(trainer, f"SSCGeneration: samples of all {total:,} questions are reused from {data.store_dir}.")
             return
         engine = self._start(trainer, model, module.revision, chat)
         try:
             store = SampleStore.create_or_open(
-                store.path,
+                data.store_dir,
                 store_fingerprint(engine, chat, self.sampling, self.seed),
                 num_samples=data.num_samples,
                 engine=engine.describe(),
             )
             for split, questions in splits.items():
-                _say(trainer, f"SSCGeneration: {split}, {data.num_samples} samples a question, into {store.path}")
+                _say(trainer, f"SSCGeneration: {split}, {data.num_samples} samples a question, into {data.store_dir}")
                 report = generate_samples(
                     questions,
                     split=split,
@@ -145,23 +149,6 @@ class SSCGeneration(Callback):
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _is_complete(self, store: SampleStore, splits: Splits, shard: tuple[int, int]) -> bool:
-        """Return whether the store holds this process's share of every split."""
-        if not (store.path / "rounds").is_dir():
-            return False
-        shares = {split: select_share(questions, shard) for split, questions in splits.items()}
-        return not any(missing_questions(share, store, split=split, round=0) for split, share in shares.items())
-
-    def _fingerprint(self, model: str, revision: str | None, chat: ChatFormat) -> StoreFingerprint:
-        """Return what the samples would be, without loading the model."""
-        if not Path(model).is_dir():
-            from huggingface_hub import snapshot_download
-
-            snapshot_download(model, revision=revision, allow_patterns=MODEL_FILES)
-        weights = weights_sha256(model, revision=revision)
-        identity = {"model": model, "revision": revision, "weights_sha256": weights, "adapter_sha256": None}
-        return StoreFingerprint(identity, chat.describe(), asdict(self.sampling), self.seed)
 
     def _start(self, trainer: Trainer, model: str, revision: str | None, chat: ChatFormat) -> Engine:
         """Start the engine on this process's device."""

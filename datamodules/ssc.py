@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from selfcal_lightning.datamodules.checks import (
+    check_agreement,
+    check_at_least,
+    check_choice,
+    check_shares,
+    check_trainer,
+)
 from selfcal_lightning.datamodules.collate import SSCCollator
-from selfcal_lightning.datamodules.mixture import BoolArray, EpochDraw, Mixture, TaskPools, build_pools
+from selfcal_lightning.datamodules.mixture import Mixture, build_pools
+from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.datamodules.reading import check_prompts, keep_targets, read_index
 from selfcal_lightning.datamodules.ssc_sampler import (
     LateDataLoader,
     OneByOne,
-    OptimizerStepSampler,
-    epoch_position,
-    limited_batches,
     steps_per_epoch,
     validation_batches,
 )
@@ -108,29 +112,20 @@ class SSCDataModule(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value in {
-            "num_samples": num_samples,
-            "total_tuples": total_tuples,
-            "batch_size": batch_size,
-            "validation_batch_size": validation_batch_size,
-            "max_repeats": max_repeats,
-            "num_buckets": num_buckets,
-        }.items():
-            if value < 1:
-                raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
-        for name, part in {"generation_ratio": generation_ratio, "eta": eta}.items():
-            if not 0.0 <= part <= 1.0:
-                raise ValueError(f"Expected `{name}` to lie in [0, 1], but got {part}.")
-        for name, choice, names in (
-            ("target", target, get_args(TargetName)),
-            ("p_true", p_true, get_args(PTrueName)),
-            ("predict_split", predict_split, get_args(Split)),
-        ):
-            if choice not in names:
-                raise ValueError(f"Expected `{name}` to be one of {names}, but got {choice!r}.")
-        for name, least in {"seed": seed, "round": round, "num_workers": num_workers}.items():
-            if least < 0:
-                raise ValueError(f"Expected `{name}` to be at least 0, but got {least}.")
+        check_at_least(
+            1,
+            num_samples=num_samples,
+            total_tuples=total_tuples,
+            batch_size=batch_size,
+            validation_batch_size=validation_batch_size,
+            max_repeats=max_repeats,
+            num_buckets=num_buckets,
+        )
+        check_at_least(0, seed=seed, round=round, num_workers=num_workers)
+        check_shares(generation_ratio=generation_ratio, eta=eta)
+        check_choice("target", target, TargetName)
+        check_choice("p_true", p_true, PTrueName)
+        check_choice("predict_split", predict_split, Split)
         self.base_model = base_model
         self.store_dir = store_dir
         self.sources: dict[Split, list[QuestionSource]] = {
@@ -163,8 +158,7 @@ class SSCDataModule(LightningDataModule):
         # A process without validation questions still gets a batch, of no rows.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._questions: dict[Split, list[Question]] = {}
-        self._order: dict[str, Any] = {}
-        self._saved_order: dict[str, Any] = {}
+        self._order = TrainingOrder()
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, loaded once.
@@ -183,27 +177,13 @@ class SSCDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Refuse trainer settings that would reorder the rows; the store is not opened."""
-        trainer = self.trainer
-        if trainer is None:
-            return
-        connector = trainer._accelerator_connector
-        if connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1):
-            raise ValueError(
-                f"Expected `use_distributed_sampler=False` with {trainer.world_size} processes, but got True: "
-                "Lightning would deal the rows anew and repeat some. Set `trainer.use_distributed_sampler: false`."
-            )
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-            raise ValueError(
-                "Expected a constant `accumulate_grad_batches`, but got a GradientAccumulationScheduler: optimiser "
-                "steps are planned ahead. Remove the callback."
-            )
+        if self.trainer is not None:
+            check_trainer(self.trainer)
 
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimiser step over all processes and micro-steps."""
-        if self.trainer is None:
-            return self.batch_size
-        return self.batch_size * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return rows_per_step(self.batch_size, self.trainer)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -228,7 +208,7 @@ class SSCDataModule(LightningDataModule):
         Raises:
             ValueError: The store lacks the round or questions of it, or holds nothing to train on.
         """
-        self._check_num_samples()
+        check_agreement(self.num_samples, self.target)
         store, collator = self._store(), self.collator()
         table, reasons = self._build(store, collator, "train", self.round)
         table = keep_targets(table, reasons, target=self.target)
@@ -241,7 +221,16 @@ class SSCDataModule(LightningDataModule):
             tasks=mixture.shares,
             num_buckets=self.num_buckets,
         )
-        sampler = self._sampler(mixture, pools, table, confident)
+        sampler = self._order.sampler(
+            mixture,
+            pools,
+            table,
+            confident=confident,
+            eta=self.eta,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            trainer=self.trainer,
+        )
         rank_zero_info(describe_draw(table, pools, sampler.draw(self.trainer.current_epoch if self.trainer else 0)))
         return self._loader(TupleDataset(store, table), sampler, collator)
 
@@ -307,22 +296,14 @@ class SSCDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of rows depends on; the position itself is counted by the trainer."""
-        return dict(self._order)
+        return self._order.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember the order of the checkpoint, to be compared when training goes on in the middle of an epoch."""
-        self._saved_order = dict(state_dict)
+        self._order.load_state_dict(state_dict)
 
     def _shares(self) -> dict[str, float]:
         return task_shares(self.sources["train"])
-
-    def _check_num_samples(self) -> None:
-        if self.num_samples < 2 and self.target in ("ssc", "consistency"):
-            raise ValueError(
-                f"Expected `num_samples` to be at least 2 with `target={self.target!r}`, but got {self.num_samples}: "
-                "one response always agrees with itself, so every target would be 1.0. Raise `num_samples` (the "
-                "paper uses 32), or train on `target='label'`."
-            )
 
     def _store(self) -> SampleStore:
         return SampleStore(self.store_dir, num_samples=self.num_samples)
@@ -343,62 +324,6 @@ class SSCDataModule(LightningDataModule):
                 f"{self.max_length}, too short for every question of the split {split!r}. Raise `max_length`."
             )
         return table, reasons
-
-    def _sampler(
-        self, mixture: Mixture, pools: dict[str, TaskPools], table: TupleTable, confident: BoolArray
-    ) -> OptimizerStepSampler:
-        trainer = self.trainer
-        accumulate = trainer.accumulate_grad_batches if trainer else 1
-        num_steps = steps_per_epoch(mixture.rows_per_epoch, self.rows_per_step)
-        batches = num_steps * accumulate
-        limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
-        self._order = {
-            "seed": self.seed,
-            "rows_per_step": self.rows_per_step,
-            "accumulate_grad_batches": accumulate,
-            "rows_per_epoch": mixture.rows_per_epoch,
-            "generation_ratio": self.generation_ratio,
-            "shares": dict(mixture.shares),
-            "eta": self.eta,
-            "rows": table.digest(),
-        }
-
-        def position() -> tuple[int, int]:
-            if trainer is None:
-                return 0, 0
-            epoch, start = epoch_position(trainer, limit)
-            if start:
-                self._check_order()
-            return epoch, start
-
-        def draw(epoch: int) -> EpochDraw:
-            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
-            return mixture.draw(pools, confident, seed=self.seed, epoch=epoch)
-
-        return OptimizerStepSampler(
-            draw,
-            table.length,
-            num_steps=num_steps,
-            batch_size=self.batch_size,
-            accumulate=accumulate,
-            world_size=trainer.world_size if trainer else 1,
-            rank=trainer.global_rank if trainer else 0,
-            limit=limit,
-            position=position,
-        )
-
-    def _check_order(self) -> None:
-        """Hold the order of rows against the one of the checkpoint that training goes on from."""
-        changed = [
-            f"`{name}` was {old!r} and is {self._order[name]!r}"
-            for name, old in self._saved_order.items()
-            if name in self._order and old != self._order[name]
-        ]
-        if changed:
-            raise ValueError(
-                "Expected the settings and rows of the checkpoint that stopped in the middle of an epoch, but got "
-                f"others: {'; '.join(changed)}. Resume with the old ones, or from a checkpoint of an epoch's end."
-            )
 
     def _loader(self, dataset: TupleDataset, batches: Any, collator: Callable[..., SSCBatch]) -> LateDataLoader:
         return LateDataLoader(

@@ -13,6 +13,9 @@ def main() -> None:
     # OpenMP threads that spin at barriers make small models tens of times slower where cores are shared (measured:
     # 1.2 against 56 responses a second under a load of 5 on two cores). It must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Libraries show a bar for loading weights, which small models do in a blink: show bars that last. Read by tqdm
+    # when it is imported.
+    os.environ.setdefault("TQDM_DELAY", "3")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from selfcal_lightning import __version__
 
@@ -18,7 +19,11 @@ TRAINER_VERBS = {
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
     "export": ("export", "run_export", "merge an adapter into its base model"),
-    "evaluate": ("evaluate", "run_evaluate", "compare two models on their own samples of the test splits"),
+    "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
+    "fit-confidence": ("calibrate_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
+    "fit-threshold": ("calibrate_confidence", "run_fit_threshold", "choose a strategy's threshold on a split"),
+    "evaluate": ("evaluate", "run_evaluate", "judge calibration and strategies, on models or recorded pools"),
+    "answer": ("answer", "run_answer", "answer questions, sampling only as long as the confidence demands"),
     "import-pool": ("interchange", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
     "export-pool": ("interchange", "run_export_pool", "write a store as a JSON-lines pool"),
     "import-records": ("interchange", "run_import_records", "read published training records"),
@@ -77,4 +82,22 @@ def run_function(verb: str, arguments: list[str]) -> None:
 
     room, name, _ = FUNCTION_VERBS[verb]
     function = getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name)
-    auto_cli(function, args=arguments, as_positional=False, prog=f"selfcal {verb}")
+    auto_cli(function, args=fill_flags(function, arguments), as_positional=False, prog=f"selfcal {verb}")
+
+
+def fill_flags(function: Callable[..., object], arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` with "true" after each option that is a flag of ``function`` and stands alone.
+
+    Example:
+        >>> def answer(model: str, json: bool = False): ...
+        >>> fill_flags(answer, ["--json", "--model", "m"]), fill_flags(answer, ["--json", "false"])
+        (['--json', 'true', '--model', 'm'], ['--json', 'false'])
+    """
+    parameters = inspect.signature(function, eval_str=False).parameters.values()
+    flags = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
+    filled: list[str] = []
+    for place, argument in enumerate(arguments):
+        filled.append(argument)
+        if argument in flags and (place + 1 == len(arguments) or arguments[place + 1].startswith("--")):
+            filled.append("true")
+    return filled

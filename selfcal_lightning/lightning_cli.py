@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
+from pickle import UnpicklingError
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -12,6 +15,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
+MODULE = "selfcal_lightning.modules.self_calibration.SelfCalibrationModule"
+DATA_MODULE = "selfcal_lightning.datamodules.ssc.SSCDataModule"
+LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
+DESCRIPTIONS = {
+    "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
+    "validate": "Score the fixed pool of the validation split.",
+    "test": "Score the fixed pool of the test split.",
+    "predict": "Write the model's confidence in each stored response into the store.",
+}
 
 
 class SelfCalibrationCLI(LightningCLI):
@@ -23,8 +35,18 @@ class SelfCalibrationCLI(LightningCLI):
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Add to ``predict``, and to it alone, the callback that writes into the store, with its options."""
+        """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.
+
+        A checkpoint is read with ``weights_only``, also from an address, where Lightning itself would unpickle it.
+        """
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"selfcal {subcommand} --config FILE.yaml [--ckpt_path FILE.ckpt] [options that override it]"
+        parser.description = (
+            f"{DESCRIPTIONS[subcommand]} Start from a YAML of configs/. Its settings are explained by "
+            f"`selfcal {subcommand} --model.help {MODULE}`, `--data.help {DATA_MODULE}`, and "
+            "`--trainer.callbacks.help CLASS`."
+        )
+        parser.set_defaults({"weights_only": True})
         if subcommand == "predict":
             parser.add_lightning_class_args(Callback, "confidence_writer", subclass_mode=True, required=False)
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
@@ -39,15 +61,37 @@ class SelfCalibrationCLI(LightningCLI):
 
 
 def run_trainer(arguments: Sequence[str]) -> None:
-    """Parse ``arguments`` (the verb first) and run the Trainer."""
-    SelfCalibrationCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "selfcal"},
-        # The very command line is left to Lightning to read, which warns where `args` is given beside it.
-        args=None if list(arguments) == sys.argv[1:] else list(arguments),
-    )
+    """Parse ``arguments`` (the verb first) and run the Trainer.
+
+    Raises:
+        ValueError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint.
+    """
+    silence_lightning()
+    try:
+        SelfCalibrationCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "selfcal"},
+            # The very command line is left to Lightning to read, which warns where `args` is given beside it.
+            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+        )
+    except (UnpicklingError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but "
+            f"got a file that cannot be read as one: {reason}"
+        ) from error
+
+
+def silence_lightning() -> None:
+    """Keep advertisements for other packages, and a warning that Lightning gives about itself, off the terminal."""
+    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_no_advertisement)
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()

@@ -81,6 +81,19 @@ class RepairReport:
     duplicates: int
     unfinished: int
 
+    def __str__(self) -> str:
+        """Say it to a user.
+
+        Example:
+            >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
+            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed
+        """
+        files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
+        return (
+            f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
+            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed"
+        )
+
 
 class SampleStore:
     """Samples of many questions, on disk. Opening a store reads and writes nothing.

@@ -207,19 +207,38 @@ class Annotation:
         if record is None:
             raise ValueError(
                 f"Expected `confidences` to name annotations of the store, but got {self.name!r}; it has "
-                f"{annotation_names(self.folder.parent.parent)}. `selfcal predict` writes them."
+                f"{annotation_names(self.folder.parent.parent)}. `selfcal score` and `selfcal predict` write them."
             )
         if self.name in index.confidences:
             raise ValueError(
                 f"Expected {self.name!r} to be an annotation only, but got rows that bring a confidence of that name."
             )
+        values, _ = self._find(index, shards, record["parts"])
+        index = replace(index, confidences={**index.confidences, self.name: values})
+        missing = index.num_missing(self.name)
+        if missing:
+            logger.warning("%d of %d responses in %s have no %r.", missing, len(index), self.folder, self.name)
+        return index
+
+    def scored(self, index: SampleIndex, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return which rows of ``index`` were scored, bool [R]: those whose value was found to be unknown too.
+
+        A run that goes on where an earlier one stopped leaves these out. Arguments as for :meth:`annotate`.
+        """
+        record = self.record
+        return self._find(index, shards, [] if record is None else record["parts"])[1]
+
+    def _find(
+        self, index: SampleIndex, shards: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the value of each row, nan where unknown, float64 [R], and whether it was scored, bool [R]."""
         sha256 = {entry["file"]: entry["sha256"] for entry in shards}
         digests = pa.array([sha256[file] for file in index.files], pa.string())
-        values = np.full(len(index), np.nan)
+        values, scored = np.full(len(index), np.nan), np.zeros(len(index), dtype=bool)
         names, codes = np.unique(index.question_id, return_inverse=True)
         stride = int(index.sample_index.max(initial=0)) + 1
         keys = codes * stride + index.sample_index
-        for entry in record["parts"] if len(index) else ():
+        for entry in parts if len(index) else ():
             table = self._read(entry)
             question = _positions(table["question_id"], pa.array(names.tolist(), pa.string()))
             shard = _positions(table["shard"], digests)
@@ -228,11 +247,8 @@ class Annotation:
             place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
             found = (keys[place] == key) & (index.shard[place] == shard)
             values[place[found]] = table["value"].to_numpy()[found]
-        index = replace(index, confidences={**index.confidences, self.name: values})
-        missing = index.num_missing(self.name)
-        if missing:
-            logger.warning("%d of %d responses in %s have no %r.", missing, len(index), self.folder, self.name)
-        return index
+            scored[place[found]] = True
+        return values, scored
 
     def _enter(self, file: str, details: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entry of a part that was just written."""

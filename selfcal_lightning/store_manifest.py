@@ -38,17 +38,20 @@ class StoreFingerprint:
     def differences(self, other: StoreFingerprint) -> list[str]:
         """Return one "field: mine, theirs" for each field that must be equal and is not.
 
+        Where the weights differ, the names of the models stand before the hashes.
+
         Example:
             >>> mine = StoreFingerprint({}, {}, {"temperature": 0.8}, 0)
             >>> mine.differences(StoreFingerprint({}, {}, {"temperature": 1.0}, 0))
             ['sampling.temperature: 0.8 in the store, 1.0 asked for']
         """
         mine, theirs = self._identity(), other._identity()
-        return [
-            f"{name}: {mine.get(name)!r} in the store, {theirs.get(name)!r} asked for"
-            for name in sorted(mine.keys() | theirs.keys())
-            if mine.get(name) != theirs.get(name)
-        ]
+        changed = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+        names = self.model.get("model"), other.model.get("model")
+        if "model.weights_sha256" in changed and "model.model" not in changed and names[0] != names[1]:
+            mine["model.model"], theirs["model.model"] = names
+            changed = ["model.model", *changed]
+        return [f"{name}: {mine.get(name)!r} in the store, {theirs.get(name)!r} asked for" for name in changed]
 
     def _identity(self) -> dict[str, Any]:
         flat = dict(flatten(json.loads(json.dumps(asdict(self)))))

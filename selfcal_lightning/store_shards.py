@@ -239,7 +239,7 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         with pq.ParquetFile(path) as file:
             return file.read(columns=None if columns is None else list(columns), use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise corrupt(path, "a readable Parquet file", f"{type(error).__name__}: {error}") from error
+        raise corrupt(path, "a readable Parquet file", f"{type(error).__name__}: {str(error).rstrip('.')}") from error
 
 
 def check_shard(path: Path, entry: Mapping[str, Any], *, size_only: bool = False) -> None:

@@ -144,6 +144,21 @@ class EngineContract:
         again = [replace(request, seed=request.seed + 1) for request in requests if request.id in dropped]
         assert {r.request_id for r in generate(engine, again)} == dropped
 
+    def test_cancelling_tells_what_was_thrown_away(self, engine: Engine, reference: Reference) -> None:
+        requests = reference.requests(EDT, count=8)
+        whole = {r.request_id: len(r.token_ids) for r in generate(engine, requests)}
+        ids = engine.submit(requests)
+        early = {response.request_id for response in engine.poll()}
+        drawn = engine.cancel([*ids, "unknown"])
+        assert drawn.keys() <= set(ids) - early, "what was delivered is not thrown away"
+        assert all(0 <= count <= whole[name] for name, count in drawn.items())
+        assert sum(drawn.values()) > 0
+        assert engine.cancel(ids) == {}
+        assert engine.poll() == []
+
+    def test_batch_size_is_stated(self, engine: Engine) -> None:
+        assert engine.batch_size >= 1
+
     def test_text_does_not_depend_on_the_batch_or_the_order(self, engine: Engine, reference: Reference) -> None:
         requests = reference.requests(EDT, count=6)
         together = {r.request_id: r for r in generate(engine, requests)}

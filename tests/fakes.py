@@ -38,6 +38,8 @@ class FakeChat:
 class FakeEngine:
     """Answers with a number that follows from the request's seed; a fifth of the responses says nothing readable.
 
+    A request is begun by the first poll that finds it among the first ``slots`` in flight.
+
     Args:
         slots: Requests worked on at once; ``poll`` returns at most so many, in a scrambled order.
         seconds_per_poll: Time that ``poll`` takes.
@@ -62,8 +64,13 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.largest_queue = self.drained = 0
         self._waiting: dict[str, Request] = {}
+        self._begun: set[str] = set()
         self._random = random.Random(0)
         self._closed = False
+
+    @property
+    def batch_size(self) -> int:
+        return self.slots
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         self._ensure_open()
@@ -88,11 +95,16 @@ class FakeEngine:
         time.sleep(self.seconds_per_poll)
         active = list(self._waiting)[: self.slots]
         finished = self._random.sample(active, k=self._random.randint(1, len(active))) if active else []
+        self._begun = {name for name in active if name not in finished}
         return [self._respond(self._waiting.pop(name)) for name in finished]
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        for name in ids:
-            self._waiting.pop(name, None)
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        dropped = {name: self._waiting.pop(name) for name in dict.fromkeys(ids) if name in self._waiting}
+        return {name: self.tokens_drawn(request) for name, request in dropped.items() if name in self._begun}
+
+    def tokens_drawn(self, request: Request) -> int:
+        """Return how far the response to a request is between two polls: half-way."""
+        return len(self._respond(request).token_ids) // 2
 
     def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
         self._ensure_open()

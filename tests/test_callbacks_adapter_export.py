@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
-from training_runs import data_module, generation, module_of, trainer_with
+from training_runs import data_module, fill_store, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
@@ -21,11 +21,7 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 @pytest.fixture(scope="module")
 def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("export") / "store"
-    trainer_with(generation(), max_steps=1, limit_val_batches=0).fit(
-        module_of(tiny_model), datamodule=data_module(tiny_model, path)
-    )
-    return path
+    return fill_store(tiny_model, tmp_path_factory.mktemp("export") / "store")
 
 
 def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: Path, tmp_path: Path) -> None:

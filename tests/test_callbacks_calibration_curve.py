@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import data_module, generation, module_of, trainer_with
+from training_runs import data_module, fill_store, module_of, trainer_with
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
 from selfcal_lightning.metrics.collection import CalibrationPoints
@@ -20,11 +20,7 @@ FIGURES = ("reliability", "roc", "distribution")
 
 @pytest.fixture(scope="module")
 def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("curve") / "store"
-    trainer_with(generation(), max_steps=1, limit_val_batches=0).fit(
-        module_of(tiny_model), datamodule=data_module(tiny_model, path)
-    )
-    return path
+    return fill_store(tiny_model, tmp_path_factory.mktemp("curve") / "store")
 
 
 def events(folder: Path) -> EventAccumulator:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from selfcal_lightning.cli import FUNCTION_VERBS
+from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -54,8 +55,10 @@ def test_training_config_instantiates(
 ) -> None:
     from lightning.pytorch import LightningDataModule, LightningModule
 
+    from selfcal_lightning.callbacks.generation import SSCGeneration
     from selfcal_lightning.datamodules.ssc import SSCDataModule
     from selfcal_lightning.lightning_cli import SelfCalibrationCLI
+    from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
     monkeypatch.chdir(tmp_path)
@@ -78,8 +81,13 @@ def test_training_config_instantiates(
         assert (data["total_tuples"], data["generation_ratio"], trainer["max_epochs"]) == (total, ratio, epochs)
         assert sum(source["share"] for source in data["train"]) == pytest.approx(shares)
         assert trainer["accumulate_grad_batches"] * trainer["devices"] * data["batch_size"] == rows
-        lora = document["model"]["init_args"]["lora"]
-        assert (lora["r"], lora["alpha"], lora["dropout"]) == (32, 16, 0.05)
+        model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
+        assert model.lora == LoraSettings(r=32, alpha=16, dropout=0.05, target_modules=("q_proj", "v_proj"))
+        assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
+        assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
+        assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
+        assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
+        assert not {source["split"] for source in data["train"]} - {"train"}
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p not in TRAINING], ids=lambda path: path.name)

@@ -75,8 +75,10 @@ def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: st
     fit(pool.data(store_dir), callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)
     with pytest.raises(ValueError, match=r"`rows_per_step` was 2 and is 4.*epoch's end"):
         fit(pool.data(store_dir, batch_size=4), ckpt_path=str(tmp_path / "step=2.ckpt"))
-    with pytest.raises(ValueError, match="`seed` was 0 and is 1"):
-        fit(pool.data(store_dir, seed=1), ckpt_path=str(tmp_path / "step=2.ckpt"))
+    changes = {"seed": (0, 1), "max_repeats": (4, 1), "num_buckets": (20, 5), "exact": (False, True)}
+    for name, (old, new) in changes.items():
+        with pytest.raises(ValueError, match=f"`{name}` was {old} and is {new}"):
+            fit(pool.data(store_dir, **{name: new}), ckpt_path=str(tmp_path / "step=2.ckpt"))
 
 
 @pytest.mark.timeout(120)

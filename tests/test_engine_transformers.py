@@ -257,6 +257,15 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     assert engine.max_batch == 1
 
 
+def test_only_what_was_begun_is_thrown_away(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=4)
+    requests = reference.requests(EDT, count=3)
+    assert engine.cancel(engine.submit(requests)) == {}, "nothing was begun before the first poll"
+    ids = engine.submit(requests)
+    early = {response.request_id for response in engine.poll()}
+    assert engine.cancel(ids).keys() == set(ids[:4]) - early, "four slots: what waits for one costs nothing"
+
+
 def test_a_closed_engine_says_so(tiny_model: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, dtype="float32")
     engine.submit(reference.requests(EDT, count=1))

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from selfcal_lightning.engines.base import generate
+from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.engines.vllm import VLLMEngine
-from selfcal_lightning.engines.vllm_records import EngineCrashedError, RequestsFailedError
+from selfcal_lightning.engines.vllm_records import EngineCrashedError
 from selfcal_lightning.functional.sampling import dynamic_temperature, tempered_probabilities
 from selfcal_lightning.records import Request, SamplingSettings
 from tests.engine_contract import EDT, GREEDY, QUESTIONS, EngineContract, Reference

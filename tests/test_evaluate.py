@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from selfcal_lightning.pipelines.comparison import compare_pools, result_keys, scored_responses, summarise
+from selfcal_lightning.pipelines.evaluate import TrainingCost, run_evaluate
+from selfcal_lightning.pipelines.pools import load_pool
 from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.store import SampleStore
+from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.thresholds import fit_risk_threshold
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
 COUNTS = ("num_questions", "num_responses", "unreadable", "truncated", "without_confidence", "mean_confidence")
@@ -68,16 +75,197 @@ def test_pool_without_any_confidence_names_the_way_out() -> None:
         scored_responses(_pool([[None]], [["1"]]))
 
 
+RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
+
+
+def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confidence: bool = True) -> str:
+    """Write a pool of number questions; every third question is mostly wrong, and lengths and confidences vary."""
+    lines = []
+    for number in range(num_questions):
+        responses = []
+        for index in range(4):
+            text, p_true, tokens = RESPONSES[(index + number + shift) % 4]
+            text = "3" if text == "1" and number % 3 == 0 else text
+            # A little noise, so that the parts of a fusion are no copies of one another.
+            spread = ((7 * number + 3 * index) % 10) / 50.0
+            values = {"p_true": p_true - spread / 2, "sequence_logprob": -tokens / 8 - spread}
+            response = {"text": "", "answer": text, "tokens": tokens}
+            responses.append({**response, "confidence": values} if confidence else response)
+        lines.append(
+            {
+                "id": f"{prefix}{number}",
+                "task": "local_number",
+                "question": "?",
+                "reference": "1",
+                "responses": responses,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pools = {
+        "base": _write(tmp_path / "base.jsonl", num_questions=12, prefix="t"),
+        "calibrated": _write(tmp_path / "after.jsonl", num_questions=12, prefix="t", shift=1),
+    }
+    own = {side: _write(tmp_path / f"c_{side}.jsonl", num_questions=20, prefix="c") for side in pools}
+    results = run_evaluate(
+        output_dir=str(tmp_path / "out"), pools=pools, calibration_pools=own, num_reshuffles=2, num_resamples=30,
+        strategies=["adaptive_consistency", "early_stopping"], training_cost=TrainingCost(generated_tokens=100.0),
+    )  # fmt: skip
+    folder = tmp_path / "out"
+    assert results == json.loads((folder / "results.json").read_text())
+    assert results["settings"]["pools"] == pools
+    assert results["settings"]["num_reshuffles"] == 2
+    # One of four responses is unreadable; of the others two are right, but none where the number is divisible by 3.
+    assert results["own.test.unreadable.before"] == pytest.approx(0.25)
+    assert results["own.test.pass_at_1.after"] == pytest.approx(2 / 4 * 8 / 12)
+    strategies = results["strategies"]["test"]
+    assert {row["contender"]["confidence"] for row in strategies["budgets"]} == {
+        None, "p_true", "sequence_logprob_platt", "fused",
+    }  # fmt: skip
+    assert strategies["break_even"]
+    for name in [*results["files"], *results["fitted_files"], "results.csv", "reliability.png"]:
+        assert (folder / name).stat().st_size > 0, name
+    assert "fitted/base/fused.json" in results["fitted_files"]
+    lines = (folder / "curves.csv").read_text().splitlines()
+    assert lines[0].startswith("test,side,strategy,confidence,parameter,setting,accuracy,")
+    assert sum(line.startswith("test,base,self_consistency,,max_samples,") for line in lines) == 4
+    printed = capsys.readouterr().out
+    assert "25.0% of the responses unreadable, counted as wrong" in printed
+    assert "break-even of 100 tokens" in printed
+
+
+def test_fitted_files_are_used_again_and_refused_on_their_questions(tmp_path: Path) -> None:
+    own = _write(tmp_path / "c.jsonl", num_questions=20, prefix="c")
+    test = _write(tmp_path / "t.jsonl", num_questions=8, prefix="t")
+    options = {"num_reshuffles": 2, "num_resamples": 20, "strategies": ["early_stopping"]}
+    first = run_evaluate(output_dir=str(tmp_path / "one"), pools={"m": test}, calibration_pools={"m": own}, **options)
+    fitted = tmp_path / "one" / "fitted" / "m"
+    threshold = fitted / "thresholds" / "early_stopping_fused_budget_2.json"
+    assert f"fitted/m/thresholds/{threshold.name}" in first["fitted_files"]
+    given = {"scorers": [str(fitted / "fused.json")], "fitted_thresholds": [str(threshold)], "confidences": ["fused"]}
+    second = run_evaluate(output_dir=str(tmp_path / "two"), pools={"m": test}, **given, **options)
+    (judged,) = second["fitted_thresholds"]
+    chosen = [
+        row for row in first["strategies"]["test"]["budgets"]
+        if row["budget"] == 2 and row["contender"] == {
+            "side": "m", "strategy": "early_stopping", "confidence": "fused", "is_oracle": False,
+        }
+    ]  # fmt: skip
+    # The same threshold on the same questions and orders says the same.
+    assert judged["accuracy"] == pytest.approx(chosen[0]["accuracy"])
+    with pytest.raises(ValueError, match="was not fitted on, but got"):
+        run_evaluate(output_dir=str(tmp_path / "three"), pools={"m": own}, **given, **options)
+
+
+def test_a_risk_threshold_is_held_against_its_promise(tmp_path: Path) -> None:
+    own = _write(tmp_path / "c.jsonl", num_questions=40, prefix="c")
+    test = _write(tmp_path / "t.jsonl", num_questions=9, prefix="t")
+    strategy = SelfConsistency(max_samples=4)
+    fitted = fit_risk_threshold(strategy, load_pool(own), risk=0.9, delta=0.2)
+    assert fitted.threshold is not None
+    fitted.save(tmp_path / "risk.json")
+    options = {"num_reshuffles": 1, "num_resamples": 10, "strategies": ["self_consistency"]}
+    given = {"pools": {"m": test}, "fitted_thresholds": [str(tmp_path / "risk.json")]}
+    (judged,) = run_evaluate(output_dir=str(tmp_path / "out"), **given, **options)["fitted_thresholds"]
+    verdicts = [replay(strategy, entry) for entry in load_pool(test)]
+    answered = [verdict for verdict in verdicts if fitted.answers(verdict)]
+    assert judged["answered"]["value"] == pytest.approx(len(answered) / 9)
+    assert judged["wrong_among_them"]["value"] == pytest.approx(sum(not v.correct for v in answered) / len(answered))
+    assert (judged["promised_risk"], judged["samples"]) == (0.9, 4.0)
+    with pytest.raises(ValueError, match="to be at most the 3 samples that every question has, but got 4"):
+        run_evaluate(output_dir=str(tmp_path / "out"), max_samples=3, **given, **options)
+
+
+def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path / "bare.jsonl", num_questions=5, prefix="t", confidence=False)
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=2, num_resamples=20)
+    strategies = {row["contender"]["strategy"] for row in results["strategies"]["test"]["budgets"]}
+    assert "adaptive_consistency" in strategies
+    assert "early_stopping" not in strategies
+    # Per question two of four are right, or none (numbers 0 and 3 of five).
+    assert results["own.test.pass_at_1.m"] == pytest.approx(2 / 4 * 3 / 5)
+    assert "not run for want of a confidence: early_stopping" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, protocol="paper")
+    assert results["paper"]["test"]["m"]["confidence"] == "p_true"
+    folder = tmp_path / "out" / "paper" / "test" / "m"
+    assert (folder / "metric.csv").read_text().startswith("X,Early stopping,ASC w/ conf.,ASC,SC,SC w/ conf.,Best-of-n,")
+    assert len((folder / "aggregation_results.csv").read_text().splitlines()) == 9
+    assert "strategies" not in results
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Expected two models .* one .* or recorded `pools`"),
+        ({"before": "bundled"}, "Expected two models"),
+        ({"model": "bundled"}, "`tests` to name at least one"),
+        ({"pools": {"m": "x"}, "before": "bundled"}, "no `before` beside pools"),
+        ({"model": "bundled", "task": "gsm8k"}, "no `task` beside models"),
+        ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` to lie in \[0, 1\]"),
+        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be different ones"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path), **options)
+
+
+def test_share_set_aside_for_calibration(tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=20, prefix="t")
+    options = {"num_reshuffles": 1, "num_resamples": 10, "strategies": ["adaptive_consistency"]}
+    results = run_evaluate(
+        output_dir=str(tmp_path / "out"), pools={"m": path}, calibration_share=0.4, confidences=["fused"], **options
+    )
+    assert results["strategies"]["test"]["num_questions"] == 12
+    fitted = json.loads((tmp_path / "out" / "fitted" / "m" / "fused.json").read_text())
+    assert fitted["fitted_on"]["num_questions"] == 4
+    with pytest.raises(ValueError, match="`calibration_share` to lie between 0 and 1"):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, calibration_share=1.0, **options)
+
+
+def test_cost_is_given_in_tokens_or_in_seconds() -> None:
+    with pytest.raises(ValueError, match="`seconds` and `tokens_per_second` together"):
+        TrainingCost(seconds=5.0)
+    with pytest.raises(ValueError, match="either in `seconds` or in tokens"):
+        TrainingCost(seconds=5.0, tokens_per_second=2.0, trained_tokens=1.0)
+
+
 @pytest.mark.slow
 def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from selfcal_lightning.pipelines.evaluate import TestSet, run_evaluate
+    from selfcal_lightning.pipelines.evaluate import TestSet
 
     tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]
-    arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50}
-    results = run_evaluate("bundled", "bundled", str(tmp_path), tests, **arguments)
+    arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50, "num_reshuffles": 3, "tables": "short"}
+    calibration = TestSet("calibration", "word_problems", "calibration", limit=8)
+    results = run_evaluate("bundled", "bundled", str(tmp_path), tests, calibration=calibration, **arguments)
     assert results == json.loads((tmp_path / "results.json").read_text())
+    for test in ("id", "ood"):
+        same = {
+            (row["contender"]["strategy"], row["contender"]["confidence"], row["budget"], row["accuracy"]["value"])
+            for row in results["strategies"][test]["budgets"]
+        }
+        # Both sides are the same model with the same samples, so that they do the same.
+        assert len(same) == len(results["strategies"][test]["budgets"]) / 2
     assert results["own.id.num_responses.before"] == 18
     # The same model with the same seeds on both sides: nothing changes.
     assert results["own.id.ece.change"] == pytest.approx(0.0)
     assert (tmp_path / "reliability.png").stat().st_size > 10_000
-    assert "own samples" in capsys.readouterr().out
+    # One sample costs its tokens, and those of the confidence query only where P(True) is read.
+    cost = {
+        row["contender"]["confidence"]: row["tokens"]["value"]
+        for row in results["strategies"]["id"]["budgets"]
+        if (row["contender"]["strategy"], row["contender"]["side"], row["budget"]) == ("self_consistency", "before", 1)
+    }
+    suffix = SampleStore(tmp_path / "samples" / "before").round_manifest()["fingerprint"]["prompt"]["suffix_ids"]
+    assert cost["p_true"] - cost[None] == pytest.approx(len(suffix))
+    assert cost["sequence_logprob_platt"] == pytest.approx(cost[None])
+    printed = capsys.readouterr().out
+    assert "own samples" in printed
+    assert "Strategies on id: accuracy (samples used); 6 questions" in printed

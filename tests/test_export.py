@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from safetensors.torch import load_file, save_file
+from other_models import changed_copy, plain_copy
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfcal_lightning.models.lora import LoraSettings
@@ -53,16 +54,6 @@ def _checkpoint(module: SelfCalibrationModule, path: Path) -> str:
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path, weights_only=True)
     return str(path)
-
-
-def _other_model(tiny_model: str, folder: Path) -> str:
-    folder.mkdir()
-    for file in Path(tiny_model).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
 
 
 def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:
@@ -140,7 +131,7 @@ def test_another_base_model_is_refused(
     module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
 ) -> None:
     given = str(adapter) if source == "adapter" else _checkpoint(module, tmp_path / "last.ckpt")
-    other = _other_model(tiny_model, tmp_path / "other")
+    other = changed_copy(tiny_model, tmp_path / "other")
     with pytest.raises(ValueError, match=r"(?s)Expected .*/other") as raised:
         run_export(given, str(tmp_path / "merged"), base_model=other)
     assert tiny_model in str(raised.value)
@@ -148,11 +139,7 @@ def test_another_base_model_is_refused(
 
 
 def test_base_model_may_have_moved(adapter: Path, tmp_path: Path, tiny_model: str) -> None:
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for file in Path(tiny_model).iterdir():
-        (moved / file.name).write_bytes(file.read_bytes())
-    run_export(str(adapter), str(tmp_path / "merged"), base_model=str(moved))
+    run_export(str(adapter), str(tmp_path / "merged"), base_model=plain_copy(tiny_model, tmp_path / "moved"))
 
 
 def test_output_folder_that_holds_something_is_left_alone(adapter: Path, tmp_path: Path) -> None:
@@ -177,6 +164,24 @@ def test_an_earlier_export_is_replaced_only_when_asked(adapter: Path, tmp_path: 
 def test_something_else_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`adapter` to be a checkpoint file or a folder"):
         run_export(str(tmp_path), str(tmp_path / "merged"))
+
+
+def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.ckpt").write_text("mine")
+    torch.save({"run": test_something_else_is_no_adapter}, tmp_path / "code.ckpt")
+    torch.save({"hyper_parameters": {"lr": 0.1}, "state_dict": {}}, tmp_path / "other.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    for name, message in {
+        "notes": "cannot be read",
+        "code": "cannot be read",
+        "other": "names no",
+        "list": "names no",
+    }.items():
+        with pytest.raises(
+            ValueError, match=rf"`adapter` to be a checkpoint of `selfcal fit`, but got .*{name}.ckpt.*{message}"
+        ):
+            run_export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
 
 
 def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:

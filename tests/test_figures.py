@@ -18,6 +18,7 @@ from selfcal_lightning.reports.figures import (
     confidence_distribution,
     reliability_comparison,
     reliability_diagram,
+    reliability_grid,
     roc_figure,
 )
 
@@ -98,6 +99,17 @@ def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
     assert _png(figure).startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="to hold the same splits"):
         reliability_comparison(before, {})
+
+
+def test_grid_has_a_row_a_model_and_a_column_a_confidence() -> None:
+    rows = {"base": {"p_true": _pool(1), "fused": _pool(2)}, "calibrated": {"p_true": _pool(3), "fused": _pool(4)}}
+    figure = reliability_grid(rows, title="in-domain")
+    headings = [axes.get_title().split(":")[0] for axes in figure.axes if axes.get_title()]
+    assert headings == ["p_true, base", "fused, base", "p_true, calibrated", "fused, calibrated"]
+    assert len(reliability_grid({"base": rows["base"]}).axes) == 4
+    for bad in ({}, {"base": {}}, {"base": rows["base"], "calibrated": {"p_true": _pool(3)}}):
+        with pytest.raises(ValueError, match="to hold the same columns"):
+            reliability_grid(bad)
 
 
 def test_shared_axes_hold_the_tallest_bar() -> None:

@@ -1,14 +1,12 @@
-"""Generation: resumable, killed at any point, shared out, counted; `selfcal generate` end to end on the tiny model."""
+"""Generation with the fake engine: resumable, killed at any point, shared out, counted."""
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +14,14 @@ import pytest
 from fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_share
 
-from selfcal_lightning.engines.base import generate
-from selfcal_lightning.engines.vllm_records import RequestsFailedError
-from selfcal_lightning.pipelines import devices
-from selfcal_lightning.pipelines.generate import parse_shard, run_generate
+from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.sampling import (
     QUEUE_RESPONSES,
     GenerationReport,
     generate_samples,
-    select_share,
     store_fingerprint,
 )
-from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, sample_seed
 from selfcal_lightning.store import SampleStore, StoreCorruptError
 
@@ -180,7 +173,7 @@ def test_killed_before_any_write_step(tmp_path: Path, unbroken: dict[str, Questi
     """Every run dies one write step later: in shards, between shard and part manifest, in part manifests."""
     for step in [*range(1, 15), 0]:
         process = start(tmp_path, step=step, shard=(0, 1))
-        assert process.wait(60) == (-signal.SIGKILL if step else 0)
+        assert process.wait() == (-signal.SIGKILL if step else 0)
         if (tmp_path / "rounds" / "round-000.json").exists():
             store = SampleStore(tmp_path)
             assert len(store.stored_questions(include_parts=True)) % 2 == 0, "whole shards only"
@@ -198,7 +191,7 @@ def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: dict[str,
     stream = random.Random(seed)
     for total in (2, 1, 3, 2):
         processes = [start(tmp_path, shard=(number, total)) for number in range(total)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         target = stream.randint(1, 5)
         before = len(list(tmp_path.rglob("*.parquet")))
         while len(list(tmp_path.rglob("*.parquet"))) < before + target and time.monotonic() < deadline:
@@ -313,158 +306,3 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     with Progress(0, label="nothing"), Progress(5, label="quiet", enabled=False) as bar:
         bar.update(5)
     assert capsys.readouterr().err == ""
-
-
-def test_shards_of_machines_with_different_numbers_of_devices() -> None:
-    """Machine 0 of 2 with one worker and machine 1 of 2 with three cover every question once."""
-    questions = fake_questions(200)
-    shards = [(0, 2), *((1 + 2 * device, 6) for device in range(3))]
-    shares = [select_share(questions, shard) for shard in shards]
-    assert sorted(q.id for share in shares for q in share) == sorted(q.id for q in questions)
-    assert all(len(share) > 20 for share in shares)
-
-
-@pytest.mark.parametrize("shard", ["1", "2/2", "-1/2", "a/b", "0/0", "1/2/3"])
-def test_shard_texts(shard: str) -> None:
-    with pytest.raises(ValueError, match="Expected `shard` to be 'i/n'"):
-        parse_shard(shard)
-
-
-@pytest.fixture
-def arguments(tiny_model: str, tmp_path: Path) -> dict:
-    return {
-        "model": tiny_model,
-        "store_dir": str(tmp_path / "store"),
-        "task": "word_problems",
-        "split": "train",
-        "limit": 6,
-        "num_samples": 2,
-        "max_new_tokens": 24,
-        "max_batch": 8,
-        "questions_per_shard": 2,
-        "dtype": "float32",
-    }
-
-
-def stored(arguments: dict) -> dict[str, QuestionSamples]:
-    return {group.question.id: group for group in SampleStore(arguments["store_dir"]).samples()}
-
-
-def texts(groups: dict[str, QuestionSamples]) -> dict[str, list[str]]:
-    return {name: [sample.text for sample in group.samples] for name, group in groups.items()}
-
-
-def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_generate(**arguments, store_split="validation")
-    assert (report.questions, report.generated) == (6, 12)
-    found = stored(arguments)
-    assert len(found) == 6
-    chat = ChatFormat(load_tokenizer(arguments["model"]))
-    for group in found.values():
-        assert group.split == "validation"
-        assert group.prompt_ids == chat.prompt_ids(group.question.messages)
-        assert all(chat.decode(sample.token_ids or ()) == sample.text for sample in group.samples)
-        assert all(sample.correct is not None and sample.p_true is not None for sample in group.samples)
-    record = SampleStore(arguments["store_dir"]).round_manifest()
-    assert record["engine"]["engine"] == "transformers"
-    assert record["fingerprint"]["sampling"]["max_new_tokens"] == 24
-    err = capsys.readouterr().err
-    assert f"to {arguments['store_dir']}" in err
-    assert "12 of 12 responses" in err
-    assert "Joined: 6 questions, 12 samples" in err
-    saved = [json.loads(path.read_text()) for path in (Path(arguments["store_dir"]) / "runs").iterdir()]
-    assert [(run["num_samples"], run["temperature"]) for run in saved] == [(2, 0.8)]
-    with pytest.raises(ValueError, match=r"sampling.temperature: 0.8 in the store, 0.5 asked for"):
-        run_generate(**arguments, store_split="validation", temperature=0.5)
-
-
-@pytest.mark.slow
-def test_devices_and_shards_give_the_samples_of_one_process(arguments: dict, tmp_path: Path) -> None:
-    run_generate(**arguments)
-    one = stored(arguments)
-    shared_out = arguments | {"store_dir": str(tmp_path / "shared out")}
-    first = run_generate(**shared_out, devices=2, shard="0/2")
-    assert first.generated == 2 * first.questions
-    assert stored(shared_out) == {}, "one machine is missing"
-    second = run_generate(**shared_out, shard="1/2")
-    assert first.questions + second.questions == 6
-    assert texts(stored(shared_out)) == texts(one)
-    assert run_generate(**shared_out, devices=2).generated == 0
-
-
-@pytest.mark.slow
-def test_workers_end_with_their_parent_and_the_run_goes_on(arguments: dict, tmp_path: Path) -> None:
-    """The parent of two workers is killed; nothing is left running, and the same command ends the run."""
-    arguments |= {"limit": 400, "max_batch": 2, "questions_per_shard": 1}  # slow, so that the kill comes in the middle
-    code = "import json, sys; from selfcal_lightning.pipelines.generate import run_generate;"
-    command = [
-        sys.executable,
-        "-c",
-        f"{code} run_generate(**json.loads(sys.argv[1]), devices=2)",
-        json.dumps(arguments),
-    ]
-    parent = subprocess.Popen(command)
-    store = Path(arguments["store_dir"])
-    wait_until(lambda: len(list(store.rglob("*.parquet"))) >= 3, seconds=120)
-    workers = [int(name) for name in subprocess.check_output(["pgrep", "-P", str(parent.pid)]).split()]
-    assert len(workers) == 2
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not any(map(is_running, workers)), seconds=40)
-    done = len(SampleStore(store).stored_questions(include_parts=True))
-    assert 3 <= done < 400
-    arguments |= {"max_batch": 64, "questions_per_shard": 64}
-    report = run_generate(**arguments)
-    assert (report.reused, report.generated) == (done, 2 * (400 - done))
-    unbroken = arguments | {"store_dir": str(tmp_path / "unbroken")}
-    run_generate(**unbroken)
-    assert texts(stored(arguments)) == texts(stored(unbroken))
-
-
-def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.slow
-def test_a_failing_worker_is_an_error(arguments: dict) -> None:
-    with pytest.raises(RuntimeError, match=r"Expected 2 workers to finish, but worker 0 ended with status 1"):
-        run_generate(**arguments | {"model": "/nowhere/model"}, devices=2)
-
-
-def test_run_generate_arguments(arguments: dict) -> None:
-    with pytest.raises(ValueError, match="Expected `devices` to be at least 1"):
-        run_generate(**arguments, devices=0)
-    with pytest.raises(ValueError, match=r"Expected one `task` when `path` is given, but got \['gsm8k', 'svamp'\]"):
-        run_generate(**arguments | {"task": ["gsm8k", "svamp"]}, path="x.jsonl")
-    with pytest.raises(ValueError, match="unique"):
-        run_generate(**arguments | {"task": ["word_problems", "word_problems"]})
-    with pytest.raises(ValueError, match="Expected `top_p`"):
-        run_generate(**arguments, top_p=0.0)
-    assert not Path(arguments["store_dir"]).exists()
-
-
-def test_workers_get_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [devices.worker_environment(i, 3)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "6", "7"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert devices.worker_environment(2, 3)["CUDA_VISIBLE_DEVICES"] == "2"
-    with pytest.raises(ValueError, match="Expected `devices` to be at most 3, the GPUs in sight, but got 4"):
-        devices.worker_environment(0, 4)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert int(devices.worker_environment(0, 2)["OMP_NUM_THREADS"]) >= 1
-
-
-def test_generate_starts_without_torch() -> None:
-    code = "import sys, selfcal_lightning.pipelines.generate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,83 +1,20 @@
-"""The store: atomic, fingerprinted, joined by anyone, clear about damage."""
+"""The store: what goes in comes out, fingerprinted, joined by anyone."""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import multiprocessing
-import os
 import pickle
-import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fakes import fake_questions
+from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
 
-from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.store import SampleStore, StoreCorruptError, StoreFingerprint
-
-FINGERPRINT = StoreFingerprint(
-    model={"model": "m", "revision": None, "weights_sha256": "w", "adapter_sha256": None},
-    prompt={"query": "Right?", "suffix_ids": [1, 2]},
-    sampling={"temperature": 0.8, "edt_scale": None},
-    seed=0,
-)
-NUM_SAMPLES = 4
-
-
-def make_store(path: Path, *, num_samples: int | None = NUM_SAMPLES, round: int = 0) -> SampleStore:
-    return SampleStore.create_or_open(
-        path, FINGERPRINT, num_samples=num_samples, engine={"engine": "fake"}, round=round
-    )
-
-
-def make_group(
-    question: Question, *, num_samples: int = NUM_SAMPLES, split: str = "train", round: int = 0, mark: str = ""
-) -> QuestionSamples:
-    samples = tuple(
-        Sample(
-            question_id=question.id,
-            index=index,
-            round=round,
-            text=f"{mark}{question.id} é {index}\n",
-            token_ids=tuple(range(index)),
-            finish="length" if index % 2 else "stop",
-            answer=None if index == 1 else str(index % 3),
-            correct=[True, None, False][index % 3],
-            logprob=-1.5 * index,
-            yes_mass=None if index == 2 else 0.3,
-            no_mass=None if index == 2 else 0.1 * index,
-            confidences={"length": index / 8} if index else {},
-        )
-        for index in range(num_samples)
-    )
-    return QuestionSamples(question, samples, split, tuple(range(7)))
-
-
-def write(
-    store: SampleStore,
-    questions: Sequence[Question],
-    *,
-    part: str = "a",
-    per_shard: int = 3,
-    round: int = 0,
-    **options: str,
-) -> None:
-    with store.writer(part, round=round, questions_per_shard=per_shard) as writer:
-        for question in questions:
-            writer.append(make_group(question, round=round, **options))
-
-
-def shards(store: SampleStore, part: str = "a") -> list[Path]:
-    return sorted((store.path / "parts" / part).glob("*.parquet"))
-
-
-def leftovers(store: SampleStore) -> list[Path]:
-    return list(store.path.rglob("*.tmp"))
+from selfcal_lightning.store import SampleStore
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -177,6 +114,9 @@ def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
     changed = replace(FINGERPRINT, model={**FINGERPRINT.model, "weights_sha256": "v"})
     with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, 'v' asked for"):
         SampleStore.create_or_open(tmp_path, changed, num_samples=4, engine={})
+    other = replace(changed, model={**changed.model, "model": "n"})
+    with pytest.raises(ValueError, match=r"model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'"):
+        SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
     unhashed = replace(FINGERPRINT, model={**FINGERPRINT.model, "weights_sha256": None})
     with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, None asked for"):
         SampleStore.create_or_open(tmp_path, unhashed, num_samples=4, engine={})
@@ -307,160 +247,3 @@ def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> Non
     assert all(group == make_group(group.question) for group in store.samples())
     assert len(shards(store, "b")) == 1, "nothing readable is deleted"
     assert store.join()["duplicate_questions"] == 2
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "found"), [(_truncate, "bytes long, but got"), (_flip, "sha256"), (Path.unlink, "no such file")]
-)
-def test_damage_is_named_and_repaired(tmp_path: Path, damage: object, found: str) -> None:
-    store, questions = make_store(tmp_path), fake_questions(6)
-    write(store, questions)
-    store.join()
-    bad = shards(store)[0]
-    damage(bad)  # type: ignore[operator]
-    with pytest.raises(StoreCorruptError, match=found) as caught:
-        SampleStore(tmp_path).index()
-    assert str(bad) in str(caught.value)
-    assert "--repair true" in str(caught.value)
-    report = SampleStore(tmp_path).repair()
-    assert report.moved == (f"parts/a/{bad.name}",)
-    assert report.questions == 3
-    assert not bad.exists()
-    assert (tmp_path / "aside" / f"a-{bad.name}").exists() == (damage is not Path.unlink)
-    kept = SampleStore(tmp_path).question_ids(include_parts=True)
-    assert kept == {q.id for q in questions[3:]}
-    write(store, [q for q in questions if q.id not in kept])
-    store.join()
-    assert len(SampleStore(tmp_path).index()) == 24
-    assert bad.name not in {path.name for path in shards(store)}, "the name of a lost shard is not used again"
-
-
-def test_damage_is_found_before_it_is_joined(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, fake_questions(3))
-    _flip(shards(store)[0])
-    with pytest.raises(StoreCorruptError, match="sha256"):
-        store.join()
-
-
-def test_damaged_manifests(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, fake_questions(3))
-    store.join()
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(StoreCorruptError, match=r"manifest.json to be a JSON file"):
-        store.index()
-    store.join()
-    assert len(store.index()) == 12
-    (tmp_path / "parts" / "a" / "part.json").write_text("")
-    with pytest.raises(StoreCorruptError, match=r"part.json to be a JSON file.*--repair true"):
-        store.join()
-    assert SampleStore(tmp_path).repair().moved == ("parts/a",)
-    assert len(list((tmp_path / "aside").rglob("*.parquet"))) == 1
-    assert len(SampleStore(tmp_path).index()) == 0
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    store, questions = make_store(tmp_path), fake_questions(4)
-    write(store, questions[:1])
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with store.writer("a") as writer:
-        for question in questions[1:3]:
-            writer.append(make_group(question))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, step, full)
-            with pytest.raises(
-                OSError, match=r"Expected [\d,]+ bytes of space to write .*shard-000001.*free some space"
-            ):
-                writer.commit()
-        assert not leftovers(store)
-        assert store.question_ids(include_parts=True) == {questions[0].id}
-        writer.append(make_group(questions[3]))
-    store.join()
-    assert store.question_ids() == {q.id for q in questions}, "what was buffered is kept for the next commit"
-
-
-def test_a_real_write_error_leaves_no_file(tmp_path: Path) -> None:
-    """A limit on the size of files makes the kernel itself refuse, half-way through the file."""
-    resource = pytest.importorskip("resource")
-    store = make_store(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with store.writer("a") as writer:
-        writer.append(make_group(fake_questions(1)[0]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                writer.commit()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert not leftovers(store)
-        assert not shards(store)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupt_keeps_whole_questions_and_an_error_does_not(tmp_path: Path, error: type[BaseException]) -> None:
-    store = make_store(tmp_path)
-    with pytest.raises(error), store.writer("a") as writer:  # noqa: PT012
-        writer.append(make_group(fake_questions(1)[0]))
-        raise error
-    assert len(store.question_ids(include_parts=True)) == (1 if error is KeyboardInterrupt else 0)
-
-
-def test_files_of_a_killed_writer_are_ignored_then_removed(tmp_path: Path) -> None:
-    store, questions = make_store(tmp_path), fake_questions(4)
-    write(store, questions[:3], part="rank-1-of-1")
-    write(store, questions[3:], part="rank-1-of-10")
-    folder = tmp_path / "parts" / "rank-1-of-1"
-    orphan = folder / "round-000-shard-000001.parquet"
-    shutil.copy(shards(store, "rank-1-of-1")[0], orphan)
-    (folder / ".round-000-shard-000002.parquet.1-ab.tmp").write_bytes(b"half")
-    store.join()
-    assert len(store.index()) == 16
-    with store.writer("rank-1-of-1") as writer:
-        assert writer.orphans == 2
-    assert not orphan.exists()
-    assert len(shards(store, "rank-1-of-10")) == 1
-    assert not leftovers(store)
-
-
-def test_a_part_has_one_writer(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    with store.writer("a"):
-        second = store.writer("a")
-        second._lock.wait_seconds = 0.2
-        with pytest.raises(RuntimeError, match=r"Expected .*/a to have one writer"):
-            second.__enter__()
-        with pytest.raises(RuntimeError, match="to have one writer"):
-            store.repair()
-        with store.writer("b"):
-            pass
-    with store.writer("a"):
-        pass
-
-
-@pytest.mark.parametrize("part", ["", "../x", "a/b", ".hidden"])
-def test_part_names(tmp_path: Path, part: str) -> None:
-    with pytest.raises(ValueError, match="Expected `part`"):
-        make_store(tmp_path).writer(part)
-
-
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
-    make_store(tmp_path)
-    file = tmp_path / "rounds" / "round-000.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(StoreCorruptError, match="to have format 1, but got 2"):
-        SampleStore(tmp_path).index()

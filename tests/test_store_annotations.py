@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import fake_questions
-from test_store import make_group, make_store
+from store_samples import make_group, make_store
 
 from selfcal_lightning.store import SampleStore, StoreCorruptError
 from selfcal_lightning.store_annotations import Annotation, annotation_names

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +171,19 @@ def test_extract(text: str, answer: str | None) -> None:
     assert WordProblems().extract(text) == answer
 
 
+def test_a_local_file_is_asked_in_the_same_way(tmp_path: Path) -> None:
+    made = WordProblems().load("test_id", limit=3)
+    rows = [{"question": question.text, "answer": float(str(question.reference))} for question in made]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert WordProblems().load("test_id", path=str(tmp_path / "own.jsonl")) == made
+    assert WordProblems().load("mine", path=str(tmp_path / "own.jsonl"), limit=1)[0].id == "word_problems/mine/000000"
+    (tmp_path / "named.jsonl").write_text(json.dumps({**rows[0], "id": "a"}) + "\n")
+    assert WordProblems().load("mine", path=str(tmp_path / "named.jsonl"))[0].id == "word_problems/mine/a"
+    (tmp_path / "columns.jsonl").write_text('{"question": "1+1?"}\n')
+    with pytest.raises(ValueError, match=r"columns.jsonl, line 1 to have the columns question, answer"):
+        WordProblems().load("mine", path=str(tmp_path / "columns.jsonl"))
+
+
 def test_verify_and_group() -> None:
     task = WordProblems()
     assert task.verify("17", "17")
@@ -182,8 +197,7 @@ def test_verify_and_group() -> None:
     [
         ({"split": "test"}, "Expected `split` to be one of pretrain, train"),
         ({"split": "test_id", "limit": -1}, "Expected `limit` to be None or at least 0, but got -1"),
-        ({"split": "test_id", "path": "x.jsonl"}, "Expected `path` to be None"),
-        ({"split": "test_id", "chain_of_thought": False}, "Expected `chain_of_thought` to be True"),
+        ({"split": "test_id", "chain_of_thought": False}, "Expected `chain_of_thought` to be True.*`local_number`"),
     ],
 )
 def test_load_refuses(arguments: dict, message: str) -> None:

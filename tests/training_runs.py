@@ -49,3 +49,11 @@ def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+
+
+def fill_store(tiny_model: str, path: Path) -> Path:
+    """Fill the store at ``path`` by a run of one step, and return it."""
+    trainer_with(generation(), max_steps=1, limit_val_batches=0).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, path)
+    )
+    return path

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from selfcal_lightning.records import Request, Response
+
+
+class RequestsFailedError(RuntimeError):
+    """Some requests cannot be answered; all others were, and the engine goes on.
+
+    Attributes:
+        reasons: What went wrong, by request id.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = [f"request {name!r}: {reason}" for name, reason in self.reasons.items()]
+        super().__init__(f"{len(lines)} request(s) failed; the others were answered. " + "\n".join(lines))
 
 
 class Engine(Protocol):
@@ -13,23 +26,37 @@ class Engine(Protocol):
 
     A request is one sample. ``submit`` returns at once, ``poll`` does the work and returns what has finished, in any
     order, and ``cancel`` drops what is no longer wanted. Requests with equal prompts share one encoding.
-
-    Attributes:
-        max_context: Longest prompt + response + query, in tokens.
     """
 
-    max_context: int
+    @property
+    def max_context(self) -> int:
+        """Longest prompt + response + query, in tokens."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time; with fewer in flight, a part of it stands idle."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids. Raises ValueError where prompt + response + query cannot fit."""
         ...
 
     def poll(self) -> list[Response]:
-        """Work for a while and return the responses that finished; empty only when nothing is in flight."""
+        """Work for a while and return the responses that finished; empty only when nothing is in flight.
+
+        Raises:
+            RequestsFailedError: Where requests could not be answered; they are in flight no more, all others go on.
+        """
         ...
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        """Drop requests. Ids that have finished or are unknown are ignored; a dropped request never comes back."""
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests and return what was thrown away: the response tokens drawn so far, by id.
+
+        A request that was queued but not begun cost nothing and is left out, as are ids that are unknown or were
+        delivered. One that was begun is there, with 0 where no token was drawn yet; so is one that had finished and
+        was not yet delivered. A dropped request never comes back.
+        """
         ...
 
     def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:

@@ -122,6 +122,11 @@ class TransformersEngine:
         self._waiting: dict[str, Request] = {}
         self._rows = SlotRows(max_batch, self._end_ids)
 
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time: its slots."""
+        return self.max_batch
+
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
 
@@ -145,12 +150,16 @@ class TransformersEngine:
         self._waiting.update((request.id, request) for request in requests)
         return [request.id for request in requests]
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        """Drop requests; ids that have finished or are unknown are ignored."""
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests and return the tokens drawn for those that hold a slot, by id."""
         dropped = set(ids)
         for i in dropped & self._waiting.keys():
             del self._waiting[i]
-        self._rows.release([slot for slot in self._rows.live() if self._rows.requests[slot].id in dropped])
+        slots = [slot for slot in self._rows.live() if self._rows.requests[slot].id in dropped]
+        counts = self._rows.count[slots].tolist() if slots else []
+        thrown_away = {self._rows.requests[slot].id: count for slot, count in zip(slots, counts, strict=True)}
+        self._rows.release(slots)
+        return thrown_away
 
     def poll(self) -> list[Response]:
         """Work until one in eight of the requests in the batch has finished, and return their responses."""

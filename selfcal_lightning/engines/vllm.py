@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.engines.base import RequestsFailedError
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm_model import adapter_rank, generation_end_ids
 from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, worker_environment
 from selfcal_lightning.engines.vllm_records import (
     EngineCrashedError,
-    RequestsFailedError,
     Tally,
     VLLMStatistics,
     read_response,
@@ -125,6 +125,8 @@ class VLLMEngine:
         self._owner = 0
         self._closed = False
         self._limits: dict[str, Any] = {}
+        self._cancel_calls = self._cancel_answers = 0
+        self._drawn: dict[int, int] = {}
         self._adapter_number = 1
         self._adapter_is_loaded = False
         self._book = FlightBook()
@@ -140,6 +142,11 @@ class VLLMEngine:
         """Longest prompt + response + query, in tokens."""
         self._ensure_started()
         return self._limits["max_context"]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time: the sequences of one step."""
+        return self._settings["max_num_seqs"]
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
@@ -176,16 +183,22 @@ class VLLMEngine:
             self._raise_failures(list(self._failures))
         return responses
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        """Drop requests, queued or running; unknown and finished ids are ignored."""
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests, queued or running, and return the tokens drawn for those that the child had begun, by id.
+
+        Waits for the child's answer, one step at most; cancel many at once. What a child drew that is lost before it
+        answers is unknown and left out.
+        """
         dropped = set(ids)
-        numbers = [self._number_of.pop(name) for name in dropped & self._number_of.keys()]
+        thrown_away = {r.request_id: len(r.token_ids) for r in self._responses if r.request_id in dropped}
         self._responses = [response for response in self._responses if response.request_id not in dropped]
         self._failures = {number: item for number, item in self._failures.items() if item[0] not in dropped}
-        self._tally.add(cancelled=len(numbers))
-        if running := [number for number in numbers if self._book.drop(number)]:
-            self._send({"op": "cancel", "ids": running})
+        names = {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
+        self._tally.add(cancelled=len(names))
+        running = [number for number in names if self._book.drop(number)]
+        drawn = self._drop_in_child(running) if running else {}
         self._feed()
+        return thrown_away | {names[number]: count for number, count in drawn.items()}
 
     def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
@@ -324,8 +337,12 @@ class VLLMEngine:
         """Feed the child, wait for what it says and take it in."""
         self._ensure_started()
         self._feed()
-        if self._process is None:
-            return
+        if self._process is not None:
+            self._listen()
+            self._feed()
+
+    def _listen(self) -> None:
+        """Wait for what the child says and take it in."""
         try:
             messages = self._process.channel.receive(timeout=self._stall_timeout)
             if not messages:
@@ -336,9 +353,22 @@ class VLLMEngine:
         for message in messages:
             if message["event"] == "adapter":
                 self._adapter_is_loaded = message["id"] == self._adapter_number
+            elif message["event"] == "cancelled":
+                self._cancel_answers = message["call"]
+                self._drawn.update(message["drawn"])
             else:
                 self._take_results(message)
-        self._feed()
+
+    def _drop_in_child(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Make the child drop flights and return the tokens drawn for those that it had begun, by number."""
+        process, self._drawn = self._process, {}
+        if process is None:
+            return {}
+        self._cancel_calls += 1
+        self._send({"op": "cancel", "ids": numbers, "call": self._cancel_calls})
+        while self._process is process and self._cancel_answers < self._cancel_calls:
+            self._listen()
+        return {number: self._drawn[number] for number in numbers if number in self._drawn}
 
     def _feed(self) -> None:
         """Give the child what it may have now."""
@@ -360,6 +390,8 @@ class VLLMEngine:
         for sample in message["samples"]:
             if flight := self._finish(sample["id"]):
                 self._responses.append(read_response(flight.name, sample, self._chat))
+            else:  # it finished while the message that cancels it was on its way
+                self._drawn[sample["id"]] = len(sample["token_ids"])
         for score in message["scores"]:
             if self._finish(score["id"]):
                 self._scores[score["id"]] = score["probabilities"]

@@ -11,19 +11,6 @@ from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response
 
 
-class RequestsFailedError(RuntimeError):
-    """Some requests cannot be answered; all others were, and the engine goes on.
-
-    Attributes:
-        reasons: What went wrong, by request id.
-    """
-
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self.reasons = dict(reasons)
-        lines = [f"request {name!r}: {reason}" for name, reason in self.reasons.items()]
-        super().__init__(f"{len(lines)} request(s) failed; the others were answered. " + "\n".join(lines))
-
-
 class EngineCrashedError(RuntimeError):
     """The engine's process failed more often in a row than is allowed."""
 

@@ -5,7 +5,7 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm_worker
 - ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
 - ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
 - ``score``: a prompt and at most 128 token ids; the probabilities come in ``results``.
-- ``cancel``: ids to drop; a finished or unknown id is ignored.
+- ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
 - ``adapter``: another LoRA adapter for the requests to come; answered by ``adapter``.
 - ``close``: end.
 
@@ -82,10 +82,20 @@ class Worker:
         self._scores[score_id] = token_ids
         self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), priority=_QUERY_FIRST)
 
-    def cancel(self, ids: list[int]) -> None:
-        """Drop requests, whichever pass they are in."""
+    def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
+        """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
+        drawn = [(i, self._tokens_drawn(i)) for i in ids if i in self._samples]
         known = [i for i in ids if self._samples.pop(i, None) or self._scores.pop(i, None)]
         self._engine.abort_request([f"{stage}{i}" for i in known for stage in "sqp"])
+        return [(i, count) for i, count in drawn if count is not None]
+
+    def _tokens_drawn(self, number: int) -> int | None:
+        """Return how long the response to a sample is so far; None where it has no token yet: it was not begun."""
+        if (result := self._samples[number].result) is not None:
+            return len(result["token_ids"])
+        outputs = self._engine.output_processor
+        states = [outputs.request_states[key] for key in outputs.external_req_ids.get(f"s{number}", ())]
+        return sum(state.detokenizer.num_output_tokens() for state in states) or None
 
     def load_adapter(self, path: str, adapter_id: int) -> None:
         """Use the LoRA adapter in ``path`` from now on, and forget what was cached under the old one."""
@@ -315,7 +325,8 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                 case "score":
                     worker.add_score(message["id"], message["prompt"], message["token_ids"])
                 case "cancel":
-                    worker.cancel(message["ids"])
+                    drawn = worker.cancel(message["ids"])
+                    outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})
                 case "adapter":
                     worker.load_adapter(message["path"], message["id"])
                     outbox.put({"event": "adapter", "id": message["id"]})

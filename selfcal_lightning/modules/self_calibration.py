@@ -138,7 +138,9 @@ class SelfCalibrationModule(LightningModule):
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query)
         dtype = self.torch_dtype
-        if dtype == "auto" and (self.lora is None or self.device.type == "cpu"):
+        # The module itself still says that it is on the CPU: it is moved after this hook.
+        device = self.device if self._trainer is None else self.trainer.strategy.root_device
+        if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
         model = load_causal_lm(
             self.base_model, revision=self.revision, dtype=dtype, attn_implementation=self.attn_implementation

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def scored_responses(pool: Sequence[QuestionSamples]) -> ScoredResponses:
         (confidence, sample.correct, entry.question.id)
         for entry in pool
         for sample in entry.samples
-        if (confidence := sample.p_true) is not None
+        if (confidence := confidence_of(sample, P_TRUE)) is not None
     ]
     if not rows:
         raise ValueError("Expected at least one response with a confidence, but got none; sample with a P(True) query.")
@@ -71,7 +72,7 @@ def scored_responses(pool: Sequence[QuestionSamples]) -> ScoredResponses:
 def summarise(pool: Sequence[QuestionSamples]) -> PoolSummary:
     """Count what is in a pool."""
     samples = [sample for entry in pool for sample in entry.samples]
-    confidences = [value for sample in samples if (value := sample.p_true) is not None]
+    confidences = [value for sample in samples if (value := confidence_of(sample, P_TRUE)) is not None]
     return PoolSummary(
         num_questions=len(pool),
         num_responses=len(samples),
@@ -117,10 +118,19 @@ def result_keys(
                 key = f"own.{test}.{SHORT_NAMES[row.metric]}.{part}"
                 flat |= {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
         for side in SIDES:
-            summary: dict[str, Any] = asdict(summarise(pools[side][test]))
-            flat |= {f"own.{test}.{name}.{side}": value for name, value in summary.items()}
+            flat |= summary_keys(test, side, pools[side][test])
     return flat
 
 
+def summary_keys(test: str, side: str, pool: Sequence[QuestionSamples]) -> dict[str, float | int | None]:
+    """Return what a pool holds under the keys ``own.{test}.{count}.{side}``."""
+    summary: dict[str, Any] = asdict(summarise(pool))
+    return {f"own.{test}.{name}.{side}": value for name, value in summary.items()}
+
+
 def _with_confidence(pool: Sequence[QuestionSamples]) -> set[str]:
-    return {entry.question.id for entry in pool if any(sample.p_true is not None for sample in entry.samples)}
+    return {
+        entry.question.id
+        for entry in pool
+        if any(confidence_of(sample, P_TRUE) is not None for sample in entry.samples)
+    }

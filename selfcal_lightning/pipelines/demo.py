@@ -52,7 +52,8 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     sys.stdout.write(
         f"\nDone in {time.monotonic() - started:.0f} s. What to look at, and what to type next:\n"
         f"  {folder}/evaluation/reliability.png    reliability before and after\n"
-        f"  {folder}/evaluation/results.json       every number of the table, by fixed key\n"
+        f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png beside it\n"
+        f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
         "  selfcal fit --config configs/train/qwen2.5-7b-instruct.yaml    the same on a 7B model and a GPU\n"
     )

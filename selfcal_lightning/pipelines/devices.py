@@ -33,7 +33,7 @@ def run_workers(
     When a worker fails the others go on, since what they commit is kept.
 
     Args:
-        settings: Fields of ``pipelines.generate.GenerationSettings``.
+        settings: Fields of ``pipelines.shares.GenerationSettings``.
         shards: (number, total) of each worker's share.
         on_tick: Called about twice a second.
 
@@ -120,7 +120,7 @@ def _watch_parent() -> None:
 
 def work() -> int:
     """Run the job that stands on standard input. Returns the exit status."""
-    from selfcal_lightning.pipelines.generate import GenerationSettings, sample_share
+    from selfcal_lightning.pipelines.shares import GenerationSettings, sample_share
 
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()

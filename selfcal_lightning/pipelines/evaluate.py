@@ -1,54 +1,75 @@
-"""``selfcal evaluate``: two models, each on its own samples of the same test questions, compared with intervals."""
+"""``selfcal evaluate``: models or recorded pools in; calibration, strategies and their intervals out."""
 
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from selfcal_lightning.pipelines.comparison import (
-    SIDES,
-    PoolSummary,
-    compare_pools,
-    result_keys,
-    scored_responses,
-    summarise,
+from rich.console import Console
+
+from selfcal_lightning.confidence.fitted import load_scorers
+from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
+from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
+from selfcal_lightning.pipelines.comparison import SIDES
+from selfcal_lightning.pipelines.evaluation_inputs import (
+    Inputs,
+    PoolSource,
+    TestSet,
+    read_pools,
+    sample_models,
+    split_off_calibration,
 )
+from selfcal_lightning.pipelines.evaluation_outputs import (
+    report_json,
+    show_briefly,
+    show_strategies,
+    write_strategies,
+)
+from selfcal_lightning.pipelines.fitted_confidences import save_scorers
+from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
+from selfcal_lightning.pipelines.paper_outputs import run_paper
+from selfcal_lightning.pipelines.strategy_jobs import PLANS
+from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation
+from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
+from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import write_atomically
 
+__all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
-@dataclass(frozen=True)
-class TestSet:
-    """Test questions of one task.
-
-    Attributes:
-        name: Short name in tables and in the keys of ``results.json``, such as "id" or "ood".
-        task: The task.
-        split: Split of the task's data set.
-        path: Local file with the hub's columns; None reads the hub (or, for generated tasks, makes the questions).
-        limit: The first so many questions; None takes all.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-    """
-
-    name: str
-    task: str
-    split: str = "test"
-    path: str | None = None
-    limit: int | None = None
-    chain_of_thought: bool = True
+MODEL_SIDE = "model"
 
 
 def run_evaluate(
-    before: str,
-    after: str,
-    output_dir: str,
-    tests: list[TestSet],
+    before: str | None = None,
+    after: str | None = None,
+    output_dir: str = "runs/evaluation",
+    tests: list[TestSet] | None = None,
     *,
+    model: str | None = None,
+    pools: dict[str, str] | list[PoolSource] | None = None,
+    task: str | None = None,
+    calibration: TestSet | None = None,
+    calibration_pools: dict[str, str] | list[PoolSource] | None = None,
+    calibration_share: float | None = None,
+    strategies: list[str] | None = None,
+    confidences: list[str] | None = None,
+    scorers: list[str] | None = None,
+    fitted_thresholds: list[str] | None = None,
+    fusion_target: FusionTarget = "label",
+    protocol: Literal["strict", "paper"] = "strict",
+    max_samples: int | None = None,
+    budgets: list[int] | None = None,
+    targets: list[int] | None = None,
+    thresholds: list[float] | None = None,
+    num_reshuffles: int = 100,
+    num_resamples: int = 1000,
+    training_cost: TrainingCost | None = None,
+    tables: Literal["full", "short"] = "full",
     num_samples: int = 8,
     engine: Literal["transformers", "vllm"] = "transformers",
     temperature: float = 0.8,
@@ -57,22 +78,46 @@ def run_evaluate(
     top_p: float = 1.0,
     max_new_tokens: int = 1024,
     query: str = DEFAULT_QUERY,
-    dtype: str = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     devices: int = 1,
     max_batch: int = 128,
-    num_resamples: int = 1000,
     seed: int = 1,
 ) -> dict[str, Any]:
-    """Sample the test questions from both models and compare calibration, discrimination and accuracy.
+    """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
 
-    Both models answer the same questions, each with responses of its own, and state P(True) of their own responses.
-    Samples are kept under OUTPUT_DIR/samples, so that an interrupted evaluation goes on where it stopped.
+    In go two models (--before, --after), one (--model), or recorded pools (--pools). Each side is judged on samples of
+    its own of the same questions. With two sides calibration is compared before and after. Strategies run on many
+    random orders of each pool; calibration questions, where given, fit scaled and fused confidences (first half) and
+    choose settings (second half), and nothing is reported on them.
 
     Args:
         before: Folder or hub name of the base model, or "bundled".
         after: Folder or hub name of the calibrated (merged) model.
-        output_dir: Where samples, results.json, results.csv, results.md and the figure go.
-        tests: The test sets.
+        output_dir: Where results.json, tables, figures, fitted files and samples go.
+        tests: The test sets to sample from models.
+        model: One model alone, instead of before and after.
+        pools: Recorded samples instead of models: {side: path}, or a list of {name, path, split, task, test,
+            confidences, limit}. A path is a JSON-lines pool or the folder of a store.
+        task: Task of all pools given as {side: path}; null takes the field "task" of every line.
+        calibration: Calibration questions to sample from the models.
+        calibration_pools: Recorded samples of calibration questions, one pool a side.
+        calibration_share: Share of the questions of `pools` to set aside for calibration instead, by a hash of their
+            ids.
+        strategies: Labels of strategies; null runs all, [] none.
+        confidences: What strategies weigh by, such as p_true, sequence_logprob_platt or fused; null takes the
+            probabilities that the samples carry and, with calibration questions, scaled scores and the fusion.
+        scorers: JSON files of fitted confidences (`selfcal fit-confidence`) to put on all samples.
+        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on.
+        fusion_target: What the fusion is fitted to: label, or without labels ssc or vote_share.
+        protocol: "strict" counts unreadable responses as wrong; "paper" is the published arithmetic, for comparison.
+        max_samples: Samples of a question that strategies may use; null takes as many as every question has.
+        budgets: Mean numbers of samples at which accuracy is stated; null takes 1, 2, 4 ...
+        targets: Sizes of the plain votes whose accuracy is to be matched; null takes 4, 8 and 16.
+        thresholds: Thresholds to try; null takes 0, .01 ... .99 and .991 ... 1.
+        num_reshuffles: Random orders of each pool; 0 takes the recorded order alone.
+        num_resamples: Bootstrap resamples of the questions.
+        training_cost: What calibration cost, for the break-even; null leaves that out.
+        tables: What is printed of strategies; the files always hold everything.
         num_samples: Responses per question and model.
         engine: What samples.
         temperature: Fixed temperature, or the base of EDT.
@@ -84,86 +129,126 @@ def run_evaluate(
         dtype: Of the weights.
         devices: Worker processes (GPUs, or CPU processes).
         max_batch: Sequences that the engine runs at once.
-        num_resamples: Bootstrap resamples of the questions.
-        seed: Of sampling and of the bootstrap.
+        seed: Of sampling, orders and bootstrap.
 
     Returns:
         The content of results.json.
     """
-    from rich.console import Console
-
-    from selfcal_lightning.pipelines.generate import run_generate
-    from selfcal_lightning.reports.figures import reliability_comparison
-    from selfcal_lightning.reports.tables import comparison_csv, comparison_markdown, comparison_rows, comparison_table
-
-    if not tests:
-        raise ValueError("Expected `tests` to name at least one test set, but got none.")
-    names = [test.name for test in tests]
-    if len(set(names)) < len(names):
-        raise ValueError(f"Expected the names of `tests` to be unique, but got {names}.")
+    arguments = dict(locals())
+    settings = StrategySettings(
+        strategies=tuple(PLANS) if strategies is None else tuple(strategies),
+        confidences=confidences,
+        max_samples=max_samples,
+        budgets=budgets,
+        targets=targets,
+        fusion_target=fusion_target,
+        num_reshuffles=num_reshuffles,
+        num_resamples=num_resamples,
+        cost_tokens=None if training_cost is None else training_cost.tokens(),
+        seed=seed,
+        **({} if thresholds is None else {"thresholds": thresholds}),
+    )
     folder = Path(output_dir)
-    stores = {side: folder / "samples" / side for side in SIDES}
-    for side, model in zip(SIDES, (before, after), strict=True):
-        for test in tests:
-            sys.stdout.write(f"Sampling {test.name} with the model {side} calibration ({model})\n")
-            run_generate(
-                model=model,
-                store_dir=str(stores[side]),
-                task=[test.task],
-                split=test.split,
-                path=test.path,
-                limit=test.limit,
-                store_split=test.name,
-                num_samples=num_samples,
-                engine=engine,
-                temperature=temperature,
-                edt_scale=edt_scale,
-                edt_theta=edt_theta,
-                top_p=top_p,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                chain_of_thought=test.chain_of_thought,
-                devices=devices,
-                query=query,
-                dtype=dtype,
-                max_batch=max_batch,
+    folder.mkdir(parents=True, exist_ok=True)
+    if pools is not None:
+        _refuse("pools", before=before, after=after, model=model, tests=tests, calibration=calibration)
+        inputs = read_pools(_sources(pools, task), _sources(calibration_pools or [], task))
+        inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
+    else:
+        _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
+        names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
+        options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
+        inputs = sample_models(_models(before, after, model), tests or [], calibration, folder, **options)
+    results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
+    if protocol == "paper":
+        results["paper"] = run_paper(inputs.tests, confidences, folder)
+    else:
+        results = compare_calibration(inputs.tests, folder, num_resamples=num_resamples) | results
+        if strategies != []:
+            results |= _run_strategies(
+                inputs, settings, scorers or [], fitted_thresholds or [], folder, is_short=tables == "short"
             )
-    pools = {side: {name: _read(stores[side], name) for name in names} for side in SIDES}
-    changes = {name: compare_pools(*(pools[s][name] for s in SIDES), num_resamples=num_resamples) for name in names}
-    results = result_keys(changes, pools) | {
-        "settings": {
-            "before": before, "after": after, "engine": engine, "num_samples": num_samples,
-            "temperature": temperature, "edt_scale": edt_scale, "edt_theta": edt_theta, "top_p": top_p,
-            "max_new_tokens": max_new_tokens, "seed": seed, "num_resamples": num_resamples,
-            "tests": [asdict(test) for test in tests],
-        }
-    }  # fmt: skip
-    by_side = [{name: scored_responses(pools[side][name]) for name in names} for side in SIDES]
-    reliability_comparison(*by_side).savefig(folder / "reliability.png", dpi=120)
-    rows = comparison_rows(changes)
-    for file, text in {
-        "results.json": json.dumps(results, indent=1),
-        "results.csv": comparison_csv(rows),
-        "results.md": comparison_markdown(rows) + "\n",
-    }.items():
-        write_atomically(folder / file, text.encode())
-    console = Console()
-    console.print(comparison_table(rows, title="Each model on its own samples; 95 % bootstrap over questions"))
-    for name in names:
-        console.print(_sample_line(name, *(summarise(pools[side][name]) for side in SIDES)))
-    console.print(f"Written to {folder}: results.json, results.csv, results.md, reliability.png", highlight=False)
+    write_atomically(folder / "results.json", json.dumps(results, indent=1, allow_nan=False).encode())
+    _say_where(folder, results)
     return results
 
 
-def _read(store: Path, split: str) -> list[QuestionSamples]:
-    return list(SampleStore(store).samples(split=split))
+def _run_strategies(
+    inputs: Inputs,
+    settings: StrategySettings,
+    scorers: Sequence[str],
+    thresholds: Sequence[str],
+    folder: Path,
+    *,
+    is_short: bool,
+) -> dict[str, Any]:
+    """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
+    console = Console()
+    given = load_scorers(scorers)
+    samples = {side: pool for pools in inputs.tests.values() for side, pool in pools.items()}
+    calibrated = {
+        side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
+    }
+    evaluation = StrategyEvaluation(calibrated, settings)
+    reports, judged = [], []
+    for test, pools in inputs.tests.items():
+        report = evaluation.evaluate(test, pools)
+        if is_short:
+            show_briefly(report, console)
+        else:
+            show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
+        judged += evaluate_given(report, thresholds, settings, console)
+        reports.append(report)
+    fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
+    fitted += save_thresholds(reports[0].resampled, calibrated, folder / "fitted")
+    return {
+        "strategies": {report.test: report_json(report) for report in reports},
+        "fitted_thresholds": judged,
+        "fitted_files": [f"fitted/{name}" for name in fitted],
+        "files": write_strategies(reports, folder),
+    }
 
 
-def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
-    """Say what stands behind a test set's numbers: sizes, mean confidence, unreadable and left-out responses."""
-    return (
-        f"{name}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
-        f"mean confidence {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
-        f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
-        f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
+def _save_scorers(calibrated: Calibrated, folder: Path) -> list[str]:
+    return [] if calibrated.first_half is None else save_scorers(calibrated.scorers, folder)
+
+
+def _models(before: str | None, after: str | None, model: str | None) -> dict[str, str]:
+    """Return the models by side."""
+    if model is not None and before is None and after is None:
+        return {MODEL_SIDE: model}
+    if model is None and before is not None and after is not None:
+        return dict(zip(SIDES, (before, after), strict=True))
+    raise ValueError(
+        "Expected two models (`before` and `after`), one (`model`) or recorded `pools`, but got "
+        f"before={before!r}, after={after!r}, model={model!r}."
     )
+
+
+def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:
+    if isinstance(pools, Mapping):
+        return [PoolSource(name, path, task=task) for name, path in pools.items()]
+    return [source if source.task or not task else replace(source, task=task) for source in pools]
+
+
+def _refuse(given: str, **options: object) -> None:
+    """Raise when options that belong to the other kind of input are given."""
+    unused = [name for name, value in options.items() if value]
+    if unused:
+        raise ValueError(f"Expected no {', '.join(f'`{name}`' for name in unused)} beside {given}, but got both.")
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as plain JSON types."""
+    return {name: _plain_value(value) for name, value in arguments.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _say_where(folder: Path, results: Mapping[str, Any]) -> None:
+    files = ["results.json", *results.get("files", [])]
+    Console().print(f"Written to {folder}: {', '.join(files)}", highlight=False)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.pipelines.progress import say
@@ -201,7 +202,7 @@ def _from_checkpoint(
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    stored = torch.load(path, map_location="cpu", weights_only=True).get("hyper_parameters", {}) | place
+    stored = _hyper_parameters(path) | place
     if dtype == "auto":
         config = AutoConfig.from_pretrained(resolve_model(stored["base_model"]), revision=stored["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
@@ -210,6 +211,26 @@ def _from_checkpoint(
     )
     merged = module.model if module.lora is None else merge_adapter(module.model)
     return merged, (module.base_model, module.revision), module.describe()
+
+
+def _hyper_parameters(path: str) -> dict[str, Any]:
+    """Return the settings of the module that a checkpoint is of. Nothing in the file is run."""
+    import torch
+
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, EOFError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which cannot be read as one: "
+            f"{reason}"
+        ) from error
+    stored = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
+    if "base_model" not in stored:
+        raise ValueError(
+            f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."
+        )
+    return stored
 
 
 def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:

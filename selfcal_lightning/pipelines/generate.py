@@ -5,82 +5,24 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.openai_wire import check_sampling
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
 from selfcal_lightning.pipelines.progress import Progress, say
-from selfcal_lightning.pipelines.sampling import (
-    GenerationReport,
-    check_questions,
-    generate_samples,
-    missing_questions,
-    select_share,
-    store_fingerprint,
-)
+from selfcal_lightning.pipelines.reuse import is_complete, open_existing
+from selfcal_lightning.pipelines.sampling import GenerationReport, missing_questions, select_share
+from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSettings, part_name, sample_share
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import to_json, write_atomically
-from selfcal_lightning.tasks.registry import get_task
 
-if TYPE_CHECKING:
-    from selfcal_lightning.prompts import ChatFormat
-
-__all__ = ["GenerationReport", "GenerationSettings", "generate_samples", "run_generate", "store_fingerprint"]
-
-EngineName = Literal["transformers", "vllm"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """What every process of a run has in common; the fields are the arguments of :func:`run_generate`."""
-
-    model: str
-    store_dir: str
-    task: list[str]
-    split: str
-    path: str | None
-    limit: int | None
-    store_split: str
-    chain_of_thought: bool
-    num_samples: int
-    engine: EngineName
-    temperature: float
-    edt_scale: float | None
-    edt_theta: float
-    top_p: float
-    max_new_tokens: int
-    seed: int
-    query: str
-    dtype: Dtype
-    revision: str | None
-    adapter: str | None
-    max_batch: int
-    questions_per_shard: int
-
-    def sampling(self) -> SamplingSettings:
-        """Return how responses are drawn."""
-        return SamplingSettings(**{field.name: getattr(self, field.name) for field in fields(SamplingSettings)})
-
-    def questions(self) -> list[Question]:
-        """Load the questions of all tasks."""
-        if self.path is not None and len(self.task) > 1:
-            raise ValueError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
-        questions = [
-            question
-            for name in self.task
-            for question in get_task(name).load(
-                self.split, path=self.path, chain_of_thought=self.chain_of_thought, limit=self.limit
-            )
-        ]
-        check_questions(questions)
-        return questions
+COUNTS = ("generated", "unreadable", "truncated", "failed")
 
 
 def run_generate(
@@ -105,6 +47,8 @@ def run_generate(
     revision: str | None = None,
     adapter: str | None = None,
     max_batch: int = 64,
+    base_url: str | None = None,
+    engine_args: dict[str, Any] | None = None,
     devices: int = 1,
     shard: str = "0/1",
     questions_per_shard: int = 64,
@@ -127,7 +71,7 @@ def run_generate(
             reads); null is the same as ``split``.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         num_samples: Responses to each question.
-        engine: What samples.
+        engine: "transformers", "vllm" (an extra, faster) or "openai" (vLLM's server, on this machine or another).
         temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT); 0 is greedy.
         edt_scale: N0 of EDT; null draws at the fixed temperature.
         edt_theta: Exponent theta of EDT.
@@ -139,6 +83,8 @@ def run_generate(
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
         max_batch: Sequences that an engine runs at once.
+        base_url: Address of the server, for the engine "openai"; null is http://127.0.0.1:8000/v1.
+        engine_args: Further arguments of the engine's class, such as ``--engine_args.server_edt true``.
         devices: Worker processes on this machine, one a GPU (or CPU processes where there is none).
         shard: "i/n", this machine's share of the questions.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
@@ -155,86 +101,31 @@ def run_generate(
         "model": resolve_model(model),
         "task": [task] if isinstance(task, str) else list(task),
         "store_split": store_split or split,
+        "engine_args": engine_args or {},
     }
     settings = GenerationSettings(**{field.name: arguments[field.name] for field in fields(GenerationSettings)})
     settings.sampling()
     questions = settings.questions()
     if repair and (Path(store_dir) / "rounds").exists():
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")
-    _keep_configuration(arguments, Path(store_dir), number)
-    say(f"Writing {num_samples} samples to each of {len(questions):,} questions (share {shard} here) to {store_dir}")
-    # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: see `select_share`.
-    shards = [(number + total * device, total * devices) for device in range(devices)]
-    if devices == 1:
-        report = sample_share(settings, shard=shards[0], progress=True)
+    share = select_share(questions, (number, total))
+    if _has_all(settings, share):
+        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0.0)
+        say(f"All {len(share):,} questions (share {shard}) are in {store_dir} already: nothing is sampled.")
     else:
-        report = _sample_on_devices(settings, select_share(questions, (number, total)), shards)
-    say(str(report))
+        _keep_configuration(arguments, Path(store_dir), number)
+        say(
+            f"Writing {num_samples} samples to each of {len(questions):,} questions (share {shard} here) to {store_dir}"
+        )
+        # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: `select_share`.
+        shards = [(number + total * device, total * devices) for device in range(devices)]
+        if devices == 1:
+            report = sample_share(settings, shard=shards[0], progress=True)
+        else:
+            report = _sample_on_devices(settings, share, shards)
+        say(str(report))
     _join_when_complete(SampleStore(store_dir), {question.id for question in questions})
     return report
-
-
-def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
-    """Load the model and sample one share into its own part of the store.
-
-    Args:
-        settings: The run.
-        shard: (i, n), this process's share.
-        progress: Whether to show how far it is.
-    """
-    from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-
-    questions = settings.questions()
-    chat = ChatFormat(load_tokenizer(settings.model, revision=settings.revision), query=settings.query)
-    engine = build_engine(settings, chat)
-    try:
-        store = SampleStore.create_or_open(
-            settings.store_dir,
-            store_fingerprint(engine, chat, settings.sampling(), settings.seed),
-            num_samples=settings.num_samples,
-            engine=engine.describe(),
-        )
-        return generate_samples(
-            questions,
-            split=settings.store_split,
-            engine=engine,
-            chat=chat,
-            store=store,
-            num_samples=settings.num_samples,
-            sampling=settings.sampling(),
-            seed=settings.seed,
-            part=part_name(shard),
-            shard=shard,
-            questions_per_shard=settings.questions_per_shard,
-            progress=progress,
-        )
-    finally:
-        engine.close()
-
-
-def build_engine(settings: GenerationSettings, chat: ChatFormat) -> Engine:
-    """Return the engine that ``settings`` ask for."""
-    if settings.engine == "vllm":
-        from selfcal_lightning.engines.vllm import VLLMEngine
-
-        return VLLMEngine(
-            settings.model,
-            revision=settings.revision,
-            adapter=settings.adapter,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
-            chat=chat,
-            max_num_seqs=settings.max_batch,
-        )
-    from selfcal_lightning.engines.transformers import TransformersEngine
-
-    return TransformersEngine(
-        settings.model,
-        revision=settings.revision,
-        adapter=settings.adapter,
-        dtype=settings.dtype,
-        max_batch=settings.max_batch,
-        chat=chat,
-    )
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
@@ -250,9 +141,22 @@ def parse_shard(shard: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def part_name(shard: tuple[int, int]) -> str:
-    """Return the name of the part that share (i, n) is written to."""
-    return f"rank-{shard[0]}-of-{shard[1]}"
+def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
+    """Return whether the store has the whole share; settings that are not the store's are refused at once."""
+    if settings.engine == "openai":  # what a server runs is known by asking it; what none can draw, at once
+        check_sampling(settings.sampling(), server_edt=settings.engine_args.get("server_edt", False))
+        return False
+    store = open_existing(
+        settings.store_dir,
+        model=settings.model,
+        revision=settings.revision,
+        adapter=settings.adapter,
+        chat=settings.chat(),
+        sampling=settings.sampling(),
+        seed=settings.seed,
+        num_samples=settings.num_samples,
+    )
+    return is_complete(store, {settings.store_split: share})
 
 
 def _sample_on_devices(
@@ -264,19 +168,21 @@ def _sample_on_devices(
     new = not (store.path / "rounds").exists()
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
+    busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
     with Progress(len(missing) * settings.num_samples, label=f"Sampling {settings.store_split}") as bar:
 
         def tick() -> None:
             done = (store.committed_questions(parts=parts) - before) * settings.num_samples
             bar.update(done - bar.done)
 
-        reports = run_workers(asdict(settings), shards, on_tick=tick)
-    counts: dict[str, Any] = {
-        field.name: sum(report[field.name] for report in reports)
-        for field in fields(GenerationReport)
-        if field.name not in {"store_dir", "seconds"}
-    }
-    return GenerationReport(store_dir=settings.store_dir, seconds=time.monotonic() - started, **counts)
+        reports = run_workers(asdict(settings), busy, on_tick=tick)
+    return GenerationReport(
+        store_dir=settings.store_dir,
+        questions=len(share),
+        reused=len(share) - len(missing),
+        seconds=time.monotonic() - started,
+        **{name: sum(report[name] for report in reports) for name in COUNTS},
+    )
 
 
 def _join_when_complete(store: SampleStore, wanted: set[str]) -> None:

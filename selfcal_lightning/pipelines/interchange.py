@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, read_pool, response_length
+from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
@@ -60,7 +61,8 @@ def import_pool(
 ) -> ImportReport:
     """Read a JSON-lines pool of responses made elsewhere into a store of its own.
 
-    The whole file is checked before the first row is stored. Equal answers are named by the first seen of their class.
+    A file of the task's own columns with a list of texts in ``responses`` is read too, where ``task`` is given. The
+    whole file is checked before the first row is stored. Equal answers are named by the first seen of their class.
 
     Args:
         path: The pool.
@@ -75,7 +77,7 @@ def import_pool(
     """
     path = Path(path)
     first: dict[str, int] = {}
-    for number, line in read_pool(path, task=task, split=split):
+    for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
         if line.question.id in first:
             raise line_error(
                 path, number, "`id` to be unique", f"{line.question.id!r} again, from line {first[line.question.id]}"
@@ -88,7 +90,7 @@ def import_pool(
     counts = dict.fromkeys(("reused", "without_responses", "responses", "extracted", "verified", "unreadable"), 0)
     with store.writer("import", questions_per_shard=questions_per_shard) as writer:
         stored = store.stored_questions(include_parts=True)
-        for number, line in read_pool(path, task=task, split=split):
+        for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
             if line.question.id in stored:
                 if stored[line.question.id].split != line.split:
                     raise line_error(
@@ -118,6 +120,7 @@ def export_pool(
     round: int = 0,
     task: str | None = None,
     token_ids: bool = False,
+    confidences: Sequence[str] = (),
 ) -> ExportReport:
     """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back.
 
@@ -128,6 +131,7 @@ def export_pool(
         round: Generation round to write.
         task: Task to write; None writes all.
         token_ids: Whether ``tokens`` is the list of ids instead of their number.
+        confidences: Annotations of the store that are written with the responses' own confidences.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +139,8 @@ def export_pool(
     questions = responses = 0
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            for rows in SampleStore(store_dir).rows(split=split, round=round, task=task):
+            store = SampleStore(store_dir)
+            for rows in store.rows(split=split, round=round, task=task, confidences=confidences):
                 file.write(json.dumps(pool_line(rows, token_ids=token_ids), ensure_ascii=False, allow_nan=False) + "\n")
                 questions, responses = questions + 1, responses + len(rows)
             if not questions:
@@ -155,7 +160,7 @@ def run_import_pool(path: str, store_dir: str, task: str | None = None, split: s
     """Read a JSON-lines pool of responses made elsewhere into a store.
 
     Args:
-        path: The pool, one question a line.
+        path: The pool, one question a line; or rows of the task's data set with a list of texts in "responses".
         store_dir: Folder of the store.
         task: Task of all questions; null takes the field "task" of every line.
         split: Split of all questions; null takes the field "split" of every line.
@@ -172,6 +177,7 @@ def run_export_pool(
     round: int = 0,
     task: str | None = None,
     token_ids: bool = False,
+    confidences: list[str] | None = None,
 ) -> ExportReport:
     """Write the samples of a store as a JSON-lines pool.
 
@@ -182,8 +188,12 @@ def run_export_pool(
         round: Generation round to write.
         task: Task to write; null writes all.
         token_ids: Whether to write token ids instead of their number.
+        confidences: Names of further confidences to write, which `selfcal score` or `selfcal predict` left in the
+            store.
     """
-    report = export_pool(store_dir, path, split=split, round=round, task=task, token_ids=token_ids)
+    report = export_pool(
+        store_dir, path, split=split, round=round, task=task, token_ids=token_ids, confidences=confidences or ()
+    )
     say(f"Exported {store_dir} to {path}: {report}")
     return report
 

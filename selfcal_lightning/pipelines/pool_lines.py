@@ -38,20 +38,24 @@ class PoolLine:
     responses: list[dict[str, Any]]
 
 
-def read_pool(path: Path, *, task: str | None, split: str | None) -> Iterator[tuple[int, PoolLine]]:
+def read_pool(
+    path: Path, *, task: str | None, split: str | None, default_split: str | None = None
+) -> Iterator[tuple[int, PoolLine]]:
     """Yield (line number, line) for every line of a pool.
 
     Args:
         path: The pool.
         task: Task of all questions; None takes the field ``task`` of every line.
         split: Split of all questions; None takes the field ``split`` of every line.
+        default_split: Split of the questions whose line has no field ``split``; None requires it.
 
     Raises:
         ValueError: A line is not as described, with file and line.
     """
+    assumed = {} if default_split is None else {"split": default_split}
     for number, line in read_json_lines(path):
         given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
-        yield number, _parse_line(path, number, {**line, **given})
+        yield number, _parse_line(path, number, {**assumed, **line, **given})
 
 
 def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:

@@ -17,11 +17,12 @@ class Progress:
     Args:
         total: Responses that will be made.
         label: What is being made.
+        unit: What is counted, in the plural.
         enabled: Whether to show anything.
     """
 
-    def __init__(self, total: int, *, label: str, enabled: bool = True) -> None:
-        self.total, self.label = total, label
+    def __init__(self, total: int, *, label: str, unit: str = "responses", enabled: bool = True) -> None:
+        self.total, self.label, self.unit = total, label, unit
         self.done = self.unreadable = 0
         self._enabled = enabled and total > 0
         self._bar: tqdm | None = None
@@ -30,7 +31,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._started = self._written = time.monotonic()
         if self._enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=self.total, desc=self.label, unit=" responses", dynamic_ncols=True)
+            self._bar = tqdm(total=self.total, desc=self.label, unit=f" {self.unit}", dynamic_ncols=True)
         return self
 
     def __exit__(
@@ -58,7 +59,7 @@ class Progress:
         rate = self.done / max(time.monotonic() - self._started, 1e-9)
         left = f"{tqdm.format_interval((self.total - self.done) / rate)} left" if self.done else "time left unknown"
         unreadable = f", {self.unreadable / self.done:.1%} unreadable" if self.unreadable else ""
-        return f"{self.label}: {self.done:,} of {self.total:,} responses, {rate:.1f} a second{unreadable}, {left}"
+        return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
 
 
 def say(text: str) -> None:

@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.vllm_records import RequestsFailedError
+from selfcal_lightning.engines.base import Engine, RequestsFailedError
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
     Request,
     Response,
-    Sample,
     SamplingSettings,
     duplicate_ids,
     question_hash,
@@ -27,6 +25,7 @@ from selfcal_lightning.store import SampleStore, StoreFingerprint
 from selfcal_lightning.store_parts import ShardWriter
 from selfcal_lightning.store_shards import question_digest
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.judging import judge
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -199,36 +198,6 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
                 "another task, wording or reference. Use another `store_dir`, or go back to the earlier questions."
             )
     return [question for question in questions if question.id not in stored]
-
-
-def judge(question: Question, responses: Sequence[Response | None], task: Task, *, round: int) -> tuple[Sample, ...]:
-    """Read and verify the answers of all responses to a question; the only place where this is done.
-
-    Equal answers are named by the first seen of their class. A response of None, which the engine could not give,
-    becomes an empty one that did not finish.
-    """
-    answers = task.group([None if response is None else task.extract(response.text) for response in responses])
-    correct: dict[str | None, bool | None] = dict.fromkeys(answers)
-    if question.reference is not None:
-        correct = {answer: task.verify(answer, question.reference) for answer in correct}
-    return tuple(
-        Sample(question.id, index, round, "", (), None, None, None)
-        if response is None
-        else Sample(
-            question_id=question.id,
-            index=index,
-            round=round,
-            text=response.text,
-            token_ids=response.token_ids,
-            finish=response.finish,
-            answer=answer,
-            correct=correct[answer],
-            logprob=response.logprob,
-            yes_mass=response.yes_mass,
-            no_mass=response.no_mass,
-        )
-        for index, (response, answer) in enumerate(zip(responses, answers, strict=True))
-    )
 
 
 class _Sampler:

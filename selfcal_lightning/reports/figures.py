@@ -23,6 +23,8 @@ RIGHT, WRONG = "#3d8f5f", "#c2504a"
 _GREY = "#8a8a8a"
 
 FEW = 0.01
+# Longer headings than this need smaller letters over a panel.
+_LONG_HEADING = 34
 
 
 def reliability_diagram(
@@ -96,21 +98,50 @@ def reliability_comparison(
         raise ValueError(
             f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
         )
-    splits = list(before)
-    figure = Figure(figsize=(0.6 + 3.3 * len(splits), 7.0), layout="constrained")
-    grid = figure.subplots(4, len(splits), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8, 3, 0.8))
-    for row, (name, pools, colour) in enumerate((("before", before, BEFORE), ("after", after, AFTER))):
-        all_bins = [reliability_bins(pools[s].confidence, pools[s].correct, num_bins=num_bins) for s in splits]
-        for column, (split, bins) in enumerate(zip(splits, all_bins, strict=True)):
+    return reliability_grid({"before": before, "after": after}, num_bins=num_bins, title=title)
+
+
+def reliability_grid(
+    pools: Mapping[str, Mapping[str, ScoredResponses]], *, num_bins: int = 10, title: str = ""
+) -> Figure:
+    """Draw reliability diagrams side by side: one row per model, one column per split or confidence.
+
+    Args:
+        pools: Responses by the name of the row, then by the name of the column; every row has the same columns.
+        num_bins: Number of bins of equal width.
+        title: Over the whole figure; empty for none.
+
+    Raises:
+        ValueError: If the columns of the rows differ or there is none.
+
+    Example:
+        >>> pool = ScoredResponses([0.2, 0.9], [False, True], [0, 1])
+        >>> len(reliability_grid({"base": {"p_true": pool, "fused": pool}}).axes)
+        4
+    """
+    columns = list(next(iter(pools.values()), {}))
+    if not columns or any(list(row) != columns for row in pools.values()):
+        raise ValueError(
+            f"Expected every row of `pools` to hold the same columns, but got {[list(r) for r in pools.values()]}."
+        )
+    figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * len(pools)), layout="constrained")
+    grid = figure.subplots(
+        2 * len(pools), len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * len(pools)
+    )
+    for row, (name, by_column) in enumerate(pools.items()):
+        all_bins = [reliability_bins(part.confidence, part.correct, num_bins=num_bins) for part in by_column.values()]
+        for column, (label, bins) in enumerate(zip(columns, all_bins, strict=True)):
             upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
+            colour = BEFORE if row % 2 == 0 else AFTER
             _draw_reliability(upper, bins, colour=colour, label="accuracy")
             _draw_histogram(lower, bins, colour=colour)
-            upper.set_title(f"{split}, {name}: ECE {_number(bins.expected_error)}", fontsize=10.5)
+            heading = f"{label}, {name}: ECE {_number(bins.expected_error)}"
+            upper.set_title(heading, fontsize=10.5 if len(heading) < _LONG_HEADING else 8.5)
         grid[2 * row + 1, 0].set_ylim(0.0, _histogram_limit(*all_bins))
         grid[2 * row, 0].set_ylabel("accuracy")
         grid[2 * row + 1, 0].set_ylabel("share")
     grid[0, 0].legend(loc="upper left", fontsize=8, frameon=False)
-    for axes in grid[3]:
+    for axes in grid[-1]:
         axes.set_xlabel("confidence")
     if title:
         figure.suptitle(title, fontsize=12)

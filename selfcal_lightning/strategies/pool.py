@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.strategies.base import Strategy
 
 UNREADABLE = -1
 
@@ -21,8 +23,8 @@ class PoolArrays:
     Attributes:
         question_ids: Q ids.
         length: Samples of each question [Q], int64; columns beyond it hold padding.
-        answer: Code of each answer within its question in the order first seen, int32 [Q, N]; -1 where unreadable or
-            padding.
+        answer: Code of each answer within its question, int32 [Q, N]; -1 where unreadable or padding. Codes are given
+            in the order first seen, which :meth:`reordered` does not renew: ties go by position, never by code.
         confidence: The confidence [Q, N], float64; nan where there is none.
         correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
         tokens: Cost of each sample in tokens [Q, N], int64: response, and the confidence query where one is read.
@@ -90,3 +92,18 @@ class CurveOutcome:
     answer: NDArray[np.int32]
     used: NDArray[np.int64]
     stopped_early: NDArray[np.bool_]
+
+
+@runtime_checkable
+class CurveStrategy(Strategy, Protocol):
+    """A strategy with a vectorised form.
+
+    Attributes:
+        grid_parameter: Name of the field that a grid sets: a threshold, a budget, a window.
+    """
+
+    grid_parameter: str
+
+    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+        """Return what ``solve`` does on each question at each value of the grid."""
+        ...

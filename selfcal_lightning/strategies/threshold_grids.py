@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +11,8 @@ from numpy.typing import NDArray
 from selfcal_lightning.functional.base import Floats, check_positive
 from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.pool import UNREADABLE, CurveOutcome, PoolArrays
+from selfcal_lightning.strategies.pool import UNREADABLE, CurveStrategy, PoolArrays
 from selfcal_lightning.strategies.replay import replay
-
-
-@runtime_checkable
-class CurvedStrategy(Strategy, Protocol):
-    """A strategy with a vectorised form over the values of one of its fields."""
-
-    grid_parameter: str
-
-    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return the outcome at every value of ``grid``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +81,9 @@ def _replays(strategy: Strategy, pool: Sequence[QuestionSamples], order: NDArray
     ]
 
 
-def as_curved(strategy: Strategy) -> CurvedStrategy:
+def as_curved(strategy: Strategy) -> CurveStrategy:
     """Return ``strategy``, which has a vectorised form; raise ValueError where it has none."""
-    if not isinstance(strategy, CurvedStrategy):
+    if not isinstance(strategy, CurveStrategy):
         raise ValueError(
             f"Expected {strategy.name} to have a vectorised `curve`, but got none. Name the field as `parameter`; "
             "then it is replayed."

@@ -16,15 +16,15 @@ ALL_SPLITS = {"train": "train", "validation": "validation", "test": "test"}
 LABELLED_SPLITS = {"train": "train", "validation": "validation"}
 
 
-def read_labelled_choices(choices: Any, key: Any) -> tuple[list[str], str]:
-    """Return the option texts and the gold letter of choices with labels of their own (A-E or 1-5).
+def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
+    """Return a question with its options lettered anew from A, in their order, and the letter that ``key`` becomes.
 
-    ``choices`` is ``{"label": [...], "text": [...]}`` or a list of ``{"label", "text"}``. The options keep their order
-    and are lettered anew from A, and the key follows.
+    ``choices`` have labels of their own (A-E or 1-5): ``{"label": [...], "text": [...]}``, or a list of
+    ``{"label", "text"}``.
 
     Example:
-        >>> read_labelled_choices({"label": ["1", "2"], "text": ["ice", "fire"]}, "2")
-        (['ice', 'fire'], 'B')
+        >>> read_labelled_choices("Which is hot?", {"label": ["1", "2"], "text": ["ice", "fire"]}, "2").gold
+        'B'
     """
     if isinstance(choices, dict):
         labels, texts = list(choices["label"]), list(choices["text"])
@@ -32,7 +32,7 @@ def read_labelled_choices(choices: Any, key: Any) -> tuple[list[str], str]:
         labels, texts = [choice["label"] for choice in choices], [choice["text"] for choice in choices]
     if key not in labels or len(labels) > len(LETTERS):
         raise UnusableRowError("no valid label")
-    return texts, LETTERS[labels.index(key)]
+    return Item(write_options(question, texts), LETTERS[labels.index(key)])
 
 
 class CommonsenseQA:
@@ -46,8 +46,7 @@ class CommonsenseQA:
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question with its options and the key."""
-        options, gold = read_labelled_choices(row["choices"], row["answerKey"])
-        return Item(write_options(row["question"], options), gold)
+        return read_labelled_choices(row["question"], row["choices"], row["answerKey"])
 
 
 class ARC:
@@ -67,8 +66,7 @@ class ARC:
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question with its options lettered from A, and the key as such a letter."""
-        options, gold = read_labelled_choices(row["choices"], row["answerKey"])
-        return Item(write_options(row["question"], options), gold)
+        return read_labelled_choices(row["question"], row["choices"], row["answerKey"])
 
 
 class OpenBookQA:
@@ -82,8 +80,7 @@ class OpenBookQA:
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the stem with its options and the key."""
-        options, gold = read_labelled_choices(row["choices"], row["answerKey"])
-        return Item(write_options(row["question_stem"], options), gold)
+        return read_labelled_choices(row["question_stem"], row["choices"], row["answerKey"])
 
 
 class SciQ:

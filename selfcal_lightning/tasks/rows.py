@@ -96,8 +96,11 @@ def _load_json_lines(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise ValueError(f"Expected {file}, line {number}, to be a JSON object, but got: {error}.") from error
+            except json.JSONDecodeError as error:
+                where = f"{error.msg} at character {error.pos + 1}"  # its own line number is always 1
+                raise ValueError(f"Expected {file}, line {number}, to be a JSON object, but got: {where}.") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"Expected {file}, line {number}, to be UTF-8 text, but got: {error}.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"Expected {file}, line {number}, to be a JSON object, but got {type(row).__name__}.")
             _check_columns(f"{file}, line {number}", row, columns)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Literal
 
 from selfcal_lightning.records import Message, Question, question_hash
+from selfcal_lightning.tasks.answers import NumberAnswers
 from selfcal_lightning.tasks.base import AnswerType
+from selfcal_lightning.tasks.dataset import DatasetTask
+from selfcal_lightning.tasks.local import LocalQuestions
 from selfcal_lightning.tasks.word_problem_templates import FAMILIES, Problem, draw_problem
 
 Split = Literal["pretrain", "train", "validation", "calibration", "test_id", "test_ood"]
@@ -114,7 +117,9 @@ class WordProblems:
     respect to calibration.
 
     ``load(split, limit=n)`` gives the first ``n`` questions of an unbounded stream; without ``limit`` the sizes in
-    ``SPLITS``: 10000, 2000, 500, 500, 1000 and 1000 in the order above.
+    ``SPLITS``: 10000, 2000, 500, 500, 1000 and 1000 in the order above. With ``path`` the questions are those of a
+    file with the columns ``question`` and ``answer`` (and ``id``, where it has one), asked in the same way; that they
+    are in no other split is then up to whoever wrote it.
 
     Args:
         seed: Seed of the streams; another seed gives other questions of the same splits, under other ids.
@@ -139,13 +144,18 @@ class WordProblems:
         """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn.
 
         Raises:
-            ValueError: If ``split`` is unknown, ``limit`` is negative, ``path`` is given (the questions are made by
-                code) or ``chain_of_thought`` is False (the problems are answered in steps).
+            ValueError: If ``split`` is unknown, ``limit`` is negative, ``chain_of_thought`` is False (the bundled model
+                only ever answers in steps), or the file ``path`` is broken or empty.
+            FileNotFoundError: If ``path`` does not exist.
         """
-        if path is not None:
-            raise ValueError(f"Expected `path` to be None, as word problems are made by code, but got {path!r}.")
         if not chain_of_thought:
-            raise ValueError("Expected `chain_of_thought` to be True for word problems, but got False.")
+            raise ValueError(
+                "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "
+                "steps only, but got False. For other models ask the questions of a file by the task `local_number`."
+            )
+        if path is not None:
+            questions = DatasetTask(LocalQuestions(self.name, NumberAnswers())).load(split, path=path, limit=limit)
+            return [replace(question, messages=(Message("user", question.text),)) for question in questions]
         prefix = self.name if self.seed == 0 else f"{self.name}@{self.seed}"
         return [
             Question(

@@ -1,0 +1,224 @@
+"""What is sent to an OpenAI-compatible server and read in its answers. Pure; all tokens travel as ids."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfcal_lightning.engines.openai_retries import ServerError
+from selfcal_lightning.prompts import ChatFormat
+from selfcal_lightning.records import Request, Response, SamplingSettings
+
+EDT_ARG = "edt"
+EDT_PROCESSOR = "selfcal_lightning.engines.vllm_edt:DynamicTemperature"
+MAX_SCORED_IDS = 128
+COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word
+_TOKEN = re.compile(r"token_id:(\d+)")
+# A server's defaults may come from the model's generation settings (top_k 20, a repetition penalty ...): all are named.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_BY_ID = {"logprobs": 0, "return_tokens_as_token_ids": True}
+
+
+def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
+    """Return [base, scale, theta] where a response is drawn at a dynamic temperature, None at a fixed one."""
+    if sampling.edt_scale is None or sampling.temperature == 0.0:
+        return None
+    return [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
+
+
+def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
+    """Raise ValueError where a server would not draw as ``sampling`` says.
+
+    Args:
+        sampling: How responses are to be drawn.
+        server_edt: Whether the server runs our logits processor.
+    """
+    if edt_parameters(sampling) is not None and not server_edt:
+        raise ValueError(
+            f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}: a plain server has no "
+            "entropy-based dynamic temperature. Set `edt_scale` to null, or start vLLM's server with "
+            f"`--logits-processors {EDT_PROCESSOR}` and set `server_edt`."
+        )
+    if 0.0 < sampling.temperature < COLDEST_TEMPERATURE and sampling.edt_scale is None:
+        raise ValueError(
+            f"Expected `temperature` to be 0 or at least {COLDEST_TEMPERATURE} for a server, but got "
+            f"{sampling.temperature}, which it would raise to that without a word."
+        )
+
+
+def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[int], interval: int) -> dict[str, Any]:
+    """Return the body that asks for one response, streamed in pieces of at least ``interval`` tokens."""
+    sampling, edt = request.sampling, edt_parameters(request.sampling)
+    body: dict[str, Any] = {
+        "prompt": list(map(int, request.prompt_ids)),
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature if edt is None else 1.0,
+        "top_p": sampling.top_p,
+        "seed": request.seed % 2**63,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": True,  # the end-of-turn ids are all named above
+        "stream": True,
+        "stream_interval": interval,
+        **_NEUTRAL,
+        **_BY_ID,
+    }
+    return body if edt is None else body | {"vllm_xargs": {EDT_ARG: edt}}
+
+
+def score_body(prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the body that asks how probable each of at most 128 ``token_ids`` is after ``prompt``."""
+    return {
+        "prompt": list(map(int, prompt)),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprob_token_ids": list(dict.fromkeys(map(int, token_ids))),
+        **_NEUTRAL,
+        **_BY_ID,
+    }
+
+
+def edt_probe_body(token_id: int) -> dict[str, Any]:
+    """Return a body that a server with our logits processor refuses and one without it answers."""
+    return {"prompt": [token_id], "max_tokens": 1, "temperature": 0.5, "vllm_xargs": {EDT_ARG: [0.8, 0.8, 1.0]}}
+
+
+class SampleReader:
+    """Puts one response together from the events of a stream.
+
+    Args:
+        stop_token_ids: Ids that end the turn.
+        max_tokens: How many tokens were asked for.
+
+    Attributes:
+        token_ids: Ids so far, a token that ends the turn included.
+    """
+
+    def __init__(self, stop_token_ids: Sequence[int], *, max_tokens: int) -> None:
+        self._ends, self._max_tokens = frozenset(stop_token_ids), max_tokens
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._reason: str | None = None
+        self._stop_id: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far, without one that ends the turn."""
+        return len(self.token_ids) - self._has_ended()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the server has said why it ended."""
+        return self._reason is not None
+
+    def take(self, event: Any) -> None:
+        """Take in one event.
+
+        Raises:
+            ServerError: When it is not what the protocol says.
+        """
+        try:
+            for choice in event["choices"]:
+                piece = choice["logprobs"]
+                self.token_ids += map(_token_id, piece["tokens"])
+                self._logprobs += map(_logprob, piece["token_logprobs"])
+                self._reason = choice["finish_reason"] or self._reason
+                self._stop_id = choice.get("stop_reason")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _garbage("an event with tokens and their log-probabilities", event, error) from None
+        if len(self.token_ids) > self._max_tokens:
+            raise ServerError(f"Expected the server to send at most {self._max_tokens} tokens, but got more.")
+
+    def response(self, name: str, chat: ChatFormat) -> Response:
+        """Return the response to request ``name``.
+
+        Raises:
+            ServerError: When the server ended it for a reason that is none of a model's.
+        """
+        token_ids, logprobs = list(self.token_ids), list(self._logprobs)
+        if self._reason not in {"stop", "length"} or len(token_ids) != len(logprobs):
+            raise ServerError(
+                f"Expected the server to end a response by `stop` or `length` with a log-probability for each token, "
+                f"but got {self._reason!r} with {len(logprobs)} for {len(token_ids)} tokens."
+            )
+        ended = self._has_ended()
+        if ended:
+            token_ids.pop()
+            logprobs.pop()
+        return Response(
+            request_id=name,
+            text=chat.decode(token_ids),
+            token_ids=tuple(token_ids),
+            finish="stop" if ended or self._reason == "stop" else "length",
+            logprob=math.fsum(logprobs),
+        )
+
+    def _has_ended(self) -> bool:
+        return bool(self.token_ids) and (self.token_ids[-1] in self._ends or self.token_ids[-1] == self._stop_id)
+
+
+def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
+    """Return the probabilities of ``token_ids`` from the answer to ``score_body``.
+
+    Raises:
+        ServerError: When the answer does not hold them.
+    """
+    try:
+        (choice,) = answer["choices"]
+        (position,) = choice["logprobs"]["top_logprobs"]
+        found = {_token_id(token): math.exp(_logprob(value)) for token, value in position.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _garbage("log-probabilities of the tokens asked for", answer, error) from None
+    missing = [token for token in token_ids if token not in found]
+    if missing:
+        raise ServerError(
+            f"Expected the server to give log-probabilities of all {len(token_ids)} tokens asked for, but got none for "
+            f"{len(missing)} of them, the first {missing[0]}. P(True) needs a server that knows `logprob_token_ids`, "
+            "such as vLLM's own."
+        )
+    return [found[token] for token in token_ids]
+
+
+def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str, int | None]:
+    """Return the name of the model to ask for and the longest sequence that the server says it takes.
+
+    Args:
+        answer: What the server says to ``GET /models``.
+        wanted: The name that the user gave, or None.
+        default: The name to take where the server has it and none is wanted.
+
+    Raises:
+        ServerError: When the answer is not a list of models.
+        ValueError: When the server has not the model, or several and none was named.
+    """
+    try:
+        limits: Mapping[str, Any] = {str(item["id"]): item.get("max_model_len") for item in answer["data"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _garbage("a list of models", answer, error) from None
+    candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
+    for name in candidates:
+        if name in limits:
+            return name, limits[name] if isinstance(limits[name], int) else None
+    raise ValueError(
+        f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
+    )
+
+
+def _token_id(token: str) -> int:
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise ValueError(f"the token {token!r} is not written as an id: the server must be vLLM's own")
+    return int(match[1])
+
+
+def _logprob(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1e-3:  # nan is none either
+        raise ValueError(f"{value!r} is not a log-probability")
+    return float(value)
+
+
+def _garbage(expected: str, got: Any, error: Exception) -> ServerError:
+    reason = str(error) if isinstance(error, ValueError) else "something else"
+    return ServerError(f"Expected the server to send {expected}, but got {reason} in: {got}")

@@ -1,0 +1,189 @@
+"""``selfcal answer``: ask a question, or a file of them, and sample only as long as the confidence demands."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
+from selfcal_lightning.pipelines.answer_setup import (
+    Dtype,
+    choose_strategy,
+    default_task,
+    load_fitted_files,
+    uncalibrated_note,
+)
+from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
+from selfcal_lightning.pipelines.engines import EngineName, open_engine
+from selfcal_lightning.pipelines.progress import Progress, say
+from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.strategies.driver import run_strategy
+from selfcal_lightning.strategies.sources import EngineSource
+
+if TYPE_CHECKING:
+    from selfcal_lightning.strategies.base import Strategy
+    from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
+
+
+def run_answer(
+    model: str,
+    question: str | None = None,
+    questions: str | None = None,
+    task: str | None = None,
+    strategy: str | None = None,
+    threshold: float | None = None,
+    max_samples: int | None = None,
+    confidence: str | None = None,
+    strategy_args: dict[str, Any] | None = None,
+    scorers: list[str] | str = [],  # noqa: B006 - never changed; shown as the default in the help
+    threshold_file: str | None = None,
+    json: bool = False,
+    lookahead: int = 0,
+    temperature: float = 0.8,
+    edt_scale: float | None = 0.8,
+    edt_theta: float = 1.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 1024,
+    seed: int = 0,
+    chain_of_thought: bool = True,
+    query: str = DEFAULT_QUERY,
+    engine: EngineName = "transformers",
+    revision: str | None = None,
+    adapter: str | None = None,
+    dtype: Dtype = "auto",
+    max_batch: int = 64,
+    base_url: str | None = None,
+    engine_args: dict[str, Any] | None = None,
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    A model that was calibrated (`selfcal fit`, `selfcal export`) knows when it is right: by default, sampling stops at
+    the first response whose P(True) is at least .7, and after 16 responses the vote weighted by P(True) decides. How
+    high P(True) gets differs from model to model: `selfcal fit-threshold` finds yours. Answers go to standard output,
+    in the order of the questions; everything else goes to standard error.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
+        question: The question, or
+        questions: a file of questions: JSON lines {"question", "id"?, "reference"?, "task"?} where its name ends in
+            .jsonl, else one question a line.
+        task: How prompts are written and answers are read: any task, such as local_number, local_choice,
+            local_expression and local_text. Null is word_problems for the bundled model and local_number for others.
+        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at .7.
+        threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
+        max_samples: Most responses to a question; null is the strategy's own default.
+        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob or what a scorer adds. Null is the
+            strategy's own default, or the last scorer's where there are scorers and the strategy reads a confidence.
+        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
+            add. Several: `--scorers '[a.json, b.json]'`.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy. One that was
+            fitted to an error rate withholds answers that it cannot vouch for.
+        json: Print one JSON object for each question and nothing else.
+        lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
+            sooner and cost more.
+        temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT); 0 is greedy.
+        edt_scale: N0 of EDT; null draws at the fixed temperature.
+        edt_theta: Exponent theta of EDT.
+        top_p: Mass of the nucleus; 1 keeps the whole vocabulary.
+        max_new_tokens: Longest response in tokens.
+        seed: Seed of the run; every sample has its own, derived from it and the question's id.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        query: The confidence query; that of the calibration.
+        engine: "transformers", "vllm" (an extra, faster) or "openai" (a server that runs the model; an extra).
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to sample with.
+        dtype: Of the weights; "auto" is the engine's choice.
+        max_batch: Responses that the engine works on at a time.
+        base_url: Address of the server, for the engine "openai".
+        engine_args: Further arguments of the engine's class, such as `--engine_args.max_context 2048`.
+
+    Returns:
+        The answers, in the order of the questions.
+
+    Raises:
+        ValueError: If options contradict one another, or a question, a file or a setting cannot be used.
+    """
+    asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
+    sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
+    known, fitted = load_fitted_files(scorers, threshold_file)
+    # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
+    check_not_fitted_on([q.id for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
+    fields = {"threshold": threshold, "max_samples": max_samples, "confidence": confidence}
+    given = {name: value for name, value in fields.items() if value is not None} | (strategy_args or {})
+    chosen = choose_strategy(strategy, given, scorers=known, fitted=fitted)
+    say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
+    if (note := uncalibrated_note(model, adapter, chosen)) is not None:
+        say(note)
+    options = engine_args or {}
+    chat = ChatFormat(load_tokenizer(options.get("tokenizer") or model, revision=revision), query=query)
+    opened = open_engine(
+        engine, model, chat, revision=revision, adapter=adapter, dtype=dtype, max_batch=max_batch, base_url=base_url,
+        engine_args=options,
+    )  # fmt: skip
+    try:
+        source = EngineSource(opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say)
+        with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
+            printer = _Printer(asked, chosen, fitted, bar, as_json=json)
+            run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)
+    finally:
+        opened.close()
+    if len(asked) > 1 or source.failed:
+        say(summarise(printer.answers, failed=source.failed))
+    return printer.answers
+
+
+def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
+    if (text is None) == (path is None):
+        both = "neither" if text is None else "both"
+        raise ValueError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
+    if path is not None:
+        return read_questions(path, task=task, chain_of_thought=chain_of_thought)
+    return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
+
+
+class _Printer:
+    """Writes answers in the order of the questions, each as soon as those before it are there."""
+
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        strategy: Strategy,
+        fitted: FittedThreshold | None,
+        bar: Progress,
+        *,
+        as_json: bool,
+    ) -> None:
+        self.answers: list[Answer] = []
+        self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
+        self._as_json = as_json
+        self._place = {question.id: place for place, question in enumerate(questions)}
+        self._early: dict[str, Answer] = {}
+
+    def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
+        """Take a verdict with its samples, and write what can be written."""
+        self._bar.update(1, unreadable=verdict.answer is None)
+        question = self._questions[self._place[verdict.question_id]]
+        response = best_response(verdict, samples, self._strategy.confidence)
+        withheld_by = self._reason_to_withhold(verdict)
+        self._early[question.id] = Answer(question, verdict, self._strategy.max_samples, response, withheld_by)
+        while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
+            self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
+            self._write(self.answers[-1])
+
+    def _reason_to_withhold(self, verdict: Verdict) -> str | None:
+        fitted = self._fitted
+        if fitted is None or verdict.answer is None or fitted.answers(verdict):
+            return None
+        sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
+        wanted = "no threshold could be certified" if fitted.threshold is None else f"{fitted.threshold:.3f} is needed"
+        return f"{sure}, and {wanted} for an error rate of at most {fitted.value:g}"
+
+    def _write(self, answer: Answer) -> None:
+        line = json_format.dumps(answer.as_json(), ensure_ascii=False) if self._as_json else answer.as_text()
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

@@ -1,0 +1,244 @@
+"""``selfcal fit-confidence`` and ``selfcal fit-threshold``: scalers, fusions and thresholds from a calibration split.
+
+Both deal the questions of the split into the same two halves: the first fits confidences, the second thresholds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from selfcal_lightning.confidence.base import STORED, add_scores, confidence_of
+from selfcal_lightning.confidence.features import required_confidences
+from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
+from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
+from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.scores import scores_text
+from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves, take_questions
+from selfcal_lightning.functional.risk_tests import Procedure
+from selfcal_lightning.pipelines.pools import load_pool
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.store_annotations import annotation_names
+from selfcal_lightning.strategies.base import Strategy
+from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
+from selfcal_lightning.strategies.registry import make_strategy, setting_names
+
+THRESHOLD = "threshold"
+
+
+def run_fit_confidence(
+    pool: str,
+    output: str,
+    *,
+    kind: Literal["fusion", "temperature", "platt", "isotonic"] = "fusion",
+    split: str | None = "calibration",
+    task: str | None = None,
+    features: list[str] = list(DEFAULT_FEATURES),  # noqa: B006 - never changed; the command line shows it
+    target: FusionTarget = "label",
+    source: str = "p_true",
+    name: str | None = None,
+    scorers: list[str] = [],  # noqa: B006
+    use_all: bool = False,
+    l2: float = 1.0,
+    allow_pool_features: bool = False,
+    figure: bool = True,
+    seed: int = 0,
+) -> FittedScorer:
+    """Fit a fused or scaled confidence on the first half of a calibration split, and score it on the second.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: JSON file of the fitted confidence; a reliability diagram of the held-out half goes beside it.
+        kind: A fusion of several confidences, or a scaler of one.
+        split: The calibration split; null takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        features: Of a fusion: names of confidences, "logit:NAME" for the log-odds of a probability, "num_tokens".
+        target: Of a fusion: "label" needs references, "ssc" and "vote_share" do not.
+        source: Of a scaler: the confidence to scale.
+        name: Name of the new confidence; null makes "fused", or SOURCE_KIND.
+        scorers: Files of fitted confidences that the features or the source come from, in their order.
+        use_all: Fit on all questions; nothing is then held out, and no threshold can be fitted on this split.
+        l2: Regularisation of a fusion.
+        allow_pool_features: Let a fusion read confidences that depend on the other responses; it then works on
+            recorded pools only.
+        figure: Whether to draw the reliability diagram.
+        seed: Of the halves; `selfcal fit-threshold` must get the same.
+
+    Returns:
+        The fitted confidence.
+    """
+    known = load_scorers(scorers)
+    needed = required_confidences(features) if kind == "fusion" else (source,)
+    entries = _load(pool, split, task, needed, known)
+    fit, held_out = (entries, None) if use_all else _halves(entries, seed)
+    if held_out is not None:
+        check_not_fitted_on(held_out, known)
+    fitted: FittedScorer
+    if kind == "fusion":
+        fitted = fit_fusion(
+            fit,
+            features,
+            target=target,
+            name=FUSED if name is None else name,
+            l2=l2,
+            held_out=held_out,
+            allow_pool_features=allow_pool_features,
+        )
+    else:
+        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out)
+    fitted.save(output)
+    written = [output]
+    if figure and held_out is not None:
+        path = Path(output).with_suffix(".png")
+        if _draw(fitted, held_out, path):
+            written.append(str(path))
+    sys.stdout.write(f"{describe_scorer(fitted)}\nWritten: {', '.join(written)}\n")
+    return fitted
+
+
+def run_fit_threshold(
+    pool: str,
+    output: str,
+    *,
+    strategy: str = "early_stopping",
+    confidence: str | None = None,
+    max_samples: int | None = None,
+    settings: dict[str, Any] = {},  # noqa: B006
+    budget: float | None = None,
+    accuracy: float | None = None,
+    risk: float | None = None,
+    delta: float = 0.1,
+    procedure: Procedure = "fixed_sequence",
+    split: str | None = "calibration",
+    task: str | None = None,
+    scorers: list[str] = [],  # noqa: B006
+    grid: list[float] | None = None,
+    use_all: bool = False,
+    num_reshuffles: int = 20,
+    seed: int = 0,
+) -> FittedThreshold:
+    """Choose a strategy's threshold on the second half of a calibration split; state one of budget, accuracy and risk.
+
+    A risk is a guarantee by Learn then Test: with confidence 1 - delta the error rate among the answered questions is
+    at most the risk; the other questions are left unanswered. The first half then suggests what to test first.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: JSON file of the threshold.
+        strategy: Name of the strategy.
+        confidence: The confidence that it reads; null keeps its default.
+        max_samples: Its budget for a question; null keeps its default.
+        settings: Its further fields by name.
+        budget: Mean samples used at most: take the most accurate threshold within.
+        accuracy: Accuracy to reach: take the cheapest threshold that does.
+        risk: Bound on the error rate among the answered: take the threshold that answers most.
+        delta: Chance that the bound on the risk does not hold.
+        procedure: How Learn then Test pays for testing many thresholds.
+        split: The calibration split; null takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        scorers: Files of fitted confidences to put on the samples, in their order.
+        grid: Values to choose from; null takes 0, .01 ... 1, or 1, 2 ... for what counts samples. With a risk: in the
+            order of testing, null leaves it to the first half.
+        use_all: Take all questions instead of the second half.
+        num_reshuffles: Random orders of each question's samples to average over (budget, accuracy).
+        seed: Of the halves and of the orders.
+
+    Returns:
+        The threshold. Without one that can be certified it withholds every verdict.
+    """
+    from selfcal_lightning.strategies.thresholds import (
+        fit_accuracy_threshold,
+        fit_budget_threshold,
+        fit_risk_threshold,
+    )
+
+    if sum(value is not None for value in (budget, accuracy, risk)) != 1:
+        raise ValueError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
+    given = {"confidence": confidence, "max_samples": max_samples}
+    chosen = make_strategy(strategy, **{k: v for k, v in given.items() if v is not None}, **settings)
+    known = load_scorers(scorers)
+    needed = () if chosen.confidence is None else (chosen.confidence,)
+    entries = _load(pool, split, task, needed, known)
+    guide, own = (None, entries) if use_all else _halves(entries, seed)
+    common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
+    values = _default_grid(chosen, own) if grid is None else grid
+    if budget is not None:
+        fitted = fit_budget_threshold(chosen, own, values, budget=budget, **common)
+    elif accuracy is not None:
+        fitted = fit_accuracy_threshold(chosen, own, values, accuracy=accuracy, **common)
+    else:
+        fitted = fit_risk_threshold(
+            chosen,
+            own,
+            risk=float(risk or 0.0),
+            delta=delta,
+            scorers=known,
+            guide=guide if grid is None else None,
+            grid=grid,
+            procedure=procedure,
+        )
+    fitted.save(output)
+    numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
+    sys.stdout.write(f"{fitted.message}\nOn the calibration questions: {numbers}.\nWritten: {output}\n")
+    return fitted
+
+
+def describe_scorer(fitted: FittedScorer) -> str:
+    """Return a fitted confidence as readable text: its parameters, and what its parts and it are worth."""
+    if isinstance(fitted, Fusion):
+        return fitted.describe()
+    lines = [
+        f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
+        f"responses to {fitted.fitted_on.num_questions} questions ({fitted.fitted_on.num_left_out} left out)",
+        "",
+        scores_text((fitted.before, fitted.after), title="on the fitting questions"),
+    ]
+    if fitted.held_out_before is not None and fitted.held_out_after is not None:
+        lines += ["", scores_text((fitted.held_out_before, fitted.held_out_after), title="on the held-out half")]
+    return "\n".join(lines)
+
+
+def _load(
+    pool: str, split: str | None, task: str | None, needed: Sequence[str], scorers: Sequence[FittedScorer]
+) -> list[QuestionSamples]:
+    """Return the questions with what the scorers add, annotations of a store merged in where they are needed."""
+    names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
+    names -= {*STORED, *(scorer.name for scorer in scorers)}
+    annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
+    entries = load_pool(pool, split=split, task=task, confidences=annotations)
+    return [replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in entries]
+
+
+def _halves(entries: Sequence[QuestionSamples], seed: int) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
+    first, second = split_in_halves((entry.question.id for entry in entries), seed=seed)
+    return take_questions(entries, first), take_questions(entries, second)
+
+
+def _default_grid(strategy: Strategy, entries: Sequence[QuestionSamples]) -> list[float]:
+    """Return hundredths for a threshold, and every number of samples there is for anything else."""
+    if THRESHOLD in setting_names(strategy.name):
+        return [step / 100 for step in range(101)]
+    most = min(strategy.max_samples, max(len(entry.samples) for entry in entries))
+    return [float(number) for number in range(1, most + 1)]
+
+
+def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
+    """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
+    from selfcal_lightning.reports.figures import reliability_diagram
+
+    samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]
+    rows = [(value, sample.correct) for sample in samples if (value := fitted.score_sample(sample)) is not None]
+    if not rows:
+        return False
+    confidence, correct = zip(*rows, strict=True)
+    before = None
+    if isinstance(fitted, Scaler) and fitted.before.ece is not None:
+        parts = [(v, s.correct) for s in samples if (v := confidence_of(s, fitted.source)) is not None]
+        before = ([value for value, _ in parts], [correct for _, correct in parts])
+    figure = reliability_diagram(confidence, correct, before=before, title=fitted.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,86 @@
+"""What a store has already, found out without loading the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.pipelines.sampling import missing_questions, select_share
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.store import SampleStore, StoreFingerprint
+
+if TYPE_CHECKING:
+    from selfcal_lightning.prompts import ChatFormat
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def open_existing(
+    store_dir: str | Path,
+    *,
+    model: str,
+    revision: str | None,
+    chat: ChatFormat,
+    sampling: SamplingSettings,
+    seed: int,
+    num_samples: int,
+    adapter: str | None = None,
+) -> SampleStore | None:
+    """Return the store in ``store_dir`` if there is one, held against what is asked for; None where there is none.
+
+    This is what an engine over the model would be held against, known without starting one: a run that has nothing
+    left to do, or whose settings are others than the store's, ends in seconds.
+
+    Args:
+        store_dir: Folder of the store.
+        model: Folder or hub name of the model, "bundled" already resolved.
+        revision: Revision on the hub.
+        chat: Renders prompts and the confidence query.
+        sampling: How to draw.
+        seed: Seed of the run.
+        num_samples: Responses to each question.
+        adapter: Folder of a LoRA adapter.
+
+    Raises:
+        ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question.
+    """
+    if not (Path(store_dir) / "rounds").is_dir():
+        return None
+    identity = {
+        "model": model,
+        "revision": revision,
+        "weights_sha256": _weights(model, revision),
+        "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+    }
+    fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
+    return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={})
+
+
+def is_complete(
+    store: SampleStore | None, splits: Mapping[str, Sequence[Question]], *, shard: tuple[int, int] = (0, 1)
+) -> bool:
+    """Return whether ``store`` holds share ``shard = (i, n)`` of the questions of every split.
+
+    Raises:
+        ValueError: A question lies there with another wording or reference, or in another split.
+    """
+    if store is None:
+        return False
+    shares = {split: select_share(questions, shard) for split, questions in splits.items()}
+    return not any(missing_questions(share, store, split=split, round=0) for split, share in shares.items())
+
+
+def _weights(model: str, revision: str | None) -> str:
+    """Return the hash of the weights; a hub model that is not in the cache is downloaded."""
+    try:
+        return weights_sha256(model, revision=revision)
+    except (ValueError, FileNotFoundError):
+        if Path(model).is_dir():
+            raise
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(model, revision=revision, allow_patterns=MODEL_FILES)
+    return weights_sha256(model, revision=revision)

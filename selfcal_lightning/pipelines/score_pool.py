@@ -1,0 +1,124 @@
+"""Scores for a JSON-lines pool: they go into a copy of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.pipelines.foreign import line_error
+from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
+from selfcal_lightning.pipelines.score_targets import Entry, brings
+from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.registry import get_task
+
+
+class PoolTarget:
+    """A JSON-lines pool; the scores go into a copy of it that appears when it is complete.
+
+    Args:
+        path: The pool.
+        output: The copy; may be ``path`` itself.
+        task: Task of all questions; None takes the field ``task`` of every line.
+        overwrite: Whether confidences that the responses bring under a name may be replaced.
+        tasks: Returns the task of a name.
+
+    Raises:
+        ValueError: A line is not as described, an id occurs twice, or there is no response.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        output: Path,
+        *,
+        task: str | None,
+        overwrite: bool,
+        tasks: Callable[[str], Task] = get_task,
+    ) -> None:
+        self._output, self._overwrite, self._tasks = output, overwrite, tasks
+        self._lines: list[PoolLine] = []
+        seen: set[str] = set()
+        for number, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED):
+            if line.question.id in seen:
+                raise line_error(path, number, "`id` to be unique", f"{line.question.id!r} again")
+            seen.add(line.question.id)
+            self._lines.append(line)
+        self.num_responses = sum(len(line.responses) for line in self._lines)
+        if not self.num_responses:
+            raise ValueError(f"Expected {path} to hold responses, but got none.")
+        self._scores: dict[int, dict[str, float | None]] = {}
+
+    def __enter__(self) -> PoolTarget:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            self._write()
+
+    def num_left(self, names: Sequence[str]) -> int:
+        """Return the number of responses, once for each name."""
+        return self.num_responses * len(names)
+
+    def entries(self, names: Sequence[str]) -> Iterator[Entry]:
+        """Yield every question that has responses, judged by its task."""
+        start = 0
+        for line in self._lines:
+            if line.responses:
+                samples = judge_line(line, self._tasks(line.question.task))
+                yield Entry(start, QuestionSamples(line.question, samples, line.split))
+            start += len(line.responses)
+
+    def lacking(self, name: str, entry: Entry) -> list[int]:
+        """Return the samples that do not bring the confidence ``name``; those that do lack it where it is replaced."""
+        return [
+            number
+            for number, sample in enumerate(entry.samples.samples)
+            if not brings(sample, name) and (self._overwrite or name not in sample.confidences)
+        ]
+
+    def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
+        """Keep scores in memory; an unknown one is left out of the copy."""
+        for position, value in zip(positions, values, strict=True):
+            self._scores.setdefault(position, {})[name] = value
+
+    def _write(self) -> None:
+        """Write the copy, which takes its name when it is complete."""
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._output.with_name(f".{self._output.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                for content in self._contents():
+                    file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._output)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _contents(self) -> Iterable[dict[str, Any]]:
+        position = 0
+        for line in self._lines:
+            responses = []
+            for response in line.responses:
+                scores = self._scores.get(position, {})
+                own = {name: value for name, value in response.get("confidence", {}).items() if name not in scores}
+                confidence = own | {name: value for name, value in scores.items() if value is not None}
+                changed = confidence or "confidence" in response
+                responses.append({**response, "confidence": confidence} if changed else response)
+                position += 1
+            question = line.question
+            yield {
+                "id": question.id,
+                "task": question.task,
+                "split": line.split,
+                "question": question.text,
+                "messages": [asdict(message) for message in question.messages],
+                "reference": question.reference,
+                "responses": responses,
+            }

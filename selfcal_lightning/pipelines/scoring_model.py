@@ -1,0 +1,198 @@
+"""The model that scores recorded responses: named by the user or by the store, loaded when an estimator needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from selfcal_lightning.confidence.base import Estimator
+from selfcal_lightning.confidence.registry import build_estimator, estimator_class
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.prompts import DEFAULT_QUERY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.confidence.forward import TokenReader
+    from selfcal_lightning.prompts import ChatFormat
+
+EngineName = Literal["transformers", "vllm"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model scores, and how it is run; the fields are arguments of ``run_score``."""
+
+    model: str | None
+    revision: str | None
+    adapter: str | None
+    query: str | None
+    engine: EngineName
+    dtype: Dtype
+    max_batch: int
+
+
+class ScoringModel:
+    """Gives estimators what they read: an engine, or a local model for statistics of the full vocabulary.
+
+    Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
+    copy, which is closed before a local one is loaded.
+
+    Args:
+        settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
+        fingerprint: What the store's samples are (``round_manifest(round)["fingerprint"]``); None without a store.
+    """
+
+    def __init__(self, settings: ModelSettings, fingerprint: dict[str, Any] | None = None) -> None:
+        self.settings = settings
+        self._fingerprint = fingerprint or {"model": {}, "prompt": {}}
+        self._engine: Engine | None = None
+        self._network: PreTrainedModel | None = None
+        self._tokens: TokenReader | None = None
+
+    @cached_property
+    def source(self) -> str:
+        """Folder or hub name of the model.
+
+        Raises:
+            ValueError: None was named, and the store's cannot be taken.
+        """
+        if self.settings.model is not None:
+            return resolve_model(self.settings.model)
+        sampled = self._fingerprint["model"]
+        if sampled.get("model") in (None, "imported"):
+            raise ValueError(
+                "Expected `model` to name the model that scores, but got null for responses made elsewhere."
+            )
+        if sampled.get("adapter_sha256") is not None and self.settings.adapter is None:
+            raise ValueError(
+                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled['model']!r}, "
+                "but got null. Name both."
+            )
+        return sampled["model"]
+
+    @property
+    def revision(self) -> str | None:
+        """Revision on the hub, the store's where its model is taken."""
+        return self._fingerprint["model"].get("revision") if self.settings.model is None else self.settings.revision
+
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        """Hashes of the weights and the adapter.
+
+        Raises:
+            ValueError: The store's model is taken and has changed since.
+        """
+        adapter = self.settings.adapter
+        found = {
+            "weights_sha256": self._weights_sha256(),
+            "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+        }
+        if self.settings.model is None and adapter is None and not self._sampled_the_store(found):
+            raise ValueError(
+                f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
+                "`model` to score with them all the same, or another one."
+            )
+        return found
+
+    def _weights_sha256(self) -> str:
+        try:
+            return weights_sha256(self.source, revision=self.revision)
+        except OSError:  # a model on the hub that was not downloaded yet: loading it does so
+            if self.settings.engine == "vllm":
+                self._open_engine()
+            else:
+                self._open_network()
+            return weights_sha256(self.source, revision=self.revision)
+
+    def made_the_stored(self, name: str) -> bool:
+        """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
+        if not self._sampled_the_store(self.identity):
+            return False
+        # P(True) is the one of these that the query changes.
+        return estimator_class(name).reads != "engine" or self.chat.describe() == self._fingerprint["prompt"]
+
+    def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
+        return all(self._fingerprint["model"].get(name) == value for name, value in identity.items())
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """Chat format with the query: the one given, else the store's, else the default."""
+        from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+
+        stored = self._fingerprint["prompt"].get("query")
+        query = self.settings.query or stored or DEFAULT_QUERY
+        return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query)
+
+    def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what the values of the estimator ``name`` depend on, JSON-able."""
+        origin = {"estimator": name, "settings": estimator_settings}
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return origin
+        prompt = self.chat.describe()
+        # Statistics of the response's own tokens do not depend on the query that may follow it.
+        kept = prompt if reads == "engine" else {"template_sha256": prompt["template_sha256"]}
+        return {**origin, "model": self.identity, "prompt": kept}
+
+    def build(self, name: str, settings: dict[str, Any]) -> Estimator:
+        """Return the estimator ``name``, loading what it reads."""
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return build_estimator(name, **settings)
+        if reads == "engine":
+            return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
+        return build_estimator(name, tokens=self._open_tokens(), **settings)
+
+    def close(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open_engine(self) -> Engine:
+        if self._engine is not None:
+            return self._engine
+        settings = self.settings
+        if settings.engine == "vllm":
+            from selfcal_lightning.engines.vllm import VLLMEngine
+
+            self._engine = VLLMEngine(
+                self.source,
+                revision=self.revision,
+                adapter=settings.adapter,
+                dtype=None if settings.dtype == "auto" else settings.dtype,
+                chat=self.chat,
+                max_num_seqs=settings.max_batch,
+            )
+        else:
+            from selfcal_lightning.engines.transformers import TransformersEngine
+
+            self._engine = TransformersEngine.from_model(
+                self._open_network(), self.chat, max_batch=settings.max_batch, source=self.source,
+                revision=self.revision, adapter_sha256=self.identity["adapter_sha256"],
+            )  # fmt: skip
+        return self._engine
+
+    def _open_tokens(self) -> TokenReader:
+        if self._tokens is None:
+            from selfcal_lightning.confidence.forward import TokenReader
+
+            if self.settings.engine == "vllm":
+                self.close()
+            self._tokens = TokenReader(self._open_network(), self.chat)
+        return self._tokens
+
+    def _open_network(self) -> PreTrainedModel:
+        if self._network is None:
+            from selfcal_lightning.engines.transformers_model import load_network
+
+            self._network = load_network(
+                self.source, revision=self.revision, adapter=self.settings.adapter, dtype=self.settings.dtype,
+                device="auto",
+            )  # fmt: skip
+        return self._network

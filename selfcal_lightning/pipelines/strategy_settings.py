@@ -1,0 +1,55 @@
+"""How strategies are evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.pipelines.strategy_jobs import PLANS, THRESHOLDS, check_labels, check_thresholds
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """How strategies are evaluated; every field is an option of ``selfcal evaluate``.
+
+    Attributes:
+        strategies: Labels of strategies; self-consistency is always among them.
+        confidences: What to weigh by; None takes the pool's probabilities and, with calibration questions, scaled
+            scores and the fusion.
+        max_samples: Budget of a question; None takes what every question has.
+        budgets: Mean numbers of samples at which accuracy is stated; None takes 1, 2, 4, 8 ... up to the budget.
+        targets: Samples of self-consistency whose accuracy the others are to reach; None takes 4, 8 and 16 where the
+            budget allows, or the budget itself.
+        thresholds: Grid of the strategies whose parameter is a threshold.
+        fusion_target: What the fusion is fitted to.
+        num_reshuffles: Orders of the pool; 0 takes the recorded one.
+        num_resamples: Bootstrap resamples of the questions.
+        cost_tokens: What generating and training cost, in generated tokens; None leaves the break-even out.
+        seed: Of orders, halves and resamples.
+    """
+
+    strategies: Sequence[str] = tuple(PLANS)
+    confidences: Sequence[str] | None = None
+    max_samples: int | None = None
+    budgets: Sequence[int] | None = None
+    targets: Sequence[int] | None = None
+    thresholds: Sequence[float] = THRESHOLDS
+    fusion_target: FusionTarget = "label"
+    num_reshuffles: int = 100
+    num_resamples: int = 1000
+    cost_tokens: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_labels(self.strategies)
+        check_thresholds(self.thresholds)
+        for name in ("num_reshuffles", "num_resamples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+
+
+def settings_json(settings: StrategySettings) -> dict[str, Any]:
+    """Return the settings as plain JSON types."""
+    return {name: list(value) if isinstance(value, tuple | list) else value for name, value in vars(settings).items()}

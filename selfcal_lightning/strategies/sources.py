@@ -1,0 +1,371 @@
+"""Where the samples of a strategy come from: an engine, live, or a recorded pool."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from selfcal_lightning.confidence.base import (
+    P_TRUE,
+    STORED,
+    MissingConfidenceError,
+    SampleScorer,
+    add_scores,
+    check_confidence,
+)
+from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.records import (
+    Question,
+    QuestionSamples,
+    Request,
+    Response,
+    Sample,
+    SamplingSettings,
+    sample_seed,
+)
+from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.judging import Judge, is_failed
+from selfcal_lightning.tasks.registry import get_task
+
+if TYPE_CHECKING:
+    from selfcal_lightning.prompts import ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """What was generated for a question and never delivered.
+
+    Attributes:
+        samples: Responses begun, finished or not; those that were only queued cost nothing.
+        tokens: Their response tokens, and the confidence query's of those that had finished.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+
+
+class SampleSource(Protocol):
+    """Gives the samples of questions, one after the other in index order.
+
+    Attributes:
+        query_tokens: Tokens that the confidence query costs a sample; 0 where none is asked.
+    """
+
+    query_tokens: int
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that are being made or wait to be."""
+        ...
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight, so that nothing stands idle."""
+        ...
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
+
+        Raises:
+            MissingConfidenceError: Where the source cannot give the confidence.
+            ValueError: Where a question cannot be asked.
+        """
+        ...
+
+    def submit(self, question_id: str, count: int) -> int:
+        """Start the next ``count`` samples of a question and return their number, fewer where there are no more."""
+        ...
+
+    def poll(self) -> list[Sample]:
+        """Work for a while and return finished samples; those of one question come in index order.
+
+        The list may be empty while earlier samples are awaited.
+        """
+        ...
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions: drop what was not delivered and return what that had cost, for each of them."""
+        ...
+
+
+def sample_tokens(sample: Sample, query_tokens: int) -> int:
+    """Return what a sample cost: response tokens, and those of the confidence query.
+
+    Example:
+        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
+        >>> sample_tokens(sample, 5)
+        8
+    """
+    return 0 if is_failed(sample) else len(sample.token_ids or ()) + query_tokens
+
+
+def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
+    """Return whether P(True) has to be asked for: the strategy reads it, or a scorer does."""
+    return P_TRUE in {confidence, *(name for scorer in scorers for name in scorer.requires)}
+
+
+def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
+    """Raise unless a live sample carries ``confidence`` and what ``scorers`` read.
+
+    Raises:
+        MissingConfidenceError: Names what is missing, and what there is.
+    """
+    known = list(STORED)
+    wanted = [(f"scorer {scorer.name!r}", scorer.requires, scorer.name) for scorer in scorers]
+    if confidence is not None:
+        wanted.append(("the strategy", (confidence,), confidence))
+    for reader, names, adds in wanted:
+        if missing := [name for name in names if name not in known]:
+            raise MissingConfidenceError(
+                f"Expected {reader} to read confidences that a live sample has ({', '.join(known)}), but it reads "
+                f"{', '.join(missing)}. Give the fitted scorer that adds it, before those that read it, or choose "
+                "another confidence."
+            )
+        known.append(adds)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index."""
+
+    question: Question
+    prompt_ids: tuple[int, ...]
+    judge: Judge
+    started: int = 0
+    delivered: int = 0
+    pending: set[str] = field(default_factory=set)
+    finished: dict[int, Response | None] = field(default_factory=dict)
+
+
+class EngineSource:
+    """Samples live.
+
+    A prompt is rendered once. Sample ``index`` of a question has the seed that it has in ``selfcal generate`` with the
+    same run seed and round, so that a live run sees the samples that a recorded one replays. A response is read,
+    verified and scored in index order; one that finished early waits for its predecessors, since equal answers are
+    named by the first seen. The P(True) query is put only where the strategy or a scorer reads it.
+
+    Args:
+        engine: Who samples; nothing else may be in flight in it.
+        chat: Renders prompts and the confidence query.
+        sampling: How to draw.
+        seed: Seed of the run.
+        round: Generation round.
+        scorers: Add further confidences to every sample.
+        tasks: Returns the task of a name.
+        target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
+        on_failed: Called with the message when the engine gives requests up. Their samples are unreadable.
+
+    Attributes:
+        failed: Samples that the engine gave up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatFormat,
+        *,
+        sampling: SamplingSettings,
+        seed: int = 0,
+        round: int = 0,
+        scorers: Sequence[SampleScorer] = (),
+        tasks: Callable[[str], Task] = get_task,
+        target: int | None = None,
+        on_failed: Callable[[str], None] | None = None,
+    ) -> None:
+        if target is not None and target < 1:
+            raise ValueError(f"Expected `target` to be None or at least 1, but got {target}.")
+        self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
+        self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
+        self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
+        self._open: dict[str, _Asked] = {}
+        self._place: dict[str, tuple[_Asked, int]] = {}
+        self._queue: dict[str, Request] = {}
+        self.query_tokens = self.failed = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that the engine has, or gets at the next poll."""
+        return len(self._place)
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight; a little more than a batch, so that no place waits for us."""
+        return self._target or self._engine.batch_size + self._engine.batch_size // 4
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Render the prompts of ``questions``; see ``SampleSource``."""
+        check_live(confidence, self._scorers)
+        asks = needs_query(confidence, self._scorers)
+        self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
+        self._prompts = {q.id: (q, self._chat.prompt_ids(q.messages)) for q in questions}
+        room = self._engine.max_context - self.query_tokens - 1
+        for question, prompt_ids in self._prompts.values():
+            if not 1 <= len(prompt_ids) <= room:
+                raise ValueError(
+                    f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
+                    f"{len(prompt_ids)}: a context of {self._engine.max_context} also holds {self.query_tokens} of "
+                    "the confidence query and a response. Shorten the question, or use a model of longer context."
+                )
+
+    def submit(self, question_id: str, count: int) -> int:
+        """Queue the next ``count`` samples of a question for the next poll; there are always more."""
+        asked = self._open.get(question_id) or self._begin(question_id)
+        for index in range(asked.started, asked.started + count):
+            name = f"{self._round}/{index}/{question_id}"
+            self._queue[name] = Request(
+                id=name,
+                prompt_ids=asked.prompt_ids,
+                sampling=self._sampling,
+                seed=sample_seed(self._seed, self._round, question_id, index),
+                query=self._chat.query if self.query_tokens else None,
+            )
+            self._place[name] = asked, index
+            asked.pending.add(name)
+        asked.started += count
+        return count
+
+    def poll(self) -> list[Sample]:
+        """Give the engine what was queued, and return the samples that can be judged now."""
+        if self._queue:
+            self._engine.submit(list(self._queue.values()))
+            self._queue = {}
+        touched: dict[str, _Asked] = {}
+        for name, response in self._finished_responses().items():
+            asked, index = self._place.pop(name)
+            asked.pending.discard(name)
+            asked.finished[index] = response
+            touched[asked.question.id] = asked
+        return [sample for asked in touched.values() for sample in self._judged(asked)]
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions; the engine is told once for all of them."""
+        ended = [asked for name in question_ids if (asked := self._open.pop(name, None)) is not None]
+        pending = {name for asked in ended for name in asked.pending}
+        submitted = pending - self._queue.keys()
+        drawn = self._engine.cancel(submitted) if submitted else {}
+        self._queue = {name: request for name, request in self._queue.items() if name not in pending}
+        for name in pending:
+            del self._place[name]
+        return dict.fromkeys(question_ids, Waste()) | {asked.question.id: self._waste(asked, drawn) for asked in ended}
+
+    def _waste(self, asked: _Asked, drawn: Mapping[str, int]) -> Waste:
+        """Return what a question had cost beyond what was delivered; ``drawn`` is what the engine threw away."""
+        cut = [drawn[name] for name in asked.pending if name in drawn]
+        whole = [len(r.token_ids) + self.query_tokens for r in asked.finished.values() if r is not None]
+        return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole))
+
+    def _begin(self, question_id: str) -> _Asked:
+        question, prompt_ids = self._prompts[question_id]
+        judge = Judge(question, self._tasks(question.task), round=self._round)
+        asked = self._open[question_id] = _Asked(question, prompt_ids, judge)
+        return asked
+
+    def _finished_responses(self) -> dict[str, Response | None]:
+        """Return what finished, by request; None for what the engine gave up."""
+        try:
+            responses = self._engine.poll()
+        except RequestsFailedError as error:
+            self.failed += len(error.reasons)
+            if self._on_failed is not None:
+                self._on_failed(str(error))
+            return dict.fromkeys(error.reasons)
+        if not responses:
+            raise RuntimeError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+        return {response.request_id: response for response in responses}
+
+    def _judged(self, asked: _Asked) -> Iterable[Sample]:
+        """Yield the samples whose predecessors are all there."""
+        while asked.delivered in asked.finished:
+            response = asked.finished.pop(asked.delivered)
+            asked.delivered += 1
+            yield add_scores(asked.judge.read(response), self._scorers)
+
+
+class ReplaySource:
+    """Gives recorded samples, in their order; ids, answers and ``correct`` are those of the record.
+
+    A sample that is started has been generated whole, so that speculation is counted at its full price here.
+
+    Args:
+        pool: The recorded samples.
+        scorers: Add further confidences to every sample.
+        query_tokens: Tokens of the confidence query, counted with every sample where the strategy or a scorer reads
+            P(True).
+        target: Samples to keep in flight. With 1, one question follows the other.
+
+    Attributes:
+        query_tokens: Tokens that the confidence query costs a sample in this run.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[QuestionSamples],
+        *,
+        scorers: Sequence[SampleScorer] = (),
+        query_tokens: int = 0,
+        target: int = 1,
+    ) -> None:
+        if target < 1:
+            raise ValueError(f"Expected `target` to be at least 1, but got {target}.")
+        self._pool = {entry.question.id: entry for entry in pool}
+        if len(self._pool) < len(pool):
+            raise ValueError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
+        self._scorers, self._suffix_tokens, self._target = scorers, query_tokens, target
+        self._scored: dict[str, tuple[Sample, ...]] = {}
+        self._started: dict[str, int] = {}
+        self._queue: deque[Sample] = deque()
+        self.query_tokens = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that the next poll returns."""
+        return len(self._queue)
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight."""
+        return self._target
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Score the samples of ``questions``; see ``SampleSource``."""
+        if missing := [question.id for question in questions if question.id not in self._pool]:
+            raise ValueError(
+                f"Expected all questions to be in the pool, but {len(missing)} of {len(questions)} are not, the first "
+                f"of them {missing[0]!r}. Sample them first (`selfcal generate`), or leave them out."
+            )
+        self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
+        entries = [self._pool[question.id] for question in questions]
+        self._scored = {
+            entry.question.id: tuple(add_scores(sample, self._scorers) for sample in entry.samples) for entry in entries
+        }
+        self._started = dict.fromkeys(self._scored, 0)
+        if confidence is not None:
+            scored = (QuestionSamples(e.question, self._scored[e.question.id], e.split) for e in entries)
+            check_confidence(scored, confidence)
+
+    def submit(self, question_id: str, count: int) -> int:
+        """Queue the next recorded samples of a question, fewer than ``count`` where the record ends."""
+        start = self._started[question_id]
+        samples = self._scored[question_id][start : start + count]
+        self._started[question_id] += len(samples)
+        self._queue.extend(samples)
+        return len(samples)
+
+    def poll(self) -> list[Sample]:
+        """Return what was queued."""
+        samples = list(self._queue)
+        self._queue.clear()
+        return samples
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions; what was queued for them counts as generated."""
+        ended = set(question_ids)
+        dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
+        self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
+        return {
+            name: Waste(len(samples), sum(sample_tokens(sample, self.query_tokens) for sample in samples))
+            for name, samples in dropped.items()
+        }

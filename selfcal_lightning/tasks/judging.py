@@ -1,0 +1,81 @@
+"""Responses to a question, read and verified: the only place where a response becomes a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfcal_lightning.records import Question, Response, Sample
+from selfcal_lightning.tasks.base import Task
+
+
+class Judge:
+    """Reads and verifies the responses to one question, one after the other in index order.
+
+    Equal answers are named by the first seen of their class, and every class is verified once, so that judging as
+    responses arrive gives the samples of judging them all at the end.
+
+    Args:
+        question: The question.
+        task: Its task.
+        round: Generation round of the responses.
+
+    Example:
+        >>> from selfcal_lightning.tasks.registry import get_task
+        >>> judge = Judge(Question("q", "local_number", (), reference="0.5"), get_task("local_number"))
+        >>> texts = "Answer: 1/2", "Answer: 0.5000001", "no idea"
+        >>> responses = [Response("r", text, (), "stop", 0.0) for text in texts]
+        >>> [(sample.index, sample.answer, sample.correct) for sample in map(judge.read, responses)]
+        [(0, '0.5', True), (1, '0.5', True), (2, None, False)]
+    """
+
+    def __init__(self, question: Question, task: Task, *, round: int = 0) -> None:
+        self._question, self._task, self._round = question, task, round
+        self._num_read = 0
+        self._class_of: dict[str | None, str | None] = {None: None}
+        self._correct: dict[str | None, bool | None] = {}
+
+    def read(self, response: Response | None) -> Sample:
+        """Return the next sample. None, which the engine could not give, becomes an empty one that did not finish."""
+        index, self._num_read = self._num_read, self._num_read + 1
+        if response is None:
+            return Sample(self._question.id, index, self._round, "", (), None, None, None)
+        answer = self._classify(self._task.extract(response.text))
+        return Sample(
+            question_id=self._question.id,
+            index=index,
+            round=self._round,
+            text=response.text,
+            token_ids=response.token_ids,
+            finish=response.finish,
+            answer=answer,
+            correct=self._verify(answer),
+            logprob=response.logprob,
+            yes_mass=response.yes_mass,
+            no_mass=response.no_mass,
+        )
+
+    def _classify(self, answer: str | None) -> str | None:
+        """Return the first seen answer that equals ``answer``."""
+        if answer not in self._class_of:
+            seen = dict.fromkeys(name for name in self._class_of.values() if name is not None)
+            equals = (name for name in seen if self._task.group([name, answer])[1] == name)
+            self._class_of[answer] = next(equals, answer)
+        return self._class_of[answer]
+
+    def _verify(self, answer: str | None) -> bool | None:
+        if self._question.reference is None:
+            return None
+        if answer not in self._correct:
+            self._correct[answer] = self._task.verify(answer, self._question.reference)
+        return self._correct[answer]
+
+
+def judge(question: Question, responses: Sequence[Response | None], task: Task, *, round: int) -> tuple[Sample, ...]:
+    """Return the samples of all responses to a question, in the order of ``responses``."""
+    reader = Judge(question, task, round=round)
+    return tuple(reader.read(response) for response in responses)
+
+
+def is_failed(sample: Sample) -> bool:
+    """Return whether a sample stands for a response that the engine could not give."""
+    return sample.finish is None and sample.token_ids == () and sample.text == ""

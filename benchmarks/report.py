@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from report_strategies import SAMPLES, evaluate_strategies, strategies_json, strategies_markdown, strategy_targets
+from report_strategies import SAMPLES, strategies_section
 
 from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
 from selfcal_lightning.locations import config_path, resolve_model
@@ -203,12 +203,12 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
         "pass@1 change, lower bound": (main["pass_at_1"]["change"]["low"], ">", -0.02),
     }
     stores = {name: folder_of(options, name, options.seeds[0]) for name in ("base", MAIN)}
-    strategies, winners = evaluate_strategies(
+    strategies = strategies_section(
         {name: folder / "own" for name, folder in stores.items()},
         {name: folder / "cal" for name, folder in stores.items()},
         options.output / "strategies",
     )
-    targets |= strategy_targets(winners[-1])
+    targets |= {name: tuple(row) for name, row in strategies["targets"].items()}
     return {
         "sizes": {"id": options.id, "ood": options.ood, "num_samples": options.num_samples},
         "seeds": options.seeds,
@@ -223,8 +223,7 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
             for name, (value, sign, bound) in targets.items()
         },
         "begging": begging(options),
-        "strategies": strategies_json(strategies, winners),
-        "strategies_markdown": strategies_markdown(strategies, winners),
+        "strategies": strategies,
     }
 
 
@@ -353,7 +352,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         )
     spread = statistics.pstdev(base["ece"]["by_seed"]["after"])
     lines += ["", f"Standard deviation of ECE after calibration over seeds: {spread:.4f}."]
-    lines += ["", report["strategies_markdown"]]
+    lines += ["", report["strategies"]["markdown"]]
     return "\n".join(lines) + "\n"
 
 

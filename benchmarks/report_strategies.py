@@ -6,8 +6,10 @@ everything is reported on test questions that neither has seen (strict protocol,
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from selfcal_lightning.pipelines.pools import load_recorded_pool
 from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation, StrategyReport
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.pipelines.strategy_statistics import Resampled, difference
+from selfcal_lightning.store_shards import write_atomically
 
 # The budget of the targets: generated samples a question, on average.
 BUDGET = 4.9
@@ -57,6 +60,31 @@ class Winner:
     rival_samples: float
     to_plain: Estimate
     to_rival: Estimate
+
+
+def strategies_section(tests: Mapping[str, Path], calibration: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Return the strategies' part of report.json; what was computed before from the same samples is read again.
+
+    Args:
+        tests: See :func:`evaluate_strategies`.
+        calibration: Likewise.
+        folder: Likewise; ``section.json`` lies there, too.
+    """
+    manifests = [path / "manifest.json" for path in (*tests.values(), *calibration.values())]
+    inputs = [hashlib.sha256(path.read_bytes()).hexdigest() for path in manifests]
+    file = folder / "section.json"
+    if file.exists() and (found := json.loads(file.read_text()))["inputs"] == inputs:
+        return found
+    report, winners = evaluate_strategies(tests, calibration, folder)
+    section = {
+        "inputs": inputs,
+        "winners": [asdict(winner) for winner in winners],
+        "targets": strategy_targets(winners[-1]),
+        "markdown": strategies_markdown(report, winners),
+        "report": report_json(report),
+    }
+    write_atomically(file, (json.dumps(section, indent=1) + "\n").encode())
+    return section
 
 
 def evaluate_strategies(
@@ -138,20 +166,6 @@ def strategy_targets(winner: Winner) -> dict[str, tuple[float | None, str, float
             winner.to_rival.low, ">", 0.0,
         ),
     }  # fmt: skip
-
-
-def strategies_json(report: StrategyReport, winners: Sequence[Winner]) -> dict[str, Any]:
-    """Return the part of report.json that belongs to strategies."""
-    rows = [
-        {**vars(winner), **{k: vars_of(winner, k) for k in ("accuracy", "to_plain", "to_rival")}} for winner in winners
-    ]
-    return {"winners": rows, "report": report_json(report)}
-
-
-def vars_of(winner: Winner, name: str) -> dict[str, float | None]:
-    """Return an estimate as plain types."""
-    found: Estimate = getattr(winner, name)
-    return {"value": found.value, "low": found.low, "high": found.high}
 
 
 def strategies_markdown(report: StrategyReport, winners: Sequence[Winner]) -> str:

@@ -1,6 +1,6 @@
 """Wall-clock time of strategies that stop early against self-consistency, live, on both engines in one run.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/early_stopping_time.py [--model runs/demo/calibrated] [--questions 96]
+Run: OMP_NUM_THREADS=1 python benchmarks/early_stopping_time.py [--model runs/demo/calibrated] [--questions 128]
 
 The model should be calibrated (`make demo` leaves one in runs/demo/calibrated): the P(True) of the bundled model as it
 is says nothing, and no threshold on it saves samples at equal accuracy.
@@ -66,7 +66,8 @@ def strategies(budget: int, threshold: float) -> dict[str, tuple[Strategy, int]]
         BASELINE: (SelfConsistency(max_samples=budget), 0),
         f"early stopping, P(True) >= {threshold:g}": (EarlyStopping(threshold=threshold, max_samples=budget), 0),
         "adaptive consistency, count ratio": (AdaptiveConsistency("count_ratio", max_samples=budget), 0),
-        "CGES, lookahead 7": (CGES(max_samples=budget), 7),
+        "CGES": (CGES(max_samples=budget), 0),
+        "CGES, lookahead 3": (CGES(max_samples=budget), 3),
     }
 
 
@@ -170,12 +171,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"], choices=["transformers", "vllm"])
-    parser.add_argument("--questions", type=int, default=96)
+    parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--budget", type=int, default=16)
     parser.add_argument("--threshold", type=float, default=0.7)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-context", type=int, default=384)
-    parser.add_argument("--max-batch", type=int, default=16, help="responses that an engine works on at a time")
+    parser.add_argument("--max-batch", type=int, default=64, help="responses that an engine works on at a time")
     parser.add_argument("--kv-cache-mib", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -33,7 +33,7 @@ from selfcal_lightning.tasks.registry import get_task
 RESULTS = Path(__file__).resolve().parent / "results"
 TESTS = {"id": "test_id", "ood": "test_ood"}
 MAIN = "self-calibration"
-# The demo's settings, on more questions and a little fewer tuples.
+# The demo's settings, on more questions.
 TRAINING_QUESTIONS = 1000
 TRAINING = {"num_samples": 10, "total_tuples": 7000}
 # What each ablation changes: (section of the configuration, key, value).

@@ -1,17 +1,22 @@
-"""The only tokenisation for training: stored rows become padded sequences that carry both losses."""
+"""The only tokenisation for training: stored rows become sequences that carry both losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from selfcal_lightning.datamodules.dealing import Packing
 from selfcal_lightning.datamodules.mixture import IntArray
 from selfcal_lightning.datamodules.ssc_sampler import MicroBatch
+from selfcal_lightning.functional.prefix_trees import PrefixTree
+from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.segment_attention import check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.store import StoredRow
@@ -56,7 +61,7 @@ class EncodedRow:
 
 
 class SSCCollator:
-    """Encodes rows and pads them to the longest of the batch.
+    """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt.
 
     A row is ``prompt ids + response ids + suffix ids``, taken from the store where it has them; texts that were made
     elsewhere are encoded here. What does not fit ``max_length`` is cut from the *end of the response*, never from the
@@ -66,15 +71,22 @@ class SSCCollator:
     before, with a count (``datamodules.tuples``).
 
     The suffix begins with end-of-turn. Where the model ended its turn by itself (``finish == "stop"``) that token is
-    part of ``response_mask``, so that the generation loss also teaches to stop.
+    one of the labels, so that the generation loss also teaches to stop.
+
+    With ``shared_prefix``, neighbouring rows of one question become the branches of one tree, which holds their prompt
+    once, and all trees of a batch lie in one sequence.
 
     Args:
         chat: Rendering of prompts and of the confidence query.
         max_length: Longest sequence in tokens.
-        pad_to_multiple_of: Sequences are padded on the right to a multiple of it, at most to ``max_length``.
+        pad_to_multiple_of: Sequences are padded on the right to a multiple of it; those of single rows at most to
+            ``max_length``.
+        shared_prefix: Whether rows are packed.
     """
 
-    def __init__(self, chat: ChatFormat, *, max_length: int, pad_to_multiple_of: int = 8) -> None:
+    def __init__(
+        self, chat: ChatFormat, *, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
+    ) -> None:
         if pad_to_multiple_of < 1:
             raise ValueError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
         if max_length <= len(chat.query.suffix_ids) + 1:
@@ -85,6 +97,7 @@ class SSCCollator:
         self.chat = chat
         self.max_length = max_length
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.shared_prefix = shared_prefix
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
@@ -116,22 +129,10 @@ class SSCCollator:
     def __call__(self, rows: TupleRows) -> SSCBatch:
         """Return the batch of ``rows``; a batch of no rows is allowed."""
         encoded = [self.encode(row) for row in rows.stored]
-        multiple = self.pad_to_multiple_of
-        longest = max((len(row.ids) for row in encoded), default=1)
-        width = max(min(-(-longest // multiple) * multiple, self.max_length), longest)
-        input_ids = torch.full((len(encoded), width), self.chat.pad_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        for index, row in enumerate(encoded):
-            input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
-            attention_mask[index, : len(row.ids)] = 1
-            response_mask[index, row.response_start : row.response_end] = True
+        laid = self._pack(encoded, rows.question_index) if self.shared_prefix and encoded else self._pad(encoded)
         micro = rows.micro
         return SSCBatch(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            query_position=attention_mask.sum(dim=1) - 1,
-            response_mask=response_mask,
+            **laid,
             target=_float(rows.target),
             correct=_float(rows.correct),
             calibration_weight=_float(micro.calibration_weight),
@@ -142,6 +143,94 @@ class SSCCollator:
             task=tuple(row.question.task for row in rows.stored),
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
         )
+
+    def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:
+        """Return the fields of a batch of sequences that stand apart."""
+        longest = max((len(row.ids) for row in encoded), default=1)
+        width = max(min(self._rounded(longest), self.max_length), longest)
+        input_ids = torch.full((len(encoded), width), self.chat.pad_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for index, row in enumerate(encoded):
+            input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
+            attention_mask[index, : len(row.ids)] = 1
+        starts = [index * width for index in range(len(encoded))]
+        ends = [start + len(row.ids) for start, row in zip(starts, encoded, strict=True)]
+        asked = [
+            range(at + row.response_start - 1, at + row.response_end - 1)
+            for at, row in zip(starts, encoded, strict=True)
+        ]
+        return {"input_ids": input_ids, "attention_mask": attention_mask, **_labels(encoded, ends, asked)}
+
+    def _pack(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
+        """Return the fields of a batch of one sequence, in which neighbouring rows of a question share their prompt."""
+        ids: list[int] = []
+        trees: list[PrefixTree] = []
+        ends: list[int] = []
+        asked: list[list[int]] = []
+        last: tuple[int, tuple[int, ...]] | None = None
+        for row, question in zip(encoded, question_index.tolist(), strict=True):
+            start = row.response_start
+            prompt, branch = row.ids[:start], row.ids[start:]
+            if (question, prompt) != last:
+                trees.append(PrefixTree(len(ids), start, ()))
+                ids.extend(prompt)
+                last = question, prompt
+            tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
+            own = len(ids)
+            # The first token of a response is asked of the prompt's last position, which all branches share.
+            asked.append([tree.start + tree.prompt - 1, *range(own, own + row.response_end - start - 1)])
+            ids.extend(branch)
+            ends.append(len(ids))
+        padding = self._rounded(len(ids)) - len(ids)
+        return {
+            "input_ids": _longs([*ids, *[self.chat.pad_id] * padding])[None],
+            "attention_mask": _longs([1] * len(ids) + [0] * padding)[None],
+            "trees": tuple(trees),
+            **_labels(encoded, ends, asked),
+        }
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+
+def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
+    """Return whether rows are packed for this model.
+
+    Args:
+        packing: "shared_prefix", "auto" (where the model can) or "off".
+        base_model: Folder or hub name of the model, of which only the configuration is read.
+        revision: Revision of the model on the hub.
+
+    Raises:
+        ValueError: With "shared_prefix" a model that cannot run packed rows, naming the reason.
+    """
+    if packing == "off":
+        return False
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(resolve_model(base_model), revision=revision)
+    if packing == "shared_prefix":
+        check_shared_prefix(config, base_model)
+        return True
+    problem = shared_prefix_problem(config)
+    if problem is not None:
+        rank_zero_warn(f"{base_model!r} is trained on batches of like length, since {problem} (`packing: auto`).")
+    return problem is None
+
+
+def _labels(encoded: Sequence[EncodedRow], ends: Sequence[int], asked: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return where the queries end, and which logits are asked for which tokens of the responses."""
+    labels = [row.ids[row.response_start : row.response_end] for row in encoded]
+    return {
+        "query_position": _longs([end - 1 for end in ends]),
+        "label_position": _longs([position for positions in asked for position in positions]),
+        "label_id": _longs([token for tokens in labels for token in tokens]),
+        "label_row": _longs([row for row, tokens in enumerate(labels) for _ in tokens]),
+    }
+
+
+def _longs(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _float(values: np.ndarray) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.datamodules.dealing import Dealer, group_by_question
 from selfcal_lightning.datamodules.mixture import BoolArray, EpochDraw, Mixture, TaskPools
 from selfcal_lightning.datamodules.ssc_sampler import (
     OptimizerStepSampler,
@@ -42,7 +43,9 @@ class TrainingOrder:
         mixture: Mixture,
         pools: Mapping[str, TaskPools],
         table: TupleTable,
+        deal: Dealer,
         *,
+        group_size: int,
         confident: BoolArray,
         eta: float,
         seed: int,
@@ -55,6 +58,8 @@ class TrainingOrder:
             mixture: The recipe of an epoch.
             pools: Pools of every task.
             table: The rows that can be drawn.
+            deal: Deals the rows of a step to its micro-batches.
+            group_size: Most responses to a question that stand side by side in the order.
             confident: Rows that may carry the generation loss, [R].
             eta: Threshold that they exceed.
             seed: Seed of the draw.
@@ -73,6 +78,8 @@ class TrainingOrder:
             "rows_per_epoch": mixture.rows_per_epoch,
             **asdict(mixture),
             "eta": eta,
+            "group_size": group_size,
+            "dealer": type(deal).__name__,
             "rows": table.digest(),
         }
 
@@ -86,13 +93,14 @@ class TrainingOrder:
 
         def draw(epoch: int) -> EpochDraw:
             epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
-            return mixture.draw(pools, confident, seed=seed, epoch=epoch)
+            drawn = mixture.draw(pools, confident, seed=seed, epoch=epoch)
+            question = table.index.question_index
+            return group_by_question(drawn, question, group_size=group_size, seed=seed, epoch=epoch)
 
         return OptimizerStepSampler(
             draw,
-            table.length,
+            deal,
             num_steps=num_steps,
-            batch_size=batch_size,
             accumulate=accumulate,
             world_size=trainer.world_size if trainer else 1,
             rank=trainer.global_rank if trainer else 0,

@@ -18,7 +18,8 @@ from selfcal_lightning.datamodules.checks import (
     check_shares,
     check_trainer,
 )
-from selfcal_lightning.datamodules.collate import SSCCollator
+from selfcal_lightning.datamodules.collate import SSCCollator, shares_prefix
+from selfcal_lightning.datamodules.dealing import DealByLength, DealByPrompt, Packing, check_budget, packed_summary
 from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
@@ -59,7 +60,7 @@ class SSCDataModule(LightningDataModule):
         generation_ratio: Part of the tuples that are generation samples (target above ``eta``), in [0, 1]; the others
             are drawn evenly from 20 buckets of the target.
         total_tuples: Tuples in an epoch.
-        batch_size: Rows of a process in a micro-step.
+        batch_size: Rows of a process in a micro-step; on average, where rows are packed.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         eta: Threshold of the generation loss, strict.
         target: "ssc", "consistency" (vote share), "p_true" (own confidence) or "label" (needs references).
@@ -72,6 +73,12 @@ class SSCDataModule(LightningDataModule):
         num_buckets: Buckets of the target that the calibration tuples are spread over evenly; 1 leaves the targets as
             frequent as they are.
         validation_batch_size: Rows of a validation batch.
+        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch, with equal losses and
+            gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
+            always makes such batches.
+        group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
+            make an optimiser step. 1 draws every response on its own.
+        token_budget: Most tokens of a packed micro-batch, checked before training begins; None sets no limit.
         pad_to_multiple_of: Sequences are padded to a multiple of it.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
@@ -104,6 +111,9 @@ class SSCDataModule(LightningDataModule):
         max_repeats: int = 4,
         num_buckets: int = 20,
         validation_batch_size: int = 8,
+        packing: Packing = "shared_prefix",
+        group_size: int = 8,
+        token_budget: int | None = None,
         pad_to_multiple_of: int = 8,
         revision: str | None = None,
         query: str = DEFAULT_QUERY,
@@ -120,12 +130,15 @@ class SSCDataModule(LightningDataModule):
             validation_batch_size=validation_batch_size,
             max_repeats=max_repeats,
             num_buckets=num_buckets,
+            group_size=group_size,
+            token_budget=1 if token_budget is None else token_budget,
         )
         check_at_least(0, seed=seed, round=round, num_workers=num_workers)
         check_shares(generation_ratio=generation_ratio, eta=eta)
         check_choice("target", target, TargetName)
         check_choice("p_true", p_true, PTrueName)
         check_choice("predict_split", predict_split, Split)
+        check_choice("packing", packing, Packing)
         self.base_model = base_model
         self.store_dir = store_dir
         self.sources: dict[Split, list[QuestionSource]] = {
@@ -149,6 +162,9 @@ class SSCDataModule(LightningDataModule):
         self.max_repeats = max_repeats
         self.num_buckets = num_buckets
         self.validation_batch_size = validation_batch_size
+        self.packing: Packing = packing
+        self.group_size = group_size
+        self.token_budget = token_budget
         self.pad_to_multiple_of = pad_to_multiple_of
         self.revision = revision
         self.query = query
@@ -221,17 +237,27 @@ class SSCDataModule(LightningDataModule):
             tasks=mixture.shares,
             num_buckets=self.num_buckets,
         )
+        deal: DealByLength | DealByPrompt = DealByLength(table.length, self.batch_size)
+        if collator.shared_prefix:
+            deal = DealByPrompt(table.index.question_index, table.prompt_length, table.length, self.token_budget)
         sampler = self._order.sampler(
             mixture,
             pools,
             table,
+            deal,
+            group_size=self.group_size,
             confident=confident,
             eta=self.eta,
             seed=self.seed,
             batch_size=self.batch_size,
             trainer=self.trainer,
         )
-        rank_zero_info(describe_draw(table, pools, sampler.draw(self.trainer.current_epoch if self.trainer else 0)))
+        draw = sampler.draw(self.trainer.current_epoch if self.trainer else 0)
+        rank_zero_info(describe_draw(table, pools, draw))
+        if isinstance(deal, DealByPrompt):
+            rows, dealt = sampler.steps(draw)
+            check_budget(dealt, rows, deal)
+            rank_zero_info(packed_summary(dealt, rows, deal))
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:
@@ -286,13 +312,19 @@ class SSCDataModule(LightningDataModule):
             batch_size=self.validation_batch_size,
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,
+            by_question=collator.shared_prefix,
         )
         return self._loader(TupleDataset(store, table), batches, collator)
 
     def collator(self) -> SSCCollator:
         """Return the collator of this model's chat format."""
         chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
-        return SSCCollator(chat, max_length=self.max_length, pad_to_multiple_of=self.pad_to_multiple_of)
+        return SSCCollator(
+            chat,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of rows depends on; the position itself is counted by the trainer."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.datamodules.dealing import Dealer, Dealt
 from selfcal_lightning.datamodules.mixture import EpochDraw, FloatArray, IntArray
 from selfcal_lightning.modules.batch import SSCBatch
 
@@ -100,17 +102,14 @@ class OneByOne:
 class OptimizerStepSampler:
     """Batch sampler over whole optimiser steps.
 
-    The rows of an epoch are dealt evenly to ``num_steps`` steps of ``batch_size * accumulate * world_size`` places.
-    Within a step, rows are sorted by length, longest first, and cut into micro-batches, so that a micro-batch holds
-    rows of like length and processes that work side by side have like loads; places that stay empty are at the end
-    and hold the step's shortest row with zero weight. The rows of a step depend on the number of places alone, so one
-    process with twice the accumulation takes the same steps as two processes.
+    The rows of an epoch are dealt evenly to ``num_steps`` steps; within a step, ``deal`` makes the micro-batches of all
+    processes, and those that run side by side have like loads. The rows of a step depend on the number of steps alone,
+    so one process with twice the accumulation takes the same steps as two processes, packed or not.
 
     Args:
         draw: Gives the rows of an epoch.
-        lengths: Tokens of every row of the table, [R].
+        deal: Deals the rows of a step to its micro-batches.
         num_steps: Optimiser steps in an epoch, constant.
-        batch_size: Rows of a process in a micro-step.
         accumulate: Micro-steps in an optimiser step.
         world_size: Number of processes.
         rank: This process.
@@ -121,10 +120,9 @@ class OptimizerStepSampler:
     def __init__(
         self,
         draw: Callable[[int], EpochDraw],
-        lengths: IntArray,
+        deal: Dealer,
         *,
         num_steps: int,
-        batch_size: int,
         accumulate: int,
         world_size: int,
         rank: int,
@@ -132,9 +130,8 @@ class OptimizerStepSampler:
         position: Callable[[], tuple[int, int]],
     ) -> None:
         self.draw = draw
-        self._lengths = lengths
+        self.deal = deal
         self._num_steps = num_steps
-        self._batch_size = batch_size
         self._accumulate = accumulate
         self._world_size = world_size
         self._rank = rank
@@ -154,37 +151,36 @@ class OptimizerStepSampler:
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """Yield this process's micro-batches of ``epoch`` from number ``start`` on."""
         draw = self.draw(epoch)
+        edges = self._edges(draw)
+        for step in range(start // self._accumulate, self._num_steps):
+            first = start - step * self._accumulate if step == start // self._accumulate else 0
+            yield from self._plan(draw, slice(edges[step], edges[step + 1]), step)[first:]
+
+    def steps(self, draw: EpochDraw) -> tuple[list[IntArray], list[list[Dealt]]]:
+        """Return the rows of every step, and how they are dealt to the micro-batches of all processes."""
+        edges = self._edges(draw)
+        rows = [draw.rows[start:stop] for start, stop in pairwise(edges)]
+        return rows, [self.deal(step, self._accumulate * self._world_size) for step in rows]
+
+    def _edges(self, draw: EpochDraw) -> IntArray:
         if len(draw.rows) < self._num_steps:
             raise ValueError(
                 f"Expected at least one row for each of the {self._num_steps} optimiser steps, but got "
                 f"{len(draw.rows)} rows. Lower `total_tuples`, generate more samples, or set `fill=True`."
             )
-        edges = np.arange(self._num_steps + 1) * len(draw.rows) // self._num_steps
-        for step in range(start // self._accumulate, self._num_steps):
-            first = start - step * self._accumulate if step == start // self._accumulate else 0
-            yield from self._plan(draw, np.arange(edges[step], edges[step + 1]), step)[first:]
+        return np.arange(self._num_steps + 1) * len(draw.rows) // self._num_steps
 
-    def _plan(self, draw: EpochDraw, places: IntArray, step: int) -> list[MicroBatch]:
-        size = self._batch_size * self._world_size
-        places = places[np.argsort(-self._lengths[draw.rows[places]], kind="stable")]
-        fillers = size * self._accumulate - len(places)
-        real = np.arange(size * self._accumulate) < len(places)
-        places = np.concatenate([places, np.repeat(places[-1:], fillers)])
-        shape = (self._accumulate, self._world_size, self._batch_size)
-        calibration = (draw.calibration_weight[places] * real).reshape(shape)
-        generation = (draw.generation_weight[places] * real).reshape(shape)
+    def _plan(self, draw: EpochDraw, places: slice, step: int) -> list[MicroBatch]:
+        rows = draw.rows[places]
+        calibration, generation = draw.calibration_weight[places], draw.generation_weight[places]
+        world = self._world_size
+        dealt = self.deal(rows, self._accumulate * world)
         # A run that is cut short by limit_train_batches steps on what it has: the totals count just that.
-        run = slice(0, max(self._limit - step * self._accumulate, 0))
+        run = dealt[: max(self._limit - step * self._accumulate, 0) * world]
+        totals = [sum(float((weight[at] * real).sum()) for at, real in run) for weight in (calibration, generation)]
         return [
-            MicroBatch(
-                rows=draw.rows[places].reshape(shape)[micro, self._rank],
-                real=real.reshape(shape)[micro, self._rank],
-                calibration_weight=calibration[micro, self._rank],
-                generation_weight=generation[micro, self._rank],
-                calibration_total=float(calibration[run].sum()),
-                generation_total=float(generation[run].sum()),
-            )
-            for micro in range(self._accumulate)
+            MicroBatch(rows[at], real, calibration[at] * real, generation[at] * real, *totals)
+            for at, real in dealt[self._rank :: world]
         ]
 
 
@@ -201,6 +197,7 @@ def validation_batches(
     batch_size: int,
     rank: int,
     world_size: int,
+    by_question: bool = False,
 ) -> list[MicroBatch]:
     """Deal whole questions to the processes and return the batches of one, longest rows first.
 
@@ -215,10 +212,16 @@ def validation_batches(
         batch_size: Rows of a batch.
         rank: This process.
         world_size: Number of processes.
+        by_question: Whether the rows of a question stay side by side, so that they can share its prompt.
     """
     place = np.unique(question_index, return_inverse=True)[1]
     rows = np.flatnonzero(place % world_size == rank)
-    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    if by_question:
+        longest = np.zeros(int(place.max(initial=-1)) + 1, dtype=np.int64)
+        np.maximum.at(longest, place, lengths)
+        rows = rows[np.lexsort((rows, place[rows], -longest[place[rows]]))]
+    else:
+        rows = rows[np.argsort(-lengths[rows], kind="stable")]
     batches = []
     for start in range(0, max(len(rows), 1), batch_size):
         part = rows[start : start + batch_size]

@@ -33,6 +33,7 @@ class TupleTable:
         target: Target in [0, 1], nan where unknown, [R].
         correct: 1 right, 0 wrong, nan unknown, [R].
         length: Tokens of prompt + response + query, at most ``max_length``, [R].
+        prompt_length: Tokens of the prompt alone, [R].
         num_cut: Rows whose response is cut to fit ``max_length``.
         dropped: Number of rows left out, by (task, reason).
     """
@@ -41,6 +42,7 @@ class TupleTable:
     target: FloatArray
     correct: FloatArray
     length: IntArray
+    prompt_length: IntArray
     num_cut: int = 0
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -67,6 +69,7 @@ class TupleTable:
             self.target[mask],
             self.correct[mask],
             self.length[mask],
+            self.prompt_length[mask],
             self.num_cut,
             self.dropped + dropped,
         )
@@ -142,7 +145,7 @@ def build_table(
         correct[rows] = _labels(index, rows)
     fits = room >= 1
     length = collator.max_length - np.maximum(room - response, 0)
-    table = TupleTable(index, values, correct, length, num_cut=int((fits & (response > room)).sum()))
+    table = TupleTable(index, values, correct, length, prompt, num_cut=int((fits & (response > room)).sum()))
     too_long = np.full(len(index), "prompt too long", dtype=object)
     return table.select(fits, too_long), reasons[fits]
 

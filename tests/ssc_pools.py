@@ -98,7 +98,7 @@ class Recorder(LightningModule):
         return self.weight * batch.calibration_weight.sum()
 
     def validation_step(self, batch: SSCBatch, batch_idx: int) -> None:
-        assert batch.input_ids.shape[0] == len(batch.task)
+        assert len(batch.query_position) == len(batch.task)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.ask_for_schedule:

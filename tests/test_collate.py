@@ -56,10 +56,10 @@ def test_a_row_is_prompt_response_and_query(chat: ChatFormat) -> None:
     assert batch.attention_mask[0].tolist() == [1] * length + [0] * (batch.input_ids.shape[1] - length)
     assert batch.query_position.tolist() == [length - 1]
     # A response that stopped also learns its end-of-turn, which is the first id of the suffix.
-    marked = batch.input_ids[0][batch.response_mask[0]].tolist()
-    assert marked == [*response, suffix[0]]
+    assert batch.label_id.tolist() == [*response, suffix[0]]
+    assert batch.label_row.tolist() == [0] * len(batch.label_id)
     assert suffix[0] in chat.end_of_turn_ids
-    assert batch.response_mask[0].nonzero()[0].item() == len(prompt)
+    assert batch.label_position.tolist() == list(range(len(prompt) - 1, len(prompt) + len(response)))
     assert (batch.calibration_total.item(), batch.generation_total.item()) == (5.0, 2.0)
     assert math.isnan(batch.correct.item())
     assert batch.row.tolist() == [100]
@@ -69,7 +69,7 @@ def test_a_row_is_prompt_response_and_query(chat: ChatFormat) -> None:
 def test_a_response_that_did_not_stop_has_no_end_of_turn_label(chat: ChatFormat, finish: str | None) -> None:
     row = make_row(chat, finish=finish)
     batch = SSCCollator(chat, max_length=256)(make_rows([row]))
-    assert batch.input_ids[0][batch.response_mask[0]].tolist() == list(row.sample.token_ids)
+    assert batch.label_id.tolist() == list(row.sample.token_ids)
 
 
 def test_texts_made_elsewhere_are_encoded_like_stored_ids(chat: ChatFormat) -> None:
@@ -90,7 +90,7 @@ def test_too_long_responses_lose_their_end_and_never_the_query(chat: ChatFormat)
     assert ids[: len(row.prompt_ids)] == list(row.prompt_ids)
     kept = 101 - len(suffix) - len(row.prompt_ids)
     assert collator.room_for_response(len(row.prompt_ids)) == kept
-    assert batch.input_ids[0][batch.response_mask[0]].tolist() == list(row.sample.token_ids[:kept])
+    assert batch.label_id.tolist() == list(row.sample.token_ids[:kept])
     assert collator.encode(row).was_cut
 
 
@@ -126,7 +126,7 @@ def test_the_query_is_read_where_the_engine_reads_it(chat: ChatFormat, tiny_mode
     batch = SSCCollator(chat, max_length=256)(make_rows(rows))
     with torch.no_grad():
         logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits
-        batched = logits[torch.arange(2), batch.query_position].softmax(dim=-1)
+        batched = logits.flatten(0, 1)[batch.query_position].softmax(dim=-1)
         for index, row in enumerate(rows):
             ids = torch.tensor([[*row.prompt_ids, *row.sample.token_ids, *chat.query.suffix_ids]])
             alone = model(ids).logits[0, -1].softmax(dim=-1)

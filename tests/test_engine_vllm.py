@@ -188,8 +188,10 @@ def _module_masses(path: str, rows: list[tuple[int, ...]]) -> torch.Tensor:
     batch = SSCBatch(
         input_ids=ids,
         attention_mask=mask,
-        query_position=lengths - 1,
-        response_mask=torch.zeros_like(mask, dtype=torch.bool),
+        query_position=torch.arange(size) * mask.shape[1] + lengths - 1,
+        label_position=torch.zeros(0, dtype=torch.long),
+        label_id=torch.zeros(0, dtype=torch.long),
+        label_row=torch.zeros(0, dtype=torch.long),
         target=ones,
         correct=ones,
         calibration_weight=ones,

@@ -113,9 +113,10 @@ def test_logits_only_where_asked(tiny_model: str) -> None:
     seen = []
     head = model.get_output_embeddings()
     head.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
-    torch.testing.assert_close(logits_at(model, head, IDS, mask, selected), full, atol=1e-4, rtol=0)
+    places = selected.flatten().nonzero()[:, 0]
+    torch.testing.assert_close(logits_at(model, head, IDS, mask, places), full, atol=1e-4, rtol=0)
     assert seen == [(3, full.shape[1])]
-    torch.testing.assert_close(logits_at(model, None, IDS, mask, selected), full, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_at(model, None, IDS, mask, places), full, atol=1e-4, rtol=0)
     assert seen[-1] == (2, 12, full.shape[1])
 
 
@@ -141,7 +142,7 @@ def test_logits_only_where_asked_in_other_families(family: str) -> None:
     selected = torch.zeros_like(mask, dtype=torch.bool)
     selected[0, 2:7] = selected[1, 11] = True
     full = model(input_ids=IDS, attention_mask=mask).logits
-    found = logits_at(model, model.get_output_embeddings(), IDS, mask, selected)
+    found = logits_at(model, model.get_output_embeddings(), IDS, mask, selected.flatten().nonzero()[:, 0])
     torch.testing.assert_close(found, full[selected], atol=1e-5, rtol=0)
 
 

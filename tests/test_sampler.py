@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from selfcal_lightning.datamodules.dealing import DealByLength
 from selfcal_lightning.datamodules.mixture import (
     NUM_BUCKETS,
     EpochDraw,
@@ -54,7 +55,8 @@ def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> Optimi
     }
     settings.update(changes)
     settings.setdefault("limit", settings["num_steps"] * settings["accumulate"])
-    return OptimizerStepSampler(lambda epoch: draw, lengths, **settings)
+    deal = DealByLength(lengths, settings.pop("batch_size"))
+    return OptimizerStepSampler(lambda epoch: draw, deal, **settings)
 
 
 def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Callable[[str], dict[str, Any]]) -> None:

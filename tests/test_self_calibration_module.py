@@ -25,6 +25,7 @@ from module_batches import (
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.modules.step_log import BAR
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
 
@@ -53,7 +54,7 @@ def _reference_by_hand_losses(
         smooth = 0.5 * d * d / 0.25 if d < 0.25 else d - 0.125
         per_row = d * d if squared else smooth
         calibration += row.calibration_weight * (0.0 if math.isnan(per_row) else per_row)
-        places = batch.response_mask[0].nonzero()[:, 0].tolist()
+        places = (batch.label_position + 1).tolist()
         nll = [-torch.log_softmax(logits[t - 1], -1)[batch.input_ids[0, t]].item() for t in places]
         generation += row.generation_weight * sum(nll) / len(nll)
     return calibration, generation, confidences
@@ -109,7 +110,7 @@ def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFor
     module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
     batch = batch_of(MIXED[:8], chat)
     quiet_trainer().fit(module, DataLoader([batch], batch_size=None))
-    wanted = batch.response_mask.sum(-1)[batch.generation_weight > 0].sum().item() + 8
+    wanted = (batch.generation_weight > 0)[batch.label_row].sum().item() + 8
     module.confidence(batch)
     assert seen == [wanted, 8]
 
@@ -210,6 +211,7 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     calibrating = [row.calibration_weight for row in rows]
     total_cal, total_gen = sum(calibrating), sum(row.generation_weight for row in rows)
+    tokens = batch_of(rows, chat).attention_mask.sum().item()
     assert logged["train/loss/Calibration"] == pytest.approx(calibration / total_cal, abs=1e-5)
     assert logged["train/loss/Generation"] == pytest.approx(generation / total_gen, abs=1e-5)
     assert logged["train/loss/Total"] == pytest.approx(calibration / total_cal + 0.1 * generation / total_gen, abs=1e-5)
@@ -218,7 +220,11 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     assert logged["train/TargetAboveEta"] == pytest.approx(total_gen / 8)
     assert 0.0 < logged["train/speed/PaddingShare"] < 0.5
     assert logged["train/speed/TokensPerSecond"] > 0
-    assert {"train/loss/Calibration", "train/loss/Generation", "train/loss/Total"} <= set(trainer.progress_bar_metrics)
+    assert logged["train/speed/SharedShare"] == 0.0
+    assert logged["train/speed/ResponsesPerSecond"] == pytest.approx(logged["train/speed/TokensPerSecond"] * 8 / tokens)
+    assert 0.05 < logged["train/memory/PeakGiB"] < 64
+    shown = trainer.progress_bar_metrics
+    assert shown == pytest.approx({short: logged[name] for short, name in BAR.items()})
 
 
 def test_validation_and_test_score_the_pool(tiny_model: str, chat: ChatFormat) -> None:

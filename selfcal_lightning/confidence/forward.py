@@ -131,7 +131,8 @@ class TokenReader:
             mask[row, :end] = 1
             predicts[row, len(prompt) - 1 : end - 1] = True
         head = self.network.get_output_embeddings()
-        logits = logits_at(self.network, head, ids.to(device), mask.to(device), predicts.to(device))
+        positions = predicts.flatten().nonzero()[:, 0].to(device)
+        logits = logits_at(self.network, head, ids.to(device), mask.to(device), positions)
         tokens = torch.tensor([token for _, response in batch for token in response], device=device)
         columns = torch.stack(token_statistics(logits, tokens)).cpu().double()
         pieces = columns.split([len(response) for _, response in batch], dim=1)

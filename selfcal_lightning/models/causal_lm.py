@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.segment_attention import (
+    SEGMENTS,
+    packed_inputs,
+    register_segment_attention,
+    shared_prefix_problem,
+)
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
@@ -37,15 +45,17 @@ def load_causal_lm(
         base_model: Folder or hub name, or "bundled".
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights; "auto" takes the dtype that they are stored in.
-        attn_implementation: Name that transformers knows, such as "sdpa"; None takes the model's default.
+        attn_implementation: Name that transformers knows, such as "sdpa", or "segments", which also runs packed rows;
+            None takes "segments" where the model can, else the model's default.
 
     Raises:
         ValueError: If there is no such model, or it is no causal language model.
     """
     from transformers import AutoModelForCausalLM
 
+    register_segment_attention()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -56,12 +66,21 @@ def load_causal_lm(
             f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
             f"{f' at revision {revision!r}' if revision else ''}: {error}"
         ) from error
+    if attn_implementation is None and shared_prefix_problem(model.config) is None:
+        model.set_attn_implementation(SEGMENTS)
+    return model
 
 
 def logits_at(
-    model: nn.Module, head: nn.Module | None, input_ids: Tensor, attention_mask: Tensor, selected: Tensor
+    model: nn.Module,
+    head: nn.Module | None,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    positions: Tensor,
+    *,
+    trees: Sequence[PrefixTree] = (),
 ) -> Tensor:
-    """Return the logits at the selected positions only, one row each, in row-major order.
+    """Return the logits at the given positions only, one row each.
 
     The output layer sees just these positions: at a vocabulary of 128k it would otherwise be the larger part of the
     memory. ``logits_to_keep`` of transformers cannot say this: it holds one set of positions for all rows of a batch.
@@ -70,26 +89,30 @@ def logits_at(
     Args:
         model: Causal language model, an adapted one too.
         head: Its output layer, or None to select from the full logits.
-        input_ids: Token ids, right-padded, int64, [B, T].
-        attention_mask: 1 at real tokens, [B, T].
-        selected: Positions to read, bool, [B, T].
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        positions: Positions to read in the flattened S * T tokens, int64, [n].
+        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
 
     Returns:
-        Logits in the dtype of the model, [number selected, V].
+        Logits in the dtype of the model, [n, V].
     """
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if trees:
+        arguments = packed_inputs(trees, input_ids, model.config.get_text_config()._attn_implementation)
     if head is None:
-        return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[selected]
+        return model(**arguments, use_cache=False).logits.flatten(0, 1)[positions]
 
-    def select(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, *rest = arguments
-        return (hidden[selected], *rest) if hidden.shape[:2] == selected.shape else arguments
+    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == input_ids.shape else inputs
 
     handle = head.register_forward_pre_hook(select)
     try:
-        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        logits = model(**arguments, use_cache=False).logits
     finally:
         handle.remove()
-    return logits[selected] if logits.dim() == 3 else logits
+    return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
 
 
 def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised: bool = True) -> Confidence:

@@ -1,4 +1,4 @@
-"""The training and validation batch: one row per response, prompt + response + confidence query in one sequence."""
+"""The training and validation batch: responses with their confidence queries, each behind its prompt or sharing one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees
+
 
 class SSCBatch:
     """A batch of responses with everything that both losses and the metrics need. Immutable.
@@ -14,12 +16,22 @@ class SSCBatch:
     It is written out rather than being a frozen dataclass: under ``precision="bf16-true"`` and FSDP Lightning walks
     into dataclasses to cast their tensors, which fails on a frozen one and would round the targets and totals.
 
+    Its B rows are responses. They lie in one of two ways:
+
+    - apart: sequence b is prompt + response + query of row b, right-padded; S = B and ``trees`` is empty;
+    - packed: S = 1, and the one sequence holds ``trees``: a prompt, then response + query after response + query. The
+      branches of all trees, in their order, are the B rows.
+
+    Positions are those in the flattened S * T tokens.
+
     Attributes:
-        input_ids: Token ids, right-padded, int64, [B, T].
-        attention_mask: 1 at real tokens, 0 at padding, int64, [B, T].
-        query_position: Index of the last token of the confidence query, int64, [B]; the logits there give P(True).
-        response_mask: True at the tokens of the response, and at its end-of-turn where the model stopped by itself,
-            bool, [B, T]. The negative log-likelihood of the token at t is read from the logits at t - 1.
+        input_ids: Token ids, int64, [S, T].
+        attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
+        query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
+        label_position: Position of the logits that are asked for each response token, int64, [N]. The end-of-turn is
+            among them where the model stopped by itself. The first token of a response is asked of its prompt's last.
+        label_id: Those tokens, int64, [N].
+        label_row: The row of each, int64, [N].
         target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
         correct: 1 right, 0 wrong, nan unknown, float32, [B].
         calibration_weight: Weight of the row in the calibration loss, float32, [B].
@@ -30,13 +42,14 @@ class SSCBatch:
         question_index: Rows of one question share this number, the same on every process, int64, [B].
         task: Name of each row's task, B strings.
         row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
+        trees: Where prompts and branches lie in a packed sequence.
 
     Example:
         >>> batch = SSCBatch(
         ...     input_ids=torch.tensor([[5, 6, 7, 8]]), attention_mask=torch.ones(1, 4, dtype=torch.long),
-        ...     query_position=torch.tensor([3]), response_mask=torch.tensor([[False, True, False, False]]),
-        ...     target=torch.tensor([0.5]), correct=torch.tensor([1.0]), calibration_weight=torch.ones(1),
-        ...     generation_weight=torch.zeros(1), calibration_total=torch.tensor(1.0),
+        ...     query_position=torch.tensor([3]), label_position=torch.tensor([0]), label_id=torch.tensor([6]),
+        ...     label_row=torch.tensor([0]), target=torch.tensor([0.5]), correct=torch.tensor([1.0]),
+        ...     calibration_weight=torch.ones(1), generation_weight=torch.zeros(1), calibration_total=torch.tensor(1.0),
         ...     generation_total=torch.tensor(0.0), question_index=torch.tensor([0]), task=("arithmetic",),
         ...     row=torch.tensor([0]),
         ... )
@@ -47,7 +60,9 @@ class SSCBatch:
     input_ids: Tensor
     attention_mask: Tensor
     query_position: Tensor
-    response_mask: Tensor
+    label_position: Tensor
+    label_id: Tensor
+    label_row: Tensor
     target: Tensor
     correct: Tensor
     calibration_weight: Tensor
@@ -57,6 +72,7 @@ class SSCBatch:
     question_index: Tensor
     task: tuple[str, ...]
     row: Tensor
+    trees: tuple[PrefixTree, ...]
 
     def __init__(
         self,
@@ -64,7 +80,9 @@ class SSCBatch:
         input_ids: Tensor,
         attention_mask: Tensor,
         query_position: Tensor,
-        response_mask: Tensor,
+        label_position: Tensor,
+        label_id: Tensor,
+        label_row: Tensor,
         target: Tensor,
         correct: Tensor,
         calibration_weight: Tensor,
@@ -74,29 +92,43 @@ class SSCBatch:
         question_index: Tensor,
         task: tuple[str, ...],
         row: Tensor | None = None,
+        trees: tuple[PrefixTree, ...] = (),
     ) -> None:
         if row is None:
             row = torch.full_like(question_index, -1)
         fields = {name: value for name, value in locals().items() if name != "self"}
-        shape = input_ids.shape
-        for name in ("attention_mask", "response_mask"):
-            if fields[name].shape != shape:
-                got = tuple(fields[name].shape)
-                raise ValueError(f"Expected `{name}` to have shape {tuple(shape)}, but got {got}.")
-        if len(task) != shape[0]:
-            raise ValueError(f"Expected `task` to name {shape[0]} rows, but got {len(task)}.")
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"Expected `attention_mask` to have shape {tuple(input_ids.shape)}, but got "
+                f"{tuple(attention_mask.shape)}."
+            )
+        rows = sum(len(tree.branches) for tree in trees) if trees else input_ids.shape[0]
+        for name in ("query_position", "task"):
+            if len(fields[name]) != rows:
+                raise ValueError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
+        if trees:
+            check_trees(trees, input_ids.shape[1])
+            if input_ids.shape[0] != 1:
+                raise ValueError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
         self.__dict__.update(fields)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Expected `SSCBatch` to stay as it is, but got a new `{name}`; use `replace`.")
 
     def __repr__(self) -> str:
-        return f"SSCBatch(rows={self.batch_size}, tokens={self.input_ids.shape[1]}, tasks={sorted(set(self.task))})"
+        layout = "packed" if self.trees else "apart"
+        slots, tasks = self.input_ids.numel(), sorted(set(self.task))
+        return f"SSCBatch(rows={self.batch_size}, slots={slots}, {layout}, tasks={tasks})"
 
     @property
     def batch_size(self) -> int:
         """Number of rows, zero-weight rows included."""
-        return self.input_ids.shape[0]
+        return len(self.task)
+
+    @property
+    def separate_tokens(self) -> int | Tensor:
+        """Tokens that the rows would take if none shared its prompt."""
+        return sum(tree.separate_tokens for tree in self.trees) if self.trees else self.attention_mask.sum()
 
     def replace(self, **changes: Any) -> SSCBatch:
         """Return a copy with some fields exchanged."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +23,9 @@ from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity, same_base_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, keep_quantized_gradients
+from selfcal_lightning.models.segment_attention import check_packed_equals_separate
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 PAPER_LORA = LoraSettings()
 IDENTITY_KEY = "base_model_identity"
-STEP_SUMS = ("calibration", "generation", "confidence", "calibration_rows", "above_eta", "rows", "tokens", "slots")
 
 
 class ScoredRows(NamedTuple):
@@ -68,8 +68,9 @@ class SelfCalibrationModule(LightningModule):
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
         gradient_checkpointing: Recompute activations in the backward pass: about half the memory, a third more time.
-        attn_implementation: Attention that transformers should use: "flash_attention_2" where it is installed, "eager"
-            for tiny models on a CPU in bfloat16; None takes the model's default.
+        attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
+            module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
+            on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
         query: The question about the response whose Yes is the confidence.
         seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
 
@@ -126,8 +127,8 @@ class SelfCalibrationModule(LightningModule):
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
-        self._step_sums: Tensor | None = None
-        self._step_started = time.perf_counter()
+        self._packing_is_checked = False
+        self._step_log = StepLog()
 
     # ---- the model
 
@@ -156,13 +157,14 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        selected = torch.zeros_like(batch.response_mask)
-        selected[torch.arange(batch.batch_size, device=selected.device), batch.query_position] = True
-        return self._read_confidence(self._logits_at(batch, selected))
+        return self._read_confidence(self._logits_at(batch, batch.query_position))
 
-    def _logits_at(self, batch: SSCBatch, selected: Tensor) -> Tensor:
+    def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        return logits_at(self.model, head, batch.input_ids, batch.attention_mask, selected)
+        if batch.trees and not self._packing_is_checked:
+            check_packed_equals_separate(self.model)
+            self._packing_is_checked = True
+        return logits_at(self.model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees)
 
     def _read_confidence(self, logits: Tensor) -> Confidence:
         return confidence_from_logits(logits, self.chat.query, normalised=self.p_true == "normalised")
@@ -176,23 +178,22 @@ class SelfCalibrationModule(LightningModule):
         """
         with self._dropout_stream(batch_idx):
             calibration, generation, confidence = self._losses(batch)
-        self._add_to_step(batch, calibration, generation, confidence)
+        self._step_log.add(batch, calibration, generation, confidence)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
         return (calibration + self.omega * generation) * scale
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
-        rows = torch.arange(batch.batch_size, device=batch.input_ids.device)
-        # predicts[b, t]: the logits at t are asked for the response token at t + 1.
-        predicts = torch.zeros_like(batch.response_mask)
         if self.omega > 0.0:
-            predicts[:, :-1] = batch.response_mask[:, 1:] & (batch.generation_weight > 0)[:, None]
-        selected = predicts.clone()
-        selected[rows, batch.query_position] = True
-        logits = self._logits_at(batch, selected)
-        place = (selected.flatten().cumsum(0) - 1).view_as(selected)  # where a selected position stands in `logits`
+            asked = (batch.generation_weight > 0)[batch.label_row]
+        else:
+            asked = torch.zeros_like(batch.label_row, dtype=torch.bool)
+        # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
+        wanted = torch.cat((batch.query_position, batch.label_position[asked]))
+        positions, place = torch.unique(wanted, return_inverse=True)
+        logits = self._logits_at(batch, positions)
 
-        confidence = self._read_confidence(logits[place[rows, batch.query_position]]).p_true
+        confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
         weight = batch.calibration_weight
         target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
         if self.loss == "smooth_l1":
@@ -201,9 +202,11 @@ class SelfCalibrationModule(LightningModule):
             per_row = squared_calibration_loss(confidence, target)
         calibration = (weight * per_row).sum() / _at_least_something(batch.calibration_total)
 
-        row, position = predicts.nonzero(as_tuple=True)
         nll = packed_negative_log_likelihood(
-            logits[place[row, position]], batch.input_ids[row, position + 1], row, num_rows=batch.batch_size
+            logits[place[batch.batch_size :]],
+            batch.label_id[asked],
+            batch.label_row[asked],
+            num_rows=batch.batch_size,
         )
         generation = (batch.generation_weight * nll).sum() / _at_least_something(batch.generation_total)
         return calibration, generation, confidence
@@ -232,58 +235,23 @@ class SelfCalibrationModule(LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # ---- what is logged in training: sums over the whole optimiser step and all processes
-
-    def _add_to_step(self, batch: SSCBatch, calibration: Tensor, generation: Tensor, confidence: Tensor) -> None:
-        calibrates, generates = batch.calibration_weight > 0, batch.generation_weight > 0
-        rows = calibrates | generates
-        sums = torch.stack(
-            [
-                calibration.detach(),
-                generation.detach(),
-                (confidence.detach() * calibrates).sum(),
-                calibrates.sum(),
-                generates.sum(),
-                rows.sum(),
-                batch.attention_mask.sum(),
-                torch.tensor(batch.attention_mask.numel(), device=self.device),
-            ]
-        ).float()
-        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
+    # ---- what is logged in training
 
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
-        self._step_sums, self._step_started = None, time.perf_counter()
+        self._step_log.restart()
 
     def on_validation_end(self) -> None:
         """Leave the time of a validation out of the tokens per second."""
-        self._step_started = time.perf_counter()
+        self._step_log.restart(keep_sums=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the losses of the step; one small sum over the processes."""
-        if self._step_sums is None:
-            return
-        reduced = self.trainer.strategy.reduce(self._step_sums, reduce_op="sum")
-        sums = dict(zip(STEP_SUMS, reduced.tolist(), strict=True))
-        self._step_sums = None
-        now = time.perf_counter()
-        seconds, self._step_started = now - self._step_started, now
-        bar = {
-            "train/loss/Calibration": sums["calibration"],
-            "train/loss/Generation": sums["generation"],
-            "train/loss/Total": sums["calibration"] + self.omega * sums["generation"],
-        }
-        self.log_dict(bar, prog_bar=True)
-        self.log_dict(
-            {
-                "train/Confidence": sums["confidence"] / max(sums["calibration_rows"], 1.0),
-                # Rows that carry the generation loss are those whose target exceeds eta.
-                "train/TargetAboveEta": sums["above_eta"] / max(sums["rows"], 1.0),
-                "train/speed/TokensPerSecond": sums["tokens"] / max(seconds, 1e-9),
-                "train/speed/PaddingShare": 1.0 - sums["tokens"] / max(sums["slots"], 1.0),
-                "train/LearningRate": optimizer.param_groups[0]["lr"],
-            }
-        )
+        """Log the losses of the step, in full for the loggers and in short for the progress bar."""
+        lr = optimizer.param_groups[0]["lr"]
+        logged = self._step_log.finish(self.trainer.strategy, omega=self.omega, lr=lr)
+        if logged:
+            self.log_dict(logged)
+            self.log_dict(bar_values(logged), prog_bar=True, logger=False)
 
     # ---- validation, test, predict
 

@@ -1,0 +1,105 @@
+"""What is logged of an optimiser step: sums over its micro-batches and processes, time, and memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.modules.batch import SSCBatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+NAMES = (
+    "calibration", "generation", "confidence", "calibration_rows", "above_eta", "rows", "tokens", "slots", "separate",
+)  # fmt: skip
+GIB = 2**30
+
+
+class StepLog:
+    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._started = time.perf_counter()
+
+    def restart(self, *, keep_sums: bool = False) -> None:
+        """Leave what was done since the last step out of the tokens per second: the time between epochs, validation."""
+        self._started = time.perf_counter()
+        if not keep_sums:
+            self._sums = None
+
+    def add(self, batch: SSCBatch, calibration: Tensor, generation: Tensor, confidence: Tensor) -> None:
+        """Add a micro-batch: its parts of both losses (scalars) and P(True) [B]."""
+        calibrates, generates = batch.calibration_weight > 0, batch.generation_weight > 0
+        values = (
+            calibration.detach(),
+            generation.detach(),
+            (confidence.detach() * calibrates).sum(),
+            calibrates.sum(),
+            generates.sum(),
+            (calibrates | generates).sum(),
+            batch.attention_mask.sum(),
+            batch.attention_mask.numel(),
+            batch.separate_tokens,
+        )
+        device = batch.input_ids.device
+        # float64: above 2**24 tokens a step float32 would no longer count.
+        sums = torch.stack([torch.as_tensor(value, device=device, dtype=torch.float64) for value in values])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
+        """Return what the step is logged as, by its key in the loggers, and begin the next. One small collective.
+
+        Empty where no micro-batch was added.
+        """
+        if self._sums is None:
+            return {}
+        sums = dict(zip(NAMES, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        device = self._sums.device
+        self.restart()
+        return {
+            "train/loss/Calibration": sums["calibration"],
+            "train/loss/Generation": sums["generation"],
+            "train/loss/Total": sums["calibration"] + omega * sums["generation"],
+            "train/Confidence": sums["confidence"] / max(sums["calibration_rows"], 1.0),
+            # Rows that carry the generation loss are those whose target exceeds eta.
+            "train/TargetAboveEta": sums["above_eta"] / max(sums["rows"], 1.0),
+            "train/speed/TokensPerSecond": sums["tokens"] / seconds,
+            "train/speed/ResponsesPerSecond": sums["rows"] / seconds,
+            "train/speed/PaddingShare": 1.0 - sums["tokens"] / max(sums["slots"], 1.0),
+            # Tokens that were not computed since responses share their prompt.
+            "train/speed/SharedShare": 1.0 - sums["tokens"] / max(sums["separate"], 1.0),
+            "train/memory/PeakGiB": peak_memory(device) / GIB,
+            "train/LearningRate": lr,
+        }
+
+
+BAR = {
+    "cal": "train/loss/Calibration",
+    "gen": "train/loss/Generation",
+    "conf": "train/Confidence",
+    ">eta": "train/TargetAboveEta",
+    "tok/s": "train/speed/TokensPerSecond",
+    "pad": "train/speed/PaddingShare",
+    "GiB": "train/memory/PeakGiB",
+}
+
+
+def bar_values(logged: dict[str, float]) -> dict[str, float]:
+    """Return what the progress bar shows, under short names: its line is narrow."""
+    return {short: logged[name] for short, name in BAR.items()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory so far, in bytes: of PyTorch's on a GPU, of this whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,257 @@
+"""Packed rows give what sequences of their own give: logits, losses, gradients, and the adapter after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
+from packed_rows import FAMILIES, collated, small_model, stored_rows
+from training_runs import data_module, fill_store
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from selfcal_lightning.datamodules.collate import shares_prefix
+from selfcal_lightning.functional.prefix_trees import PrefixTree, tree_attention_mask, tree_position_ids
+from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.segment_attention import (
+    FLEX,
+    SEGMENTS,
+    check_packed_equals_separate,
+    check_shared_prefix,
+    packed_inputs,
+    shared_prefix_problem,
+)
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+
+TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
+WIDTH = 40  # four tokens of padding
+
+
+def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of every token of TREES, each branch behind its prompt in a sequence of its own."""
+    logits = torch.full((WIDTH, model.config.vocab_size), torch.nan)
+    for tree in TREES:
+        prompt = ids[tree.start : tree.start + tree.prompt]
+        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            alone = model(torch.cat((prompt, ids[start : start + length]))[None]).logits[0]
+            logits[tree.start : tree.start + tree.prompt] = alone[: tree.prompt]
+            logits[start : start + length] = alone[tree.prompt :]
+    return logits
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 90, (WIDTH,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    model = small_model(family, tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_a_cpu_takes_another_kernel_and_gives_the_same(
+    dtype: torch.dtype, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = small_model("llama", tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        found = model.to(dtype)(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36].float()
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
+
+
+@pytest.mark.slow
+def test_flex_attention_gives_the_same_logits(ids: torch.Tensor, tmp_path: Path) -> None:
+    """Forward only: PyTorch has no backward of FlexAttention on CPUs."""
+    model = small_model("qwen2", tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        model.set_attn_implementation(FLEX)
+        found = model(**packed_inputs(TREES, ids[None], FLEX), use_cache=False).logits[0, :36]
+    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
+
+
+def test_segments_equal_a_dense_mask(ids: torch.Tensor, tmp_path: Path) -> None:
+    """The rule written out as a mask of the whole row, through SDPA: an implementation that shares nothing."""
+    model = small_model("qwen3", tmp_path).eval()
+    arguments = {"input_ids": ids[None], "position_ids": tree_position_ids(TREES, WIDTH)[None], "use_cache": False}
+    with torch.no_grad():
+        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+        model.set_attn_implementation("sdpa")
+        dense = model(attention_mask=tree_attention_mask(TREES, WIDTH)[None, None], **arguments).logits[0, :36]
+    torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
+
+
+def test_no_mask_would_cut_responses_from_their_prompt(ids: torch.Tensor, tmp_path: Path) -> None:
+    """Without a mask transformers takes restarting positions for new sequences, in silence; hence ``packed_inputs``."""
+    model = small_model("llama", tmp_path).eval()
+    model.set_attn_implementation("sdpa")
+    trees = [PrefixTree(0, 30, (5, 5))]
+    positions = tree_position_ids(trees, WIDTH)[None]
+    with torch.no_grad():
+        alone = model(torch.cat((ids[:30], ids[35:40]))[None], use_cache=False).logits[0, 30:]
+        cut = model(input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False).logits[0, 35:40]
+        model.set_attn_implementation(SEGMENTS)
+        packed = model(**packed_inputs(trees, ids[None], SEGMENTS), use_cache=False).logits[0, 35:40]
+    assert (cut - alone).abs().max() > 0.05
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
+
+
+# ---- both losses and their gradients
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+def losses_and_gradients(module: SelfCalibrationModule, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    module.zero_grad()
+    calibration, generation, confidence = module._losses(batch)
+    (calibration + module.omega * generation).backward()
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return torch.cat((calibration[None], generation[None], confidence)).detach(), gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_losses_and_gradients_equal_those_of_separate_sequences(
+    family: str, checkpointing: bool, chat: ChatFormat, tmp_path: Path, tiny_model: str
+) -> None:
+    small_model(family, tmp_path, vocab_size=len(chat.tokenizer), tokenizer=tiny_model)
+    module = SelfCalibrationModule(
+        str(tmp_path), lora=NO_DROPOUT, omega=0.5, gradient_checkpointing=checkpointing, torch_dtype="float32"
+    )
+    module.configure_model()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():  # B starts at zero, which would leave A without a gradient
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2, generator=generator)
+    rows = stored_rows(chat)
+    packed, apart = collated(chat, rows, shared_prefix=True), collated(chat, rows, shared_prefix=False)
+    assert [len(tree.branches) for tree in packed.trees] == [3, 1, 2]
+    assert packed.attention_mask.sum() < 0.75 * apart.attention_mask.sum()
+    wanted, wanted_gradients = losses_and_gradients(module, apart)
+    found, gradients = losses_and_gradients(module, packed)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    assert gradients.keys() == wanted_gradients.keys()
+    largest = max(value.abs().max() for value in wanted_gradients.values())
+    assert largest > 1e-3
+    assert largest_difference(gradients, wanted_gradients) < 1e-5 * max(largest, 1.0)
+
+
+def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_model: str) -> None:
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, gradient_checkpointing=True)
+    module.configure_model()
+    calls: list[int] = []
+    module.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    module._packing_is_checked = True
+    losses_and_gradients(module, collated(chat, stored_rows(chat), shared_prefix=True))
+    assert len(calls) == 2
+
+
+def test_the_output_layer_sees_a_shared_position_once(chat: ChatFormat, tiny_model: str) -> None:
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
+    module.configure_model()
+    module._packing_is_checked = True
+    seen: list[int] = []
+    module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
+    batch = collated(chat, stored_rows(chat), shared_prefix=True)
+    module._losses(batch)
+    labels = (batch.generation_weight > 0)[batch.label_row].sum().item()
+    shared = 1  # two branches of the first tree carry the generation loss, and ask the same position first
+    assert seen == [labels - shared + 6]
+
+
+def test_twenty_steps_give_the_same_adapter(tiny_model: str, tmp_path: Path) -> None:
+    store = fill_store(tiny_model, tmp_path / "store")
+    states, tokens = {}, {}
+    for packing in ("shared_prefix", "off"):
+        data = data_module(tiny_model, store, packing=packing, group_size=4, total_tuples=80, num_samples=4)
+        module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, lr=1e-3)
+        trainer = quiet_trainer(limit_val_batches=0, max_steps=20, log_every_n_steps=1)
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == 20
+        states[packing] = trained_state(module)
+        tokens[packing] = trainer.callback_metrics["train/speed/SharedShare"].item()
+    assert tokens["shared_prefix"] > 0.1 > tokens["off"]
+    assert max(value.abs().max() for name, value in states["off"].items() if "lora_B" in name) > 1e-3
+    assert largest_difference(states["shared_prefix"], states["off"]) < 1e-5
+
+
+# ---- what cannot be packed
+
+
+def test_sliding_windows_and_other_attention_are_refused_with_the_reason() -> None:
+    from transformers import Gemma2Config, LlamaConfig, MambaConfig, MistralConfig, Qwen2Config
+
+    assert shared_prefix_problem(LlamaConfig()) is None
+    assert shared_prefix_problem(MistralConfig(sliding_window=None)) is None
+    assert shared_prefix_problem(Qwen2Config()) is None  # has a window and does not use it
+    assert "sliding window of 4096" in str(shared_prefix_problem(MistralConfig(sliding_window=4096)))
+    windowed = Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2)
+    assert "sliding" in str(shared_prefix_problem(windowed))
+    assert shared_prefix_problem(Gemma2Config()) is not None
+    assert "attention" in str(shared_prefix_problem(MambaConfig()))
+    with pytest.raises(ValueError, match=r"sliding window of 4096 tokens\. Set `packing: auto`"):
+        check_shared_prefix(MistralConfig(sliding_window=4096), "org/mistral")
+
+
+def test_auto_falls_back_to_batches_of_like_length(tmp_path: Path, tiny_model: str) -> None:
+    AutoConfig.for_model("mistral", sliding_window=64).save_pretrained(tmp_path)
+    assert shares_prefix("auto", tiny_model)
+    assert not shares_prefix("off", tiny_model)
+    with pytest.warns(UserWarning, match="sliding window of 64"):
+        assert not shares_prefix("auto", str(tmp_path))
+    with pytest.raises(ValueError, match="sliding window of 64"):
+        shares_prefix("shared_prefix", str(tmp_path))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_that_does_not_know_trees_is_refused(attention: str, chat: ChatFormat, tiny_model: str) -> None:
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, attn_implementation=attention)
+    module.configure_model()
+    with pytest.raises(ValueError, match=f'"segments" or "flex_attention" for packed rows, but got {attention!r}'):
+        module.confidence(collated(chat, stored_rows(chat), shared_prefix=True))
+
+
+@pytest.fixture
+def deaf_model(tmp_path: Path) -> torch.nn.Module:
+    """A model whose layers do not hand on what they are given for their attention."""
+    model = small_model("llama", tmp_path).eval()
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, _f=forward, prefix_trees=None, **kwargs: _f(*args, **kwargs)
+    return model
+
+
+def test_a_model_that_loses_the_trees_is_refused(deaf_model: torch.nn.Module, ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="cannot run packed rows"):
+        deaf_model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False)
+
+
+def test_a_model_that_ignores_positions_is_found_out_before_training(tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path)
+    check_packed_equals_separate(model)
+    assert model.training
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ValueError, match=r"they differ by .* standard deviations in the mean. Set `packing: off`"):
+        check_packed_equals_separate(model)
+
+
+def test_logits_without_a_head_are_read_from_all(ids: torch.Tensor, tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path).eval()
+    positions, mask = torch.tensor([4, 20, 33]), torch.ones(1, WIDTH)
+    by_hook = logits_at(model, model.get_output_embeddings(), ids[None], mask, positions, trees=TREES)
+    torch.testing.assert_close(logits_at(model, None, ids[None], mask, positions, trees=TREES), by_hook)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), type(model))

@@ -32,6 +32,7 @@ from selfcal_lightning.datamodules.ssc_sampler import (
 )
 from selfcal_lightning.datamodules.summary import describe_draw
 from selfcal_lightning.datamodules.tuples import PTrueName, TargetName, TupleDataset, TupleTable, build_table
+from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question
@@ -192,9 +193,15 @@ class SSCDataModule(LightningDataModule):
         return self._questions[split]
 
     def setup(self, stage: str) -> None:
-        """Refuse trainer settings that would reorder the rows; the store is not opened."""
-        if self.trainer is not None:
-            check_trainer(self.trainer)
+        """Refuse what would fail after hours of sampling: trainer settings, and models that cannot run packed rows.
+
+        The store is not opened.
+        """
+        if self.trainer is None:
+            return
+        check_trainer(self.trainer)
+        if shares_prefix(self.packing, self.base_model, revision=self.revision):
+            check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
 
     @property
     def rows_per_step(self) -> int:

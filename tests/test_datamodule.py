@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from ssc_pools import TRAIN, MakeSamples, Pool, fit
+from ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit
 
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.records import Question
@@ -254,3 +254,12 @@ def test_one_sample_a_question_validates_without_consistency(pool: Pool, store_d
     assert sum(batch.batch_size for batch in batches) == 5
     assert all(batch.target.isnan().all() for batch in batches)
     assert not any(batch.correct.isnan().any() for batch in batches)
+
+
+def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sampled(
+    pool: Pool, tmp_path: Path
+) -> None:
+    module = Recorder()
+    module.attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):
+        fit(pool.data(str(tmp_path / "no-store-yet")), module=module)

@@ -143,6 +143,19 @@ def register_segment_attention() -> None:
     AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
 
 
+def check_attention(implementation: str | None) -> None:
+    """Raise ValueError where packed rows would meet an attention that does not know their trees.
+
+    Args:
+        implementation: Name of a model's attention; None is the project's choice for it.
+    """
+    if implementation not in (None, SEGMENTS, FLEX):
+        raise ValueError(
+            f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
+            f"{implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
+        )
+
+
 def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str) -> dict[str, Any]:
     """Return the arguments of a model's forward pass over a packed row.
 
@@ -154,11 +167,7 @@ def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation
     Raises:
         ValueError: Another attention, which would cut every response from its prompt or mix them up.
     """
-    if implementation not in (SEGMENTS, FLEX):
-        raise ValueError(
-            f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
-            f"{implementation!r}. Leave it out, or set `packing: off` in the data module."
-        )
+    check_attention(implementation)
     width = input_ids.shape[1]
     check_trees(trees, width)
     arguments: dict[str, Any] = {

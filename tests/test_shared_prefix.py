@@ -153,7 +153,6 @@ def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_mo
     module.configure_model()
     calls: list[int] = []
     module.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    module._packing_is_checked = True
     losses_and_gradients(module, collated(chat, stored_rows(chat), shared_prefix=True))
     assert len(calls) == 2
 
@@ -161,7 +160,6 @@ def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_mo
 def test_the_output_layer_sees_a_shared_position_once(chat: ChatFormat, tiny_model: str) -> None:
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
     module.configure_model()
-    module._packing_is_checked = True
     seen: list[int] = []
     module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
     batch = collated(chat, stored_rows(chat), shared_prefix=True)
@@ -247,6 +245,24 @@ def test_a_model_that_ignores_positions_is_found_out_before_training(tmp_path: P
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
     with pytest.raises(ValueError, match=r"they differ by .* standard deviations in the mean. Set `packing: off`"):
         check_packed_equals_separate(model)
+
+
+def test_fit_stops_before_a_step_of_such_a_model(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = fill_store(tiny_model, tmp_path / "store")
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
+    module.configure_model()
+    rotary = module.model.get_base_model().model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(rotary, "forward", lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]))
+    trainer = quiet_trainer(limit_val_batches=0)
+    with pytest.raises(ValueError, match="standard deviations in the mean"):
+        trainer.fit(module, datamodule=data_module(tiny_model, store))
+    assert trainer.global_step == 0
+    quiet_trainer(limit_val_batches=0, max_steps=1).fit(
+        module, datamodule=data_module(tiny_model, store, packing="off")
+    )
 
 
 def test_logits_without_a_head_are_read_from_all(ids: torch.Tensor, tmp_path: Path) -> None:

@@ -235,6 +235,11 @@ def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
         )
 
 
+def runs_packed_rows(model: PreTrainedModel) -> bool:
+    """Return whether the attention that ``model`` has now knows packed rows."""
+    return model.config.get_text_config()._attn_implementation in (SEGMENTS, FLEX)
+
+
 @torch.no_grad()
 def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float = 0.05) -> None:
     """Hold a packed row of two branches against two sequences, so that no model is trained on wrong logits in silence.

@@ -23,7 +23,7 @@ from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity, same_base_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, keep_quantized_gradients
-from selfcal_lightning.models.segment_attention import check_packed_equals_separate
+from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
@@ -155,15 +155,36 @@ class SelfCalibrationModule(LightningModule):
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 
+    def _check_packing(self) -> None:
+        """Hold packed rows against separate ones, once; where the weights are and all processes come along."""
+        packing = getattr(self.trainer.datamodule, "packing", "off")
+        if packing == "off" or self._packing_is_checked or not runs_packed_rows(self.model):
+            return
+        check_packed_equals_separate(self.model)
+        self._packing_is_checked = True
+
+    def on_fit_start(self) -> None:
+        """Refuse a model that packed rows would train on wrong logits."""
+        self._check_packing()
+
+    def on_validation_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
+    def on_test_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
+    def on_predict_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
         return self._read_confidence(self._logits_at(batch, batch.query_position))
 
     def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        if batch.trees and not self._packing_is_checked:
-            check_packed_equals_separate(self.model)
-            self._packing_is_checked = True
         return logits_at(self.model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees)
 
     def _read_confidence(self, logits: Tensor) -> Confidence:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from module_batches import MIXED, Planned, batch_of, module_of, quiet_trainer
 from torch.utils.data import DataLoader

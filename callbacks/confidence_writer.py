@@ -131,6 +131,8 @@ def prediction_origin(module: SelfCalibrationModule, *, max_length: int) -> dict
         "prompt": identity["prompt"],
         "p_true": identity["p_true"],
         "max_length": max_length,
+        # Left out where there is none, so that what was written before there were any is still found.
+        **({} if module.quantization is None else {"quantization": module.quantization}),
     }
 
 

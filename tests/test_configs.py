@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from selfcal_lightning.cli import FUNCTION_VERBS
+from selfcal_lightning.cli import FUNCTION_VERBS, run_function
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +19,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path == ROOT / "configs" / "demo.yaml"]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "llama-3.1-70b-instruct-qlora.yaml": (100_000, 0.7, 1, 0.65, 64),
     "llama-3.1-8b-instruct-ddp8.yaml": (100_000, 0.7, 1, 0.65, 64),
     "qwen2.5-7b-instruct.yaml": (200_000, 0.8, 1, 0.45, 64),
     "deepseek-r1-distill-qwen-1.5b.yaml": (200_000, 0.8, 2, 0.40, 64),
@@ -34,11 +38,12 @@ def test_all_configs_are_found() -> None:
         "demo.yaml",
         "evaluate/demo.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
+        "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
         "train/llama-3.1-8b-instruct.yaml",
         "train/qwen2.5-7b-instruct.yaml",
     }
-    assert len(TRAINING) == 5
+    assert len(TRAINING) == 6
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -90,24 +95,46 @@ def test_training_config_instantiates(
         assert not {source["split"] for source in data["train"]} - {"train"}
 
 
+def test_samples_made_beforehand_are_those_that_qlora_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands in the comments fill the store with what the settings below them read."""
+    path = ROOT / "configs" / "train" / "llama-3.1-70b-instruct-qlora.yaml"
+    document = yaml.safe_load(path.read_text())
+    model, data = document["model"]["init_args"], document["data"]["init_args"]
+    sampling = document["trainer"]["callbacks"][0]["init_args"]
+    assert (model["quantization"], model["optimizer"]) == ("nf4", "paged_adamw_8bit")
+    lines = [line.removeprefix("#   selfcal ") for line in path.read_text().splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("generate ")]
+    assert len(commands) == 3
+    made = []
+    for verb, *arguments in commands:
+        called = _called(verb, arguments, monkeypatch)
+        assert (called["model"], called["store_dir"]) == (model["base_model"], data["store_dir"])
+        assert (called["engine"], called["engine_args"]) == ("vllm", {"tensor_parallel_size": 4})
+        drawn = {name: called[name] for name in ("temperature", "edt_scale", "edt_theta", "max_new_tokens")}
+        assert drawn == {name: sampling[name] for name in drawn}
+        assert (called["num_samples"], called["top_p"], called["seed"]) == (data["num_samples"], 1.0, 0)
+        made += [(task, called["split"], called["limit"]) for task in called["task"]]
+    wanted = [(source["task"], source["split"], source["limit"]) for source in [*data["train"], *data["validation"]]]
+    assert sorted(made) == sorted(wanted)
+
+
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p not in TRAINING], ids=lambda path: path.name)
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
+    assert _called(_command(path)[0], ["--config", str(path)], monkeypatch)
 
-    from selfcal_lightning.cli import run_function
 
-    verb = _command(path)[0]
+def _called(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what the command line calls the function of a verb with."""
     room, name, _ = FUNCTION_VERBS[verb]
     module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
     called: dict[str, Any] = {}
     real = getattr(module, name)
 
-    import functools
-
     @functools.wraps(real)
-    def record(*args: Any, **kwargs: Any) -> None:
-        called.update(kwargs, args=args)
+    def record(**kwargs: Any) -> None:
+        called.update(kwargs)
 
-    monkeypatch.setattr(module, name, record)
-    run_function(verb, ["--config", str(path)])
-    assert called
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, record)
+        run_function(verb, arguments)
+    return called

@@ -1,4 +1,4 @@
-"""Adapters: what they attach to, how they start, how they merge, and the guard for 4-bit layers."""
+"""Adapters: what they attach to, how they start, how they merge, and how their logits are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from selfcal_lightning.models.causal_lm import confidence_from_logits, load_caus
 from selfcal_lightning.models.lora import (
     LoraSettings,
     attach_lora,
-    keep_quantized_gradients,
     load_adapter,
     merge_adapter,
     save_adapter,
@@ -164,13 +163,3 @@ def test_p_true_is_a_share_of_the_full_softmax() -> None:
 def test_unknown_model_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"`base_model`.*no-such-folder"):
         load_causal_lm("./no-such-folder")
-
-
-def test_guard_for_four_bit_layers() -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    layer = bitsandbytes.nn.Linear4bit(8, 8)
-    layer.support_avx512bf16_for_cpu = True
-    keep_quantized_gradients(torch.nn.Sequential(layer, torch.nn.Linear(8, 8)))
-    assert layer.support_avx512bf16_for_cpu is False
-    with pytest.raises(ValueError, match="unquantised"):
-        merge_adapter(torch.nn.Sequential(layer))

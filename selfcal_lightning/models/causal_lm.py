@@ -20,6 +20,7 @@ from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -38,6 +39,8 @@ def load_causal_lm(
     revision: str | None = None,
     dtype: DtypeName = "auto",
     attn_implementation: str | None = None,
+    device: torch.device | None = None,
+    quantization_config: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load ``base_model`` from a local folder or the hub, without running code that came with it.
 
@@ -47,6 +50,8 @@ def load_causal_lm(
         dtype: Of the weights; "auto" takes the dtype that they are stored in.
         attn_implementation: Name that transformers knows, such as "sdpa", or "segments", which also runs packed rows;
             None takes "segments" where the model can, else the model's default.
+        device: Where the weights are put as they are read; None is the CPU.
+        quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
 
     Raises:
         ValueError: If there is no such model, or it is no causal language model.
@@ -60,6 +65,8 @@ def load_causal_lm(
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attn_implementation,
+            device_map=None if device is None else {"": str(device)},
+            quantization_config=quantization_config,
         )
     except (OSError, ValueError) as error:
         raise ValueError(

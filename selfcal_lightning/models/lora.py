@@ -1,8 +1,7 @@
-"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT and bitsandbytes is in this file."""
+"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is in this file."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from selfcal_lightning.models.quantization import keep_bitsandbytes_quiet, quantized_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -58,6 +59,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     Raises:
         ValueError: If a name in ``settings.target_modules`` matches no layer of the model, or a tied output layer.
     """
+    keep_bitsandbytes_quiet()
     from peft import LoraConfig, get_peft_model
 
     check_target_modules(model, settings.target_modules)
@@ -113,6 +115,7 @@ def save_adapter(model: PeftModel, directory: Path) -> None:
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
     """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen."""
+    keep_bitsandbytes_quiet()
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, directory, autocast_adapter_dtype=True)
@@ -127,20 +130,3 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
     if quantized_layers(model):
         raise ValueError("Expected an unquantised base to merge into: load the base model in bfloat16 and merge there.")
     return model.merge_and_unload(safe_merge=True)
-
-
-def quantized_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the 4-bit layers of ``model``; none where bitsandbytes was never imported."""
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
-
-
-def keep_quantized_gradients(model: nn.Module) -> None:
-    """Stop 4-bit layers from repacking their weights in the first evaluation on CPUs with AVX512-BF16.
-
-    After the repacking, the training forward yields no gradients, in silence (bitsandbytes 0.50.2, `nn/modules.py`).
-    """
-    for module in quantized_layers(model):
-        module.support_avx512bf16_for_cpu = False

@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from selfcal_lightning.functional.losses import (
@@ -22,7 +24,17 @@ from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity, same_base_model
-from selfcal_lightning.models.lora import LoraSettings, attach_lora, keep_quantized_gradients
+from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.quantization import (
+    OptimizerName,
+    Quantization,
+    build_optimizer,
+    check_resumed,
+    check_run,
+    check_settings,
+    keep_quantized_gradients,
+    load_nf4_causal_lm,
+)
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.step_log import StepLog, bar_values
@@ -62,6 +74,11 @@ class SelfCalibrationModule(LightningModule):
         loss: "smooth_l1", or "squared" for the ablation.
         generation_loss: False drops the generation loss (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
+        quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
+            extra `qlora`); embeddings, norms and the output layer are not. Samples are drawn from, and an export is
+            merged into, the model as it is stored. None trains on that model too.
+        optimizer: "adamw", or of bitsandbytes (the extra `qlora`) "adamw_8bit" with 8-bit moments, "paged_adamw" with
+            moments that may leave the GPU, "paged_adamw_8bit" with both.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
         weight_decay: Of AdamW.
         warmup_steps: Optimiser steps of linear warm-up.
@@ -89,6 +106,8 @@ class SelfCalibrationModule(LightningModule):
         loss: Literal["smooth_l1", "squared"] = "smooth_l1",
         generation_loss: bool = True,
         p_true: Literal["normalised", "raw"] = "normalised",
+        quantization: Quantization | None = None,
+        optimizer: OptimizerName = "adamw",
         lr: float = 5e-5,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
@@ -114,6 +133,8 @@ class SelfCalibrationModule(LightningModule):
             raise ValueError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
         if warmup_steps < 0:
             raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+        check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
+        self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
         self.omega, self.beta = (omega if generation_loss else 0.0), beta
         self.loss, self.p_true = loss, p_true
@@ -132,6 +153,10 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- the model
 
+    def prepare_data(self) -> None:
+        """Refuse, before hours of sampling, what the training after them could not do."""
+        check_run(self.trainer.strategy, quantization=self.quantization, optimizer=self.optimizer_name)
+
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
         if self.model is not None:
@@ -143,9 +168,8 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if self._trainer is None else self.trainer.strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
-        model = load_causal_lm(
-            self.base_model, revision=self.revision, dtype=dtype, attn_implementation=self.attn_implementation
-        )
+        load = load_causal_lm if self.quantization is None else partial(load_nf4_causal_lm, device=device)
+        model = load(self.base_model, revision=self.revision, dtype=dtype, attn_implementation=self.attn_implementation)
         self.identity = base_model_identity(self.base_model, revision=self.revision)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -250,7 +274,7 @@ class SelfCalibrationModule(LightningModule):
                 "Set `trainer.max_epochs` or `trainer.max_steps`."
             )
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
+        optimizer = build_optimizer(self.optimizer_name, parameters, lr=self.lr, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: cosine_with_warmup(step, total=int(total), warmup=self.warmup_steps)
         )
@@ -347,6 +371,8 @@ class SelfCalibrationModule(LightningModule):
                 f"Expected a checkpoint of the base model {self.base_model!r} ({self.identity}), but got one of "
                 f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
             )
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            check_resumed(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}), self.hparams)
         found = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
         wanted = {name: tuple(value.shape) for name, value in self._trained().items()}
         differing = [
@@ -376,6 +402,7 @@ class SelfCalibrationModule(LightningModule):
             "base_model": dict(self.identity),
             "prompt": self.chat.describe(),
             "p_true": self.p_true,
+            "quantization": self.quantization,
             "hyper_parameters": dict(self.hparams),
         }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
+from selfcal_lightning.imports import is_installed
 from selfcal_lightning.pipelines.progress import say
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MANIFEST = "selfcal_manifest.json"
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
 PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
+OPTIONAL_PACKAGES = ("bitsandbytes",)
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +41,9 @@ def run_export(
     private: bool = True,
 ) -> str:
     """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
+
+    An adapter that was trained on a quantised base (QLoRA) is merged into the base as it is stored: merged into four
+    bits, the update would be rounded away. The manifest and the model card say what it was trained on.
 
     Args:
         adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
@@ -161,8 +166,9 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that an export depends on."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    """Return the versions of the packages that an export depends on; the optional ones where they are installed."""
+    found = [*PACKAGES, *(name for name in OPTIONAL_PACKAGES if is_installed(name))]
+    return {name: importlib.metadata.version(name) for name in found}
 
 
 def _from_adapter(
@@ -207,10 +213,12 @@ def _from_checkpoint(
         config = AutoConfig.from_pretrained(resolve_model(stored["base_model"]), revision=stored["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     module = SelfCalibrationModule.load_from_checkpoint(
-        path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, **place
+        path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
     )
     merged = module.model if module.lora is None else merge_adapter(module.model)
-    return merged, (module.base_model, module.revision), module.describe()
+    # What it was trained with, not what it was loaded with to be merged.
+    trained = {"quantization": stored.get("quantization"), "hyper_parameters": stored}
+    return merged, (module.base_model, module.revision), module.describe() | trained
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
@@ -272,6 +280,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "All weights of"}[kind]
     lines = ["---", f"base_model: {base}", f"library_name: {library}", "pipeline_tag: text-generation", "---", ""]
     lines += ["# Self-calibrated model", "", f"{what} `{base}`, trained to know when its own answers are right.", ""]
+    if manifest.get("quantization"):
+        into = " and merged into the model as it is stored" if kind == "merged" else ""
+        lines += [f"It was trained on the base model in {manifest['quantization'].upper()} (QLoRA){into}.", ""]
     if "prompt" in manifest:
         formula = "P(Yes) / (P(Yes) + P(No))" if manifest["p_true"] == "normalised" else "P(Yes)"
         lines += [

@@ -1,0 +1,200 @@
+"""4-bit base weights and 8-bit optimiser states. All that the project knows of bitsandbytes is in this file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from selfcal_lightning.imports import require
+from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.causal_lm import load_causal_lm
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
+
+Quantization = Literal["nf4"]
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+# What a checkpoint without these settings was trained with.
+PLAIN_SETTINGS = {"quantization": None, "optimizer": "adamw"}
+CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+_CPU_LOGGER = "bitsandbytes.backends.cpu.ops"
+
+
+def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
+    """Raise ValueError for an unknown choice, and for a quantised base without an adapter: it cannot be trained."""
+    if quantization not in {None, *get_args(Quantization)}:
+        raise ValueError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
+    if optimizer not in get_args(OptimizerName):
+        known = ", ".join(f'"{name}"' for name in get_args(OptimizerName))
+        raise ValueError(f"Expected `optimizer` to be one of {known}, but got {optimizer!r}.")
+    if quantization is not None and not adapted:
+        raise ValueError(
+            f"Expected `lora` settings with `quantization` {quantization!r}, but got None: weights of four bits cannot "
+            "be trained. Set `lora`, or leave `quantization` out."
+        )
+
+
+def check_run(strategy: object, *, quantization: str | None, optimizer: str) -> None:
+    """Raise before the long work where a run could not use what its settings ask for.
+
+    Args:
+        strategy: Of the Trainer.
+        quantization: Of the base weights.
+        optimizer: Name of the optimiser.
+
+    Raises:
+        ValueError: The strategy splits parameters, which the blocks of bitsandbytes cannot follow.
+        ImportError: bitsandbytes is not installed.
+    """
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+    asked = [f"`optimizer` {optimizer!r}"] if optimizer in CLASSES else []
+    asked += [] if quantization is None else [f"`quantization` {quantization!r}"]
+    if not asked:
+        return
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        raise ValueError(
+            f"Expected one device or the strategy ddp with {' and '.join(asked)}, but got {type(strategy).__name__}, "
+            "which may split parameters over devices. Set `trainer.strategy` to ddp, or leave these settings out."
+        )
+    import_bitsandbytes()
+
+
+def check_resumed(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise ValueError where a run would be resumed with other arithmetic than it was begun with.
+
+    Args:
+        stored: Hyper-parameters in the checkpoint.
+        current: Hyper-parameters of the module.
+    """
+    for name, plain in PLAIN_SETTINGS.items():
+        before, now = stored.get(name, plain), current.get(name, plain)
+        if before != now:
+            raise ValueError(
+                f"Expected `{name}` to be {before!r}, as in the run that is resumed, but got {now!r}. Set "
+                f"`model.init_args.{name}` to it, or start a new run."
+            )
+
+
+def load_nf4_causal_lm(
+    base_model: str,
+    *,
+    device: torch.device,
+    revision: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Load ``base_model`` with its linear layers in NF4, double quantised, straight onto ``device``.
+
+    Embeddings, norms and the output layer keep ``dtype``, which is also what the 4-bit layers compute in.
+
+    Args:
+        base_model: Folder or hub name of an unquantised model, or "bundled".
+        device: Where the weights are put as they are read: the whole model is never there unquantised.
+        revision: Branch, tag or commit on the hub.
+        dtype: "auto" is bfloat16.
+        attn_implementation: Name that transformers knows; None takes the model's default.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        ValueError: The model is quantised already, or has no linear layer to quantise.
+
+    Reference:
+        Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4.
+    """
+    import_bitsandbytes()
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    stored = AutoConfig.from_pretrained(resolve_model(base_model), revision=revision)
+    if getattr(stored, "quantization_config", None) is not None:
+        raise ValueError(
+            f"Expected `base_model` to be an unquantised model for `quantization` 'nf4', but got {base_model!r}, which "
+            "is quantised already. Name the model that it was made of."
+        )
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    model = load_causal_lm(
+        base_model,
+        revision=revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        device=device,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype),
+        ),
+    )
+    if not quantized_layers(model):
+        raise ValueError(
+            f"Expected {type(model).__name__} to have linear layers beside its output layer, but got none that "
+            "`quantization` could apply to. Leave it out."
+        )
+    return model
+
+
+def build_optimizer(
+    name: OptimizerName, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+) -> Optimizer:
+    """Return AdamW, with its two moments in 32 or 8 bits, on the device or in pages that can leave it.
+
+    Of bitsandbytes: 8-bit moments are scaled in blocks of 256, and tensors of fewer than 4,096 elements keep 32 bits.
+    Pages move to the host where the GPU's memory runs short; there are none on a CPU, of which it warns, and none in a
+    resumed run, whose moments lie on the GPU.
+
+    Raises:
+        ImportError: bitsandbytes is needed and not installed.
+
+    Reference:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861); paging: QLoRA, section 3.
+    """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+    made = getattr(import_bitsandbytes().optim, CLASSES[name])
+    return made(list(parameters), lr=lr, weight_decay=weight_decay)
+
+
+def quantized_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the 4-bit layers of ``model``; none where bitsandbytes was never imported."""
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    if bitsandbytes is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+
+
+def keep_quantized_gradients(model: nn.Module) -> None:
+    """Stop 4-bit layers from repacking their weights in the first evaluation on CPUs with AVX512-BF16.
+
+    After the repacking, the training forward yields no gradients, in silence (bitsandbytes 0.50.2, `nn/modules.py`).
+    """
+    for module in quantized_layers(model):
+        module.support_avx512bf16_for_cpu = False
+
+
+def import_bitsandbytes() -> ModuleType:
+    """Return the package, or say how to install it.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    keep_bitsandbytes_quiet()
+    return require("bitsandbytes", extra="qlora")
+
+
+def keep_bitsandbytes_quiet() -> None:
+    """Keep its advice to install `kernels` off the terminal; call before anything imports it, as PEFT does.
+
+    On CPUs with AVX512-BF16 it would download compiled code for the packed weights that are turned off here.
+    """
+    logging.getLogger(_CPU_LOGGER).addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "kernels-community" not in record.getMessage()

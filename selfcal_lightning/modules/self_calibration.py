@@ -25,6 +25,7 @@ from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logit
 from selfcal_lightning.models.identity import base_model_identity, same_base_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, keep_quantized_gradients
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class SelfCalibrationModule(LightningModule):
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
+        self._resume = ResumeState()
         self._step_sums: Tensor | None = None
         self._step_started = time.perf_counter()
 
@@ -251,6 +253,10 @@ class SelfCalibrationModule(LightningModule):
         ).float()
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
 
+    def on_train_start(self) -> None:
+        """Go on exactly where a checkpoint left off."""
+        self._resume.start(self.trainer)
+
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
         self._step_sums, self._step_started = None, time.perf_counter()
@@ -343,6 +349,7 @@ class SelfCalibrationModule(LightningModule):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
         checkpoint[IDENTITY_KEY] = dict(self.identity)
+        self._resume.save(checkpoint, self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another base model, or one that does not hold every trained parameter.
@@ -371,6 +378,7 @@ class SelfCalibrationModule(LightningModule):
                 f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
                 f"checkpoint: {checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}).get('lora')}."
             )
+        self._resume.load(checkpoint, self._trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
+from selfcal_lightning.callbacks.preemption import interrupt_of
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -88,6 +89,7 @@ class SSCGeneration(Callback):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             stall_timeout=self.stall_timeout,
+            interrupt=interrupt_of(trainer, stage),
         )
         with self._rendezvous.working():
             self._fill(trainer, pl_module, splits)
@@ -141,6 +143,7 @@ class SSCGeneration(Callback):
                     shard=shard,
                     questions_per_shard=self.questions_per_shard,
                     progress=trainer.is_global_zero,
+                    interrupt=self._rendezvous.check,
                 )
                 say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
         finally:

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -24,6 +25,7 @@ from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.datamodules.reading import check_prompts, keep_targets, read_index
+from selfcal_lightning.datamodules.signals import outlive_signals
 from selfcal_lightning.datamodules.ssc_sampler import (
     LateDataLoader,
     OneByOne,
@@ -370,5 +372,9 @@ class SSCDataModule(LightningDataModule):
             batch_sampler=batches,
             collate_fn=collator,
             num_workers=self.num_workers,
+            worker_init_fn=outlive_signals,
+            # Loaders draw the seeds of their workers from a generator: not from the global one, whose state would then
+            # depend on how often a run was resumed.
+            generator=torch.Generator(),
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from pickle import UnpicklingError
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
 
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
@@ -51,6 +55,15 @@ class SelfCalibrationCLI(LightningCLI):
             parser.add_lightning_class_args(Callback, "confidence_writer", subclass_mode=True, required=False)
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
         return parser
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
+        trainer = super().instantiate_trainer(**kwargs)
+        plugins = self._get(self.config_init, "trainer")["plugins"]
+        named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
+        if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user wrote it.

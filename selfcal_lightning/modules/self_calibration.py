@@ -37,6 +37,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
@@ -150,6 +151,7 @@ class SelfCalibrationModule(LightningModule):
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._packing_is_checked = False
         self._step_log = StepLog()
+        self._resume = ResumeState()
 
     # ---- the model
 
@@ -282,6 +284,10 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- what is logged in training
 
+    def on_train_start(self) -> None:
+        """Go on exactly where a checkpoint left off."""
+        self._resume.start(self.trainer)
+
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
         self._step_log.restart()
@@ -356,6 +362,7 @@ class SelfCalibrationModule(LightningModule):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
         checkpoint[IDENTITY_KEY] = dict(self.identity)
+        self._resume.save(checkpoint, self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another base model, or one that does not hold every trained parameter.
@@ -386,6 +393,7 @@ class SelfCalibrationModule(LightningModule):
                 f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
                 f"checkpoint: {checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}).get('lora')}."
             )
+        self._resume.load(checkpoint, self._trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""

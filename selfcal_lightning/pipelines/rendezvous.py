@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.pipelines.stop_signals import Interrupt, PreemptedError, never
+
 BEAT_SECONDS = 5.0
 POLL_SECONDS = 0.5
+STOPPED = "stopped"
 
 
 class Rendezvous:
@@ -21,23 +24,34 @@ class Rendezvous:
 
     Every process keeps a file with its state and a counter that a thread raises while it lives. Whoever waits fails
     when a process that it waits for has failed, or has not raised its counter for ``stall_timeout`` seconds of the
-    waiter's own clock.
+    waiter's own clock. When one process was asked to stop, all of them do.
 
     Args:
         folder: Where the files lie; the same and new in all processes.
         rank: This process.
         world_size: How many there are.
         stall_timeout: Seconds without a sign of life after which a process is taken for dead.
+        interrupt: Raises PreemptedError once this process was asked to stop.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world_size: int, stall_timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        stall_timeout: float = 600.0,
+        interrupt: Interrupt = never,
+    ) -> None:
         self.folder, self.rank, self.world_size, self.stall_timeout = folder, rank, world_size, stall_timeout
+        self.interrupt = interrupt
+        self._looked_at = 0.0
         self._beat = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Show signs of life in the block; then the state is "done", or "failed" when the block raised."""
+        """Show signs of life in the block; then the state is "done", or "failed" or "stopped" when the block raised."""
         if self.world_size == 1:
             yield
             return
@@ -55,6 +69,9 @@ class Rendezvous:
         try:
             yield
             state = "done"
+        except PreemptedError as error:
+            state, problem = STOPPED, str(error)
+            raise
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise
@@ -68,9 +85,23 @@ class Rendezvous:
 
         Raises:
             RuntimeError: A process failed or gives no sign of life; what it did until then is kept in the store.
+            PreemptedError: A process was asked to stop.
         """
-        for rank in range(self.world_size) if self.world_size > 1 else ():
-            self._wait_for(rank)
+        try:
+            for rank in range(self.world_size) if self.world_size > 1 else ():
+                self._wait_for(rank)
+        except PreemptedError as error:
+            self._show(STOPPED, str(error))
+            raise
+
+    def check(self) -> None:
+        """Raise PreemptedError when this process, or another one that works, was asked to stop. Cheap to call often."""
+        self.interrupt()
+        if self.world_size == 1 or time.monotonic() - self._looked_at < POLL_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        for rank in range(self.world_size):
+            _raise_if_stopped(rank, self._read(rank))
 
     def clear(self) -> None:
         """Remove the files. Only when no process waits any more."""
@@ -83,6 +114,7 @@ class Rendezvous:
             state = self._read(rank)
             if state.get("state") == "done":
                 return
+            self.check()
             if state.get("state") == "failed":
                 raise RuntimeError(f"Expected process {rank} to finish its share, but it failed: {state['problem']}")
             if state != seen:
@@ -108,3 +140,8 @@ class Rendezvous:
             temporary = self._file(self.rank).with_suffix(".tmp")
             temporary.write_text(json.dumps({"state": state, "beat": self._beat, "problem": problem}))
             os.replace(temporary, self._file(self.rank))
+
+
+def _raise_if_stopped(rank: int, state: dict[str, Any]) -> None:
+    if state.get("state") == STOPPED:
+        raise PreemptedError(f"Process {rank} stopped: {state['problem']}")

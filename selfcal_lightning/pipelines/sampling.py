@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.base import Engine, RequestsFailedError
 from selfcal_lightning.pipelines.progress import Progress, say
+from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -95,6 +96,7 @@ def generate_samples(
     shard: tuple[int, int] = (0, 1),
     questions_per_shard: int = 64,
     progress: bool = True,
+    interrupt: Interrupt = never,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -118,6 +120,7 @@ def generate_samples(
         shard: (i, n), this process's share.
         questions_per_shard: Questions in a file of the store.
         progress: Whether to show how far it is.
+        interrupt: Called whenever responses have come in; it raises to stop, and what is complete is stored.
 
     Raises:
         ValueError: No questions, repeated ids, prompts that do not fit, questions stored with another wording, split,
@@ -133,7 +136,7 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round)
-            sampler.run(todo, prompts)
+            sampler.run(todo, prompts, interrupt)
     return GenerationReport(
         store_dir=str(store.path),
         questions=len(share),
@@ -221,12 +224,13 @@ class _Sampler:
         self.generated = self.unreadable = self.truncated = self.failed = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
 
-    def run(self, questions: Sequence[Question], prompts: dict[str, array[int]]) -> None:
+    def run(self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt) -> None:
         """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish."""
         waiting = iter(questions)
         committed_at = time.monotonic()
         try:
             while self._fill(waiting, prompts):
+                interrupt()
                 for response in self._poll():
                     self._take(response.request_id, response)
                 if not self.writer.buffered:

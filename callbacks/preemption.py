@@ -1,0 +1,152 @@
+"""Stop at a signal, with a checkpoint, and go on when the same command is started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
+
+CHECKPOINT_SUFFIX = "-preempted"
+
+
+class PreemptionCheckpoint(Callback):
+    """Writes a checkpoint and stops when SIGTERM or SIGUSR1 comes to any process of the run.
+
+    The handlers only set a flag. After every optimiser step the processes agree on it (so that accumulation is never
+    cut and a signal to one process is enough), write ``last-preempted.ckpt`` into the folder of the run's
+    ``ModelCheckpoint`` and end with status 75. While ``SSCGeneration`` samples, the run stops between two responses;
+    the store keeps the questions that are complete. A second signal kills as usual.
+
+    With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder; the first start finds
+    none and begins. Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective
+    inside the handler, and its SLURM handler writes a checkpoint there.
+
+    Args:
+        signals: Signals that mean "stop soon". SLURM sends SIGUSR1 in time with ``#SBATCH --signal=USR1@120``.
+        every_n_steps: Optimiser steps between two agreements of the processes, each a sum of one number.
+        requeue: Put the SLURM job back into the queue (``scontrol requeue``) once the checkpoint is written.
+    """
+
+    def __init__(
+        self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1, requeue: bool = False
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
+        self.stop = StopSignals(signals)
+        self.every_n_steps, self.requeue = every_n_steps, requeue
+        self._step_before = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen from here on, and refuse what would make the checkpoint useless."""
+        if stage != TrainerFn.FITTING:
+            return
+        _checkpoint_folder(trainer)
+        if self.requeue:
+            _job_id()
+        self.stop.install()
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back from Lightning, which has put its handlers in place since ``setup``."""
+        self._take_over(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise where there is no sanity check."""
+        self._take_over(trainer)
+        self._step_before = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """After an optimiser step, stop when any process was asked to."""
+        step = trainer.global_step
+        if step == self._step_before:
+            return
+        self._step_before = step
+        if step % self.every_n_steps:
+            return
+        if not trainer.strategy.reduce_boolean_decision(self.stop.received is not None, all=False):
+            return
+        path = _checkpoint_folder(trainer) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{CHECKPOINT_SUFFIX}.ckpt"
+        trainer.save_checkpoint(path)
+        who = self.stop.received or "A signal to another process"
+        raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say how to go on and requeue, or give the signals back where something else ended the run."""
+        if not isinstance(exception, PreemptedError):
+            self.stop.restore()
+            return
+        # The handlers stay: this process ends, and a launcher that sees another one end first must not cut it short.
+        self.stop.forget()
+        if trainer.is_global_zero:
+            say(
+                f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` goes on from here; this "
+                f"process ends with status {STOPPED_STATUS}."
+            )
+            if self.requeue:
+                requeue_job()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        self.stop.restore()
+
+    def _take_over(self, trainer: Trainer) -> None:
+        self.stop.install()
+        # What came between Lightning's registration and now reached both handlers. Ours has remembered it; Lightning
+        # would end the run at the next batch, without a checkpoint.
+        trainer._signal_connector.received_sigterm = False
+
+
+def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
+    """Return what raises PreemptedError once this process was asked to stop; for long work in other callbacks.
+
+    Without a PreemptionCheckpoint, or outside ``fit``, it does nothing.
+    """
+    for callback in trainer.callbacks if stage == TrainerFn.FITTING else ():
+        if isinstance(callback, PreemptionCheckpoint):
+            callback.stop.install()  # its own `setup` may come later in the list of callbacks
+            return callback.stop.raise_if_received
+    return never
+
+
+def requeue_job() -> bool:
+    """Put this SLURM job back into the queue. Returns whether SLURM took it; a refusal is said, not raised."""
+    command = ["scontrol", "requeue", _job_id()]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - no shell, checked id
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or error
+        say(f"PreemptionCheckpoint: `{' '.join(command)}` failed: {reason}. Submit the job again by hand.")
+        return False
+    say(f"PreemptionCheckpoint: {' '.join(command)}")
+    return True
+
+
+def _job_id() -> str:
+    """Return the id of this SLURM job, "array_task" for one of an array."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    name = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+    if not name.replace("_", "").isdigit():
+        raise ValueError(
+            f"Expected a SLURM job for `requeue=True`, but got SLURM_JOB_ID={name!r}. Set `requeue` to false outside "
+            "of SLURM, and start the same command again by hand."
+        )
+    return name
+
+
+def _checkpoint_folder(trainer: Trainer) -> Path:
+    """Return the folder in which ``ckpt_path="last"`` looks."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return Path(callback.dirpath)
+    raise ValueError(
+        "Expected a ModelCheckpoint with `dirpath` beside PreemptionCheckpoint, but got none: a run that is started "
+        "again looks for its checkpoints there. Add one to `trainer.callbacks`, with `save_last: true`."
+    )

@@ -1,0 +1,55 @@
+"""The global random states of all processes, in a checkpoint and back.
+
+The project's own draws are keyed by what they are for (rows by seed and epoch, dropout by seed, epoch, batch and rank,
+samples by seed, round and question) and need none of this. It is for what a user adds, such as a callback with noise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's global generators, as tensors and plain values."""
+    version, numbers, normal = random.getstate()
+    name, key, position, has_normal, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": [version, list(numbers), normal],
+        "numpy": [str(name), torch.from_numpy(key.astype(np.int64)), int(position), int(has_normal), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put the global generators back into ``states``."""
+    version, numbers, normal = states["python"]
+    random.setstate((version, tuple(numbers), normal))
+    name, key, position, has_normal, cached = states["numpy"]
+    np.random.set_state((name, key.numpy().astype(np.uint32), position, has_normal, cached))
+    torch.set_rng_state(states["torch"].cpu())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+
+
+def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
+    """Return the states of every process, by rank. A collective: all processes must call it."""
+    mine = random_states(device)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [mine]
+    states: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, mine)
+    return states
+
+
+def restore_of_rank(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, device: torch.device) -> None:
+    """Restore this process's states, unless they are those of another number of processes."""
+    if len(states) == world_size:
+        restore_random_states(states[rank], device)

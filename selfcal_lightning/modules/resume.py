@@ -1,0 +1,50 @@
+"""What a resumed training needs beyond Lightning's own counters, kept in the module's checkpoint hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.modules.checkpoint_io import check_training_state
+from selfcal_lightning.modules.random_states import gather_random_states, restore_of_rank
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+RANDOM_KEY = "random_states"
+
+
+class ResumeState:
+    """Carries random states through checkpoints, and mends an epoch counter of Lightning."""
+
+    def __init__(self) -> None:
+        self._states: list[dict[str, Any]] | None = None
+
+    def save(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+        """Add the random states of all processes. A collective, as writing a checkpoint is."""
+        checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
+
+    def load(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
+        """Take the random states for the start of training; refuse weights alone where training is to go on."""
+        if trainer is None or trainer.state.fn != "fit":
+            return
+        check_training_state(checkpoint)
+        self._states = checkpoint.get(RANDOM_KEY)
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin where the checkpoint left off. To be called when everything before the first batch is done."""
+        if self._states is not None:
+            restore_of_rank(self._states, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+            self._states = None
+        _begin_the_epoch_after_a_whole_one(trainer)
+
+
+def _begin_the_epoch_after_a_whole_one(trainer: Trainer) -> None:
+    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch.
+
+    Resumed from such a checkpoint, Lightning 2.6.6 (``_FitLoop.reset``) counts the old epoch as done, yet takes itself
+    to be in the middle of one still: it neither counts the new epoch as begun nor calls ``on_train_epoch_start``, and
+    checkpoints written within it look like those of an epoch's end, from which it would start the epoch again.
+    """
+    loop = trainer.fit_loop
+    if loop.restarted_mid_epoch and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
+        loop.reset_restart_stage()

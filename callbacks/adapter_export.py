@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.export import check_output, write_export
 from selfcal_lightning.pipelines.progress import say
@@ -70,11 +70,15 @@ class AdapterExport(Callback):
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
 
-    @rank_zero_only
     def _export(self, trainer: Trainer, module: SelfCalibrationModule, folder: Path) -> None:
+        # Where the weights are cut over processes, all of them give their part before the first one writes.
+        state = gather_trained(module.model) if is_sharded(module.model) else None
+        if not trainer.is_global_zero:
+            return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         store_dir = getattr(trainer.datamodule, "store_dir", None)
-        write_export(module, folder, store=None if store_dir is None else describe_store(store_dir), metrics=metrics)
+        store = None if store_dir is None else describe_store(store_dir)
+        write_export(module, folder, store=store, metrics=metrics, state=state)
         say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
 
 

@@ -201,9 +201,9 @@ def validation_batches(
 ) -> list[MicroBatch]:
     """Deal whole questions to the processes and return the batches of one, longest rows first.
 
-    Nothing is padded or repeated, so processes may have different numbers of batches. One that has no question gets a
-    single batch of no rows: Lightning skips the whole evaluation, hooks included, on a process without batches, and
-    the others would wait for it in the metrics' collectives for ever.
+    Nothing is repeated. Every process gets as many batches as the one with the most rows, at its end batches of no
+    rows: Lightning skips the whole evaluation, hooks included, on a process without batches, and under FSDP2 every
+    forward is a collective; the others would wait for ever.
 
     Args:
         question_index: Number of each row's question, the same on every process, [R].
@@ -222,8 +222,9 @@ def validation_batches(
         rows = rows[np.lexsort((rows, place[rows], -longest[place[rows]]))]
     else:
         rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    most = int(np.bincount(place % world_size).max(initial=1))
     batches = []
-    for start in range(0, max(len(rows), 1), batch_size):
+    for start in range(0, most, batch_size):
         part = rows[start : start + batch_size]
         calibration, generation = weights[0][part], weights[1][part]
         real = np.ones(len(part), dtype=bool)

@@ -259,7 +259,7 @@ def test_validation_deals_whole_questions_and_never_leaves_a_process_without_a_b
     lengths = np.arange(15)
     weights = (np.ones(15), np.zeros(15))
     ranks = [validation_batches(question, lengths, weights, batch_size=4, rank=rank, world_size=4) for rank in range(4)]
-    assert [[len(batch.rows) for batch in batches] for batches in ranks] == [[4, 1], [4, 1], [4, 1], [0]]
+    assert [[len(batch.rows) for batch in batches] for batches in ranks] == [[4, 1], [4, 1], [4, 1], [0, 0]]
     assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(15))
     assert ranks[1][0].rows.tolist() == [9, 8, 7, 6]
     assert ranks[1][0].calibration_total == 4.0

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.models.segment_attention import (
-    SEGMENTS,
-    packed_inputs,
-    register_segment_attention,
-    shared_prefix_problem,
-)
+from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
@@ -73,8 +68,8 @@ def load_causal_lm(
             f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
             f"{f' at revision {revision!r}' if revision else ''}: {error}"
         ) from error
-    if attn_implementation is None and shared_prefix_problem(model.config) is None:
-        model.set_attn_implementation(SEGMENTS)
+    if attn_implementation is None:
+        prefer_segments(model)
     return model
 
 

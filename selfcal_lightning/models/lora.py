@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from selfcal_lightning.models.quantization import keep_bitsandbytes_quiet, quantized_layers
 
@@ -108,9 +108,17 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything."""
-    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False)
+def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything.
+
+    ``state`` holds the adapter's parameters by name where those of ``model`` are cut over processes.
+    """
+    model.save_pretrained(
+        str(directory),
+        safe_serialization=True,
+        save_embedding_layers=False,
+        state_dict=None if state is None else dict(state),
+    )
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:

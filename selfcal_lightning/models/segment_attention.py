@@ -235,6 +235,13 @@ def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
         )
 
 
+def prefer_segments(model: PreTrainedModel) -> None:
+    """Give ``model`` attention by segments where it can run packed rows; else leave its own."""
+    if shared_prefix_problem(model.config) is None:
+        register_segment_attention()
+        model.set_attn_implementation(SEGMENTS)
+
+
 def runs_packed_rows(model: PreTrainedModel) -> bool:
     """Return whether the attention that ``model`` has now knows packed rows."""
     return model.config.get_text_config()._attn_implementation in (SEGMENTS, FLEX)

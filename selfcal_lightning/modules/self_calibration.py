@@ -37,8 +37,10 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
+from selfcal_lightning.modules.support import check_support
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 if TYPE_CHECKING:
@@ -157,12 +159,22 @@ class SelfCalibrationModule(LightningModule):
 
     def prepare_data(self) -> None:
         """Refuse, before hours of sampling, what the training after them could not do."""
+        self._check_support()
         check_run(self.trainer.strategy, quantization=self.quantization, optimizer=self.optimizer_name)
+
+    def _check_support(self) -> None:
+        check_support(
+            self._trainer,
+            lora=self.lora is not None,
+            gradient_checkpointing=self.gradient_checkpointing,
+            quantization=self.quantization,
+        )
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
         if self.model is not None:
             return
+        self._check_support()
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query)
         dtype = self.torch_dtype
@@ -170,14 +182,25 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if self._trainer is None else self.trainer.strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
-        load = load_causal_lm if self.quantization is None else partial(load_nf4_causal_lm, device=device)
-        model = load(self.base_model, revision=self.revision, dtype=dtype, attn_implementation=self.attn_implementation)
         self.identity = base_model_identity(self.base_model, revision=self.revision)
-        if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
-        keep_quantized_gradients(self.model)
+        loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if isinstance(strategy, AdapterModelParallelStrategy):
+            self.model = strategy.load_model(
+                self.base_model,
+                lora=self.lora,
+                seed=self.seed,
+                gradient_checkpointing=self.gradient_checkpointing,
+                **loading,
+            )
+        else:
+            load = load_causal_lm if self.quantization is None else partial(load_nf4_causal_lm, device=device)
+            model = load(self.base_model, **loading)
+            if self.gradient_checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                model.enable_input_require_grads()
+            self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
+            keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 
@@ -333,12 +356,14 @@ class SelfCalibrationModule(LightningModule):
     def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
         """Return the confidence of every row."""
         if batch.batch_size == 0:  # a process with fewer questions than the others
+            join_forward(self.model, self.device)
             nothing = torch.empty(0, device=self.device)
             return ScoredRows(batch.row, batch.question_index, nothing, nothing, nothing)
         return ScoredRows(batch.row, batch.question_index, *self.confidence(batch))
 
     def _update_metrics(self, metrics: CalibrationMetrics, batch: SSCBatch) -> None:
         if batch.batch_size == 0:  # a process with fewer questions than the others
+            join_forward(self.model, self.device)
             return
         confidence = self.confidence(batch)
         metrics.update(

@@ -19,6 +19,7 @@ from selfcal_lightning.imports import is_installed
 from selfcal_lightning.pipelines.progress import say
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -89,6 +90,7 @@ def write_export(
     *,
     store: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
 
@@ -99,14 +101,15 @@ def write_export(
         directory: Where to; an export that lies there is replaced in one step.
         store: What identifies the samples that it was trained on.
         metrics: Validation metrics to keep with it.
+        state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
     """
     from selfcal_lightning.models.lora import save_adapter
 
     with replacing(directory) as folder:
         if module.lora is None:
-            module.model.save_pretrained(folder)
+            module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
         else:
-            save_adapter(module.model, folder)
+            save_adapter(module.model, folder, state=state)
         module.chat.tokenizer.save_pretrained(folder)
         manifest = {
             "kind": "model" if module.lora is None else "adapter",

@@ -1,0 +1,119 @@
+"""Which way of running supports what: one table, and the check that holds a run against it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+
+from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Way = Literal["one process", "DDP", "FSDP2"]
+Support = Literal["yes", "not run", "no"]
+WAYS: tuple[Way, ...] = ("one process", "DDP", "FSDP2")
+STRATEGY = "selfcal_lightning.modules.model_parallel.AdapterModelParallelStrategy"
+
+# "yes": a test of this project runs it on a CPU. "not run": nothing forbids it, no test of ours does it. "no": refused.
+SUPPORT: dict[str, dict[Way, Support]] = {
+    "LoRA": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "full fine-tuning": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "QLoRA (nf4)": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
+    "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
+    "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "precision bf16-mixed": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "precision bf16-true": {"one process": "yes", "DDP": "not run", "FSDP2": "yes"},
+    "precision 16-mixed": {"one process": "not run", "DDP": "not run", "FSDP2": "no"},
+}
+REASONS: dict[tuple[str, Way], str] = {
+    ("QLoRA (nf4)", "FSDP2"): (
+        "4-bit weights cannot be cut by rows. Use `trainer.strategy: ddp`, or leave `quantization` out"
+    ),
+    ("precision 16-mixed", "FSDP2"): (
+        "the gradient scaler of float16 would decide in each process alone. Use bf16-mixed"
+    ),
+}
+PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
+
+
+def check_support(
+    trainer: Trainer | None,
+    *,
+    lora: bool,
+    gradient_checkpointing: bool = False,
+    quantization: str | None = None,
+) -> None:
+    """Raise ValueError for a combination that does not work, naming what does.
+
+    Args:
+        trainer: The trainer that the module is attached to; None where there is none, as in an export.
+        lora: Whether an adapter is trained, not all weights.
+        gradient_checkpointing: Whether activations are recomputed.
+        quantization: "nf4" for QLoRA.
+    """
+    if quantization is not None and not lora:
+        raise ValueError(
+            f"Expected `lora` settings with `quantization={quantization!r}`, but got None: quantised weights cannot be "
+            "trained themselves. Set `lora`, or leave `quantization` out."
+        )
+    if trainer is None:
+        return
+    way = way_of(trainer.strategy)
+    precision = str(trainer.precision)
+    if precision not in PRECISIONS:
+        raise ValueError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
+    device = trainer.strategy.root_device.type
+    asked = ["LoRA" if lora else "full fine-tuning", "CPU" if device == "cpu" else "GPU", f"precision {precision}"]
+    asked += ["QLoRA (nf4)"] if quantization is not None else []
+    asked += ["gradient checkpointing"] if gradient_checkpointing else []
+    for feature in asked:
+        if SUPPORT[feature][way] == "no":
+            raise ValueError(f"Expected a run that {way} supports, but got {feature}: {REASONS[feature, way]}.")
+
+
+def way_of(strategy: Strategy) -> Way:
+    """Return which column of the table a strategy of Lightning is.
+
+    Raises:
+        ValueError: If it is none, with what to use instead.
+    """
+    if isinstance(strategy, AdapterModelParallelStrategy):
+        return "FSDP2"
+    if isinstance(strategy, SingleDeviceStrategy):
+        return "one process"
+    if isinstance(strategy, DDPStrategy):
+        return "DDP"
+    if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)):
+        reason = "which stores no adapter of its own" if isinstance(strategy, ModelParallelStrategy) else "FSDP1"
+        way_out = f"For sharded weights set `trainer.strategy.class_path: {STRATEGY}`, which is FSDP2."
+    elif isinstance(strategy, DeepSpeedStrategy):
+        reason, way_out = "DeepSpeed", f"For sharded weights set `trainer.strategy.class_path: {STRATEGY}`."
+    else:
+        reason, way_out = "which was never tried here", f"Use `ddp`, or `class_path: {STRATEGY}` for sharded weights."
+    raise ValueError(
+        f"Expected `trainer.strategy` to be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
+        f"{way_out}"
+    )
+
+
+def support_table() -> str:
+    """Return the table as Markdown, for the README.
+
+    Example:
+        >>> print(support_table().splitlines()[0])
+        | | one process | DDP | FSDP2 |
+    """
+    lines = [f"| | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
+    lines += [f"| {feature} | {' | '.join(row[way] for way in WAYS)} |" for feature, row in SUPPORT.items()]
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Two processes as torchrun starts them, but forked: what the parent has imported need not be imported again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:
+    """Return what ``work(*arguments)`` returns in each of ``count`` processes, by rank; fail when one of them does.
+
+    Lightning finds the environment of a launcher there, so strategies start no processes of their own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_work, args=(work, folder, rank, count, port, arguments), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + limit
+    # A process that failed leaves the others waiting in a collective: they are stopped.
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        if any(process.exitcode for process in processes):
+            time.sleep(1.0)
+            break
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.join()
+    errors = [file.read_text() for file in sorted(folder.glob("error-*"))]
+    assert not errors, "\n".join(errors)
+    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def _work(work: Callable[..., Any], folder: Path, rank: int, count: int, port: int, arguments: tuple) -> None:
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+        GROUP_RANK="0",
+    )
+    try:
+        torch.save(work(*arguments), folder / f"result-{rank}.pt")
+    except BaseException:
+        (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        os._exit(1)
+    os._exit(0)  # without the handlers of pytest that were forked along

@@ -33,6 +33,11 @@ class TreeMasks:
         self.trees = tuple(trees)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
+    def lengths(self, width: int) -> list[int]:
+        """Return the tokens of every prompt and branch in their order, and of the padding behind them."""
+        parts = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
+        return [*parts, width - sum(parts)]
+
     def branch_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, lower right."""
         if device.type != "cpu":
@@ -96,28 +101,22 @@ def segment_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     attend = _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
+    # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
+    lengths = prefix_trees.lengths(query.shape[2])
+    pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs: list[Tensor] = []
-    stop = 0
     for tree in prefix_trees.trees:
-        stop = tree.start + tree.prompt
-        prompt = slice(tree.start, stop)
+        queries, prompt_keys, prompt_values = next(pieces)
         mask = prefix_trees.branch_mask(tree.prompt, tree.prompt, query.device)
-        keys, values = key[:, :, prompt], value[:, :, prompt]
-        outputs.append(attend(query[:, :, prompt], keys, values, mask, scaling, dropout))
+        outputs.append(attend(queries, prompt_keys, prompt_values, mask, scaling, dropout))
         for length in tree.branches:
-            own = slice(stop, stop + length)
-            outputs.append(
-                attend(
-                    query[:, :, own],
-                    torch.cat((keys, key[:, :, own]), dim=2),
-                    torch.cat((values, value[:, :, own]), dim=2),
-                    prefix_trees.branch_mask(length, tree.prompt + length, query.device),
-                    scaling,
-                    dropout,
-                )
-            )
-            stop += length
-    outputs.append(torch.zeros_like(query[:, :, stop:]))  # padding at the end of the row
+            queries, own_keys, own_values = next(pieces)
+            keys = torch.cat((prompt_keys, own_keys), dim=2)
+            values = torch.cat((prompt_values, own_values), dim=2)
+            mask = prefix_trees.branch_mask(length, tree.prompt + length, query.device)
+            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+    padding, _, _ = next(pieces)
+    outputs.append(torch.zeros_like(padding))
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

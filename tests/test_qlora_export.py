@@ -95,6 +95,8 @@ def test_merged_is_the_unquantised_base_with_the_adapter(
     assert manifest["hyper_parameters"]["quantization"] == "nf4"
     card = (Path(written) / "README.md").read_text()
     assert "trained on the base model in NF4 (QLoRA) and merged into the model as it is stored" in card
+    if source == "adapter":  # a checkpoint holds no scores
+        assert "responses of the base model before it was merged:" in card, "the scores are those of the 4-bit model"
 
 
 def test_merging_into_bfloat16_only_rounds(run: Run, tiny_model: str, tmp_path: Path) -> None:

@@ -111,10 +111,13 @@ def test_models_that_cannot_be_quantised_are_named(tiny_model: str, tmp_path: Pa
 
 def test_only_a_float32_adapter_is_trained(tiny_model: str, chat: ChatFormat) -> None:
     module = qlora(tiny_model, torch_dtype="bfloat16")
-    quiet_trainer(max_steps=1).fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
+    quiet_trainer(max_steps=1, precision="bf16-mixed").fit(
+        module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    )
     state = trained_state(module)
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(".lora_" in name for name in state)
+    assert all(value.abs().max() > 0 for name, value in state.items() if "lora_B" in name)
     frozen = {value.dtype for value in module.parameters() if not value.requires_grad}
     assert frozen == {torch.uint8, torch.bfloat16}
     with pytest.raises(ValueError, match="unquantised base to merge into: load the base model in bfloat16"):

@@ -294,7 +294,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
             "",
         ]
     if manifest.get("metrics"):
-        lines += ["Scores on validation responses of the base model:", "", "| metric | value |", "|---|---|"]
+        before = " before it was merged" if kind == "merged" and manifest.get("quantization") else ""
+        lines += [f"Scores on validation responses of the base model{before}:", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4g} |" for name, value in sorted(manifest["metrics"].items())]
         lines += [""]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, gather_trained
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
+State = dict[str, torch.Tensor]
 UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
 
@@ -60,8 +61,8 @@ def both(*arguments: Any) -> Any:
     return {name: trajectory(arguments[0], name, 2, *arguments[1:]) for name in ("ddp", "fsdp2")}
 
 
-# Settings, options of the trainer, and how far two processes may be from one, as a part of the way that was trained. In
-# bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of such noise.
+# Settings, options of the trainer, and how far two processes may be from one, as a part of the way that was trained.
+# In bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of that.
 CASES = {
     "lora": ({"lora": NO_DROPOUT}, {}, 1e-4),
     # A rank that two processes cannot share evenly, in float32 on a base in bfloat16, with activations recomputed.
@@ -88,7 +89,7 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"
 
 
-def start_of(tiny_model: str, **settings: Any) -> dict[str, torch.Tensor]:
+def start_of(tiny_model: str, **settings: Any) -> State:
     module = module_of(tiny_model, **settings)
     module.configure_model()
     return gather_trained(module)
@@ -100,7 +101,7 @@ def part_of_the_way(
     """Distance of ``one`` from ``other`` over the distance of ``other`` from where training began."""
     assert one.keys() == other.keys() == start.keys()
 
-    def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    def distance(a: State, b: State) -> float:
         return torch.stack([(a[name].float() - b[name].float()).norm() for name in a]).norm().item()
 
     assert distance(other, start) > 0.1

@@ -26,9 +26,14 @@ class Record(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.done = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.done = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if len(self.losses) < trainer.global_step:
+        if self.done < trainer.global_step:
+            self.done = trainer.global_step
             self.losses.append(trainer.callback_metrics["train/loss/Total"].item())
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]

@@ -137,7 +137,7 @@ class SelfCalibrationModule(LightningModule):
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
         if self.model is not None:
             return
-        check_support(self._trainer, lora=self.lora is not None, gradient_checkpointing=self.gradient_checkpointing)
+        self.check_support()
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query)
         dtype = self.torch_dtype
@@ -165,6 +165,10 @@ class SelfCalibrationModule(LightningModule):
             keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
+
+    def check_support(self) -> None:
+        """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
+        check_support(self._trainer, lora=self.lora is not None, gradient_checkpointing=self.gradient_checkpointing)
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""

@@ -33,7 +33,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
     "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "precision bf16-mixed": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
-    "precision bf16-true": {"one process": "yes", "DDP": "not run", "FSDP2": "yes"},
+    "precision bf16-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "precision 16-mixed": {"one process": "not run", "DDP": "not run", "FSDP2": "no"},
 }
 REASONS: dict[tuple[str, Way], str] = {

@@ -6,7 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    XLAStrategy,
+)
 from module_batches import module_of, quiet_trainer
 from training_runs import data_module, generation
 
@@ -46,13 +53,17 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         check_support(trainer_of(way, precision), **settings)
 
 
+Untried = type("Untried", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (FSDPStrategy, "FSDPStrategy, FSDP1"),
-        (ModelParallelStrategy, "ModelParallelStrategy, which stores no adapter"),
-        (DeepSpeedStrategy, "DeepSpeedStrategy, DeepSpeed"),
-        (Strategy, "Strategy, which was never tried"),
+        (FSDPStrategy, "FSDPStrategy, which is FSDP1"),
+        (ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
+        (DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
+        (XLAStrategy, "XLAStrategy, which was never tried"),
+        (Untried, "Untried, which was never tried"),
     ],
 )
 def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from module_batches import largest_difference, module_of, quiet_trainer
 from processes import run_processes
@@ -260,3 +264,48 @@ def load_other(pool: Pool, store_dir: str, folder: Path) -> list[str]:
             run.trainer().fit(module, datamodule=run.data(), ckpt_path=path, weights_only=True)
         messages.append(str(caught.value))
     return messages
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path) -> None:
+    """As the shipped settings do it: torchrun, sampling by every process, checkpoints, export, then one process."""
+    config = yaml.safe_load((Path(__file__).resolve().parents[1] / "configs" / "demo.yaml").read_text())
+    trainer, data = config["trainer"], config["data"]["init_args"]
+    strategy = "selfcal_lightning.modules.model_parallel.AdapterModelParallelStrategy"
+    trainer |= {
+        "devices": 2,
+        "precision": "32-true",
+        "strategy": {"class_path": strategy},
+        "enable_model_summary": True,
+    }
+    trainer["callbacks"][0]["init_args"]["max_new_tokens"] = 30
+    keep = {"dirpath": "runs/demo/checkpoints", "every_n_train_steps": 1, "save_last": True}
+    trainer["callbacks"].append({"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep})
+    data |= {"num_samples": 4, "total_tuples": 64, "batch_size": 8}
+    data["train"][0]["limit"], data["validation"][0]["limit"] = 8, 3
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(config))
+    trainer |= {"devices": 1, "max_epochs": 2}
+    del trainer["strategy"]
+    data["batch_size"] = 16
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(config))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    fit = ["-m", "selfcal_lightning", "fit", "--config"]
+
+    def run(*arguments: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stderr
+
+    said = run(*launcher, *fit, "two.yaml")
+    assert "FSDP2: each of 2 processes reads its rows; the first read 1.2 MiB of 2.4 MiB." in said
+    assert (tmp_path / "runs/demo/adapter/adapter_model.safetensors").is_file()
+    first = load_file(tmp_path / "runs/demo/adapter/adapter_model.safetensors")
+    said = run(*fit, "one.yaml", "--ckpt_path", "last")
+    assert "samples of all 11 questions are reused" in said
+    second = load_file(tmp_path / "runs/demo/adapter/adapter_model.safetensors")
+    assert first.keys() == second.keys()
+    assert largest_difference(first, second) > 1e-4, "the second epoch was trained"

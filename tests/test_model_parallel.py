@@ -158,3 +158,31 @@ def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
     for messages in run_processes(refuse, tmp_path, tiny_model):
         assert "`trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got 32-true" in messages[0]
         assert "`data_parallel_size` to be the number of processes, 2, but got 4" in messages[1]
+
+
+def evaluate_then_train(tiny_model: str) -> Any:
+    """Lightning itself leaves ``inference_mode`` out on gloo; on NCCL it does what the strategy tells the loops."""
+    trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2, max_epochs=1)
+    module = module_of(tiny_model)
+    trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    received = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        module = module_of(tiny_model)
+        module.trainer = trainer
+        module.configure_model()
+        tokens = torch.arange(1, 13).view(2, 6)
+        with mode():
+            module.model(tokens)
+        loss = module.model(tokens).logits.float().square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        received.append(any(p.grad is not None for p in module.parameters()))
+    return {"inference_mode": [loop.inference_mode for loop in loops], "received": received}
+
+
+def test_evaluation_leaves_the_weights_trainable(tiny_model: str, tmp_path: Path) -> None:
+    for result in run_processes(evaluate_then_train, tmp_path, tiny_model):
+        assert result["inference_mode"] == [False] * 4
+        # The reason. Should the second be True one day, `AdapterModelParallelStrategy.setup` can go.
+        assert result["received"] == [True, False]

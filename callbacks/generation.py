@@ -76,6 +76,7 @@ class SSCGeneration(Callback):
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads."""
+        pl_module.check_support()  # before the long work; the model itself is built after it
         data = _data_module(trainer)
         splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
         if not splits:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,32 @@ PUBLISHED = {
     "llama-3.1-8b-instruct-ddp8.yaml": (100_000, 0.7, 1, 0.65, 64),
     "qwen2.5-7b-instruct.yaml": (200_000, 0.8, 1, 0.45, 64),
     "deepseek-r1-distill-qwen-1.5b.yaml": (200_000, 0.8, 2, 0.40, 64),
+    "llama-3.1-8b-instruct-torchrun.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "llama-3.3-70b-instruct-fsdp8.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "slurm-llama-3.3-70b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
 }
+WAYS_OF_CONFIGS = {
+    "llama-3.1-8b-instruct-ddp8.yaml": "DDP",
+    "llama-3.1-8b-instruct-torchrun.yaml": "DDP",
+    "llama-3.3-70b-instruct-fsdp8.yaml": "FSDP2",
+    "slurm-llama-3.3-70b-instruct.yaml": "FSDP2",
+}
+BATCH_SCRIPT = "configs/train/slurm.sbatch"
+# What srun gives to a process; Lightning's SLURMEnvironment reads it as soon as it is made.
+SLURM = {
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "selfcal", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2",
+}  # fmt: skip
 
 
 def _command(path: Path) -> list[str]:
-    """Return the words of the command that a file's first line names."""
+    """Return the words behind `selfcal` of the command that a file's first line names, whatever launches it."""
     first = path.read_text().splitlines()[0]
-    assert first.startswith("# selfcal "), f"{path} must begin with the command that runs it"
-    return first.removeprefix("# selfcal ").split()
+    if first.startswith(f"# sbatch {BATCH_SCRIPT} "):
+        return ["fit", "--config", first.split()[-1]]
+    launcher = re.match(r"# (selfcal|torchrun .* -m selfcal_lightning) ", first)
+    assert launcher, f"{path} must begin with the command that runs it"
+    return first.removeprefix(launcher[0]).split()
 
 
 def test_all_configs_are_found() -> None:
@@ -40,10 +60,13 @@ def test_all_configs_are_found() -> None:
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
+        "train/llama-3.1-8b-instruct-torchrun.yaml",
         "train/llama-3.1-8b-instruct.yaml",
+        "train/llama-3.3-70b-instruct-fsdp8.yaml",
         "train/qwen2.5-7b-instruct.yaml",
+        "train/slurm-llama-3.3-70b-instruct.yaml",
     }
-    assert len(TRAINING) == 6
+    assert len(TRAINING) == 9
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -65,8 +88,11 @@ def test_training_config_instantiates(
     from selfcal_lightning.lightning_cli import SelfCalibrationCLI
     from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.modules.support import way_of
 
     monkeypatch.chdir(tmp_path)
+    for name, value in SLURM.items() if "SLURMEnvironment" in path.read_text() else ():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
     cli = SelfCalibrationCLI(
         LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
@@ -85,7 +111,10 @@ def test_training_config_instantiates(
         data, trainer = document["data"]["init_args"], document["trainer"]
         assert (data["total_tuples"], data["generation_ratio"], trainer["max_epochs"]) == (total, ratio, epochs)
         assert sum(source["share"] for source in data["train"]) == pytest.approx(shares)
-        assert trainer["accumulate_grad_batches"] * trainer["devices"] * data["batch_size"] == rows
+        world = trainer["devices"] * trainer.get("num_nodes", 1)
+        assert cli.trainer.num_devices * cli.trainer.num_nodes == world
+        assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == rows
+        assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
         assert model.lora == LoraSettings(r=32, alpha=16, dropout=0.05, target_modules=("q_proj", "v_proj"))
         assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
@@ -100,39 +129,81 @@ def test_samples_made_beforehand_are_those_that_qlora_trains_on(monkeypatch: pyt
     path = ROOT / "configs" / "train" / "llama-3.1-70b-instruct-qlora.yaml"
     document = yaml.safe_load(path.read_text())
     model, data = document["model"]["init_args"], document["data"]["init_args"]
-    sampling = document["trainer"]["callbacks"][0]["init_args"]
     assert (model["quantization"], model["optimizer"]) == ("nf4", "paged_adamw_8bit")
     lines = [line.removeprefix("#   selfcal ") for line in path.read_text().splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("generate ")]
-    assert len(commands) == 3
     made = []
     for verb, *arguments in commands:
-        called = _called(verb, arguments, monkeypatch)
-        assert (called["model"], called["store_dir"]) == (model["base_model"], data["store_dir"])
-        assert (called["engine"], called["engine_args"]) == ("vllm", {"tensor_parallel_size": 4})
-        drawn = {name: called[name] for name in ("temperature", "edt_scale", "edt_theta", "max_new_tokens")}
-        assert drawn == {name: sampling[name] for name in drawn}
-        assert (called["num_samples"], called["top_p"], called["seed"]) == (data["num_samples"], 1.0, 0)
-        made += [(task, called["split"], called["limit"]) for task in called["task"]]
+        given = _given(verb, arguments, monkeypatch)
+        assert (given["engine"], given["engine_args"]) == ("vllm", {"tensor_parallel_size": 4})
+        made += [(task, given["split"], given["limit"]) for task in given["task"]]
     wanted = [(source["task"], source["split"], source["limit"]) for source in [*data["train"], *data["validation"]]]
     assert sorted(made) == sorted(wanted)
 
 
+def test_launchers_start_the_processes_that_the_trainer_expects() -> None:
+    text = (ROOT / "configs/train/llama-3.1-8b-instruct-torchrun.yaml").read_text()
+    nodes, processes = re.match(r"# torchrun --nnodes (\d+) --nproc-per-node (\d+) ", text).groups()
+    trainer = yaml.safe_load(text)["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(nodes), int(processes))
+
+    script = (ROOT / BATCH_SCRIPT).read_text()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, flags=re.MULTILINE))
+    trainer = yaml.safe_load((ROOT / "configs/train/slurm-llama-3.3-70b-instruct.yaml").read_text())["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(asked["nodes"]), int(asked["ntasks-per-node"]))
+    assert asked["gpus-per-node"] == asked["ntasks-per-node"]
+    subprocess.run(["bash", "-n", str(ROOT / BATCH_SCRIPT)], check=True)
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (75, 0), (3, 3)])
+def test_batch_script_runs_the_config(tmp_path: Path, status: int, expected: int) -> None:
+    fake = tmp_path / "srun"
+    fake.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    fake.chmod(0o755)
+    command = ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml", "--trainer.max_epochs", "2"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == expected
+    assert done.stdout.split()[1:] == ["selfcal", "fit", "--config", "some.yaml", "--ckpt_path", "last", *command[3:]]
+    assert subprocess.run(command[:2], env=environment, capture_output=True, check=False).returncode != 0
+
+
+def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = 0
+    for path in TRAINING:
+        document = yaml.safe_load(path.read_text())
+        for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
+            verb, *arguments = shlex.split(line)
+            given = _given(verb, arguments, monkeypatch)
+            data, sources = document["data"]["init_args"], document["data"]["init_args"][given["split"]]
+            assert given["model"] == document["model"]["init_args"]["base_model"]
+            assert given["store_dir"] == data["store_dir"]
+            assert given["num_samples"] == data["num_samples"]
+            assert set(given["task"]) <= {source["task"] for source in sources}
+            assert all(source["limit"] <= given["limit"] and "offset" not in source for source in sources)
+            sampling = SamplingSettings(*(given[name] for name in SAMPLING))
+            assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
+            found += 1
+    assert found == 7
+
+
+SAMPLING = ("temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens")
+
+
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p not in TRAINING], ids=lambda path: path.name)
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _called(_command(path)[0], ["--config", str(path)], monkeypatch)
+    assert _given(_command(path)[0], ["--config", str(path)], monkeypatch)
 
 
-def _called(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what the command line calls the function of a verb with."""
+def _given(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what a verb's function would be called with."""
     room, name, _ = FUNCTION_VERBS[verb]
     module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
     called: dict[str, Any] = {}
-    real = getattr(module, name)
 
-    @functools.wraps(real)
-    def record(**kwargs: Any) -> None:
-        called.update(kwargs)
+    @functools.wraps(getattr(module, name))
+    def record(*args: Any, **kwargs: Any) -> None:
+        called.update(kwargs, args=args)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, record)

@@ -16,6 +16,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, gather_trained
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
+State = dict[str, torch.Tensor]
 UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
 
@@ -25,9 +26,14 @@ class Record(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.done = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.done = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if len(self.losses) < trainer.global_step:
+        if self.done < trainer.global_step:
+            self.done = trainer.global_step
             self.losses.append(trainer.callback_metrics["train/loss/Total"].item())
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
@@ -61,7 +67,7 @@ def both(*arguments: Any) -> Any:
 
 
 # Settings, options of the trainer, and how far two processes may be from one, as a part of the way that was trained.
-# In bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of it.
+# In bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of that.
 CASES = {
     "lora": ({"lora": NO_DROPOUT}, {}, 1e-4),
     # A rank that two processes cannot share evenly, in float32 on a base in bfloat16, with activations recomputed.
@@ -88,7 +94,7 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"
 
 
-def start_of(tiny_model: str, **settings: Any) -> dict[str, torch.Tensor]:
+def start_of(tiny_model: str, **settings: Any) -> State:
     module = module_of(tiny_model, **settings)
     module.configure_model()
     return gather_trained(module)
@@ -100,7 +106,7 @@ def part_of_the_way(
     """Distance of ``one`` from ``other`` over the distance of ``other`` from where training began."""
     assert one.keys() == other.keys() == start.keys()
 
-    def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    def distance(a: State, b: State) -> float:
         return torch.stack([(a[name].float() - b[name].float()).norm() for name in a]).norm().item()
 
     assert distance(other, start) > 0.1
@@ -152,3 +158,31 @@ def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
     for messages in run_processes(refuse, tmp_path, tiny_model):
         assert "`trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got 32-true" in messages[0]
         assert "`data_parallel_size` to be the number of processes, 2, but got 4" in messages[1]
+
+
+def evaluate_then_train(tiny_model: str) -> Any:
+    """Lightning itself leaves ``inference_mode`` out on gloo; on NCCL it does what the strategy tells the loops."""
+    trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2, max_epochs=1)
+    module = module_of(tiny_model)
+    trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    received = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        module = module_of(tiny_model)
+        module.trainer = trainer
+        module.configure_model()
+        tokens = torch.arange(1, 13).view(2, 6)
+        with mode():
+            module.model(tokens)
+        loss = module.model(tokens).logits.float().square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        received.append(any(p.grad is not None for p in module.parameters()))
+    return {"inference_mode": [loop.inference_mode for loop in loops], "received": received}
+
+
+def test_evaluation_leaves_the_weights_trainable(tiny_model: str, tmp_path: Path) -> None:
+    for result in run_processes(evaluate_then_train, tmp_path, tiny_model):
+        assert result["inference_mode"] == [False] * 4
+        # The reason. Should the second be True one day, `AdapterModelParallelStrategy.setup` can go.
+        assert result["received"] == [True, False]

@@ -61,6 +61,11 @@ class WeightFiles:
         return name in self._files
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all stored tensors."""
+        return tuple(self._files)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(_numel(self.shape(name)) * self.dtype(name).itemsize for name in self._files)

@@ -95,8 +95,8 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up as Lightning does, with evaluation under ``no_grad``.
 
-        Weights that are first gathered under ``inference_mode`` cannot be trained afterwards; Lightning knows that of
-        FSDP1 and of gloo only (2.6.6, ``loops/utilities.py``).
+        After a first forward under ``inference_mode`` the weights get no gradients ever after (torch 2.13). Lightning
+        avoids it for FSDP1 and on gloo only (2.6.6, ``loops/utilities.py``).
         """
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop

@@ -159,10 +159,11 @@ class SelfCalibrationModule(LightningModule):
 
     def prepare_data(self) -> None:
         """Refuse, before hours of sampling, what the training after them could not do."""
-        self._check_support()
+        self.check_support()
         check_run(self.trainer.strategy, quantization=self.quantization, optimizer=self.optimizer_name)
 
-    def _check_support(self) -> None:
+    def check_support(self) -> None:
+        """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
         check_support(
             self._trainer,
             lora=self.lora is not None,
@@ -174,7 +175,7 @@ class SelfCalibrationModule(LightningModule):
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
         if self.model is not None:
             return
-        self._check_support()
+        self.check_support()
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query)
         dtype = self.torch_dtype

@@ -10,7 +10,9 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
     Strategy,
+    XLAStrategy,
 )
 
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
@@ -33,7 +35,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
     "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "precision bf16-mixed": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
-    "precision bf16-true": {"one process": "yes", "DDP": "not run", "FSDP2": "yes"},
+    "precision bf16-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "precision 16-mixed": {"one process": "not run", "DDP": "not run", "FSDP2": "no"},
 }
 REASONS: dict[tuple[str, Way], str] = {
@@ -90,20 +92,23 @@ def way_of(strategy: Strategy) -> Way:
     """
     if isinstance(strategy, AdapterModelParallelStrategy):
         return "FSDP2"
-    if isinstance(strategy, SingleDeviceStrategy):
+    # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.
+    others = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+    if isinstance(strategy, SingleDeviceStrategy) and not isinstance(strategy, others):
         return "one process"
-    if isinstance(strategy, DDPStrategy):
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, others):
         return "DDP"
-    if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)):
-        reason = "which stores no adapter of its own" if isinstance(strategy, ModelParallelStrategy) else "FSDP1"
-        way_out = f"For sharded weights set `trainer.strategy.class_path: {STRATEGY}`, which is FSDP2."
-    elif isinstance(strategy, DeepSpeedStrategy):
-        reason, way_out = "DeepSpeed", f"For sharded weights set `trainer.strategy.class_path: {STRATEGY}`."
-    else:
-        reason, way_out = "which was never tried here", f"Use `ddp`, or `class_path: {STRATEGY}` for sharded weights."
+    reasons = {
+        FSDPStrategy: "which is FSDP1",
+        ModelParallelStrategy: "which cannot resume from checkpoints of an adapter",
+        DeepSpeedStrategy: "which is DeepSpeed",
+    }
+    reason = next(
+        (reason for kind, reason in reasons.items() if isinstance(strategy, kind)), "which was never tried here"
+    )
     raise ValueError(
         f"Expected `trainer.strategy` to be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
-        f"{way_out}"
+        f"Use `ddp`, or for sharded weights `class_path: {STRATEGY}`."
     )
 
 

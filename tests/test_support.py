@@ -1,0 +1,89 @@
+"""The table of what runs how, and that what it refuses is refused before the long work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    XLAStrategy,
+)
+from module_batches import module_of, quiet_trainer
+from training_runs import data_module, generation
+
+from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
+from selfcal_lightning.modules.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
+
+
+def trainer_of(way: str, precision: str = "32-true") -> SimpleNamespace:
+    """What the check reads of a Trainer; Lightning itself turns 16-mixed into bf16-mixed on a CPU."""
+    strategies = {"one process": "auto", "DDP": "ddp", "FSDP2": AdapterModelParallelStrategy()}
+    return SimpleNamespace(strategy=quiet_trainer(strategy=strategies[way]).strategy, precision=precision)
+
+
+def test_the_table_is_whole() -> None:
+    refused = {(feature, way) for feature, row in SUPPORT.items() for way in WAYS if row[way] == "no"}
+    assert refused == set(REASONS)
+    lines = support_table().splitlines()
+    assert len(lines) == 2 + len(SUPPORT)
+    assert "| QLoRA (nf4) | yes | not run | no |" in lines
+    assert all(line.count("|") == 2 + len(WAYS) for line in lines)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("feature", [name for name in SUPPORT if name not in {"CPU", "GPU"}])
+def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
+    precision = feature.removeprefix("precision ") if feature.startswith("precision ") else "32-true"
+    settings = {
+        "lora": feature != "full fine-tuning",
+        "gradient_checkpointing": feature == "gradient checkpointing",
+        "quantization": "nf4" if feature == "QLoRA (nf4)" else None,
+    }
+    if SUPPORT[feature][way] == "no":
+        with pytest.raises(ValueError, match=f"run that {way} supports, but got ") as caught:
+            check_support(trainer_of(way, precision), **settings)
+        assert REASONS[feature, way] in str(caught.value)
+    else:
+        check_support(trainer_of(way, precision), **settings)
+
+
+Untried = type("Untried", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (FSDPStrategy, "FSDPStrategy, which is FSDP1"),
+        (ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
+        (DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
+        (XLAStrategy, "XLAStrategy, which was never tried"),
+        (Untried, "Untried, which was never tried"),
+    ],
+)
+def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> None:
+    # DeepSpeed need not be installed to be refused.
+    with pytest.raises(ValueError, match=f"but got {message}.*AdapterModelParallelStrategy"):
+        way_of(kind.__new__(kind))
+    assert way_of(DDPStrategy()) == "DDP"
+
+
+def test_other_precisions_and_quantised_weights_without_adapter_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`trainer\.precision` to be one of .*, but got '16-true'"):
+        check_support(trainer_of("one process", "16-true"), lora=True)
+    with pytest.raises(ValueError, match="`lora` settings with `quantization='nf4'`"):
+        check_support(None, lora=False, quantization="nf4")
+
+
+def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(strategy=DDPStrategy(), precision="64-true", callbacks=[generation()])
+    with pytest.raises(ValueError, match="but got '64-true'"):
+        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+    with pytest.raises(ValueError, match="but got '64-true'"):
+        quiet_trainer(precision="64-true").validate(module_of(tiny_model), [])

@@ -1,0 +1,182 @@
+"""A run that is stopped or killed and started again ends where the unbroken one does, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import fill_store
+
+from selfcal_lightning.store import SampleStore
+
+WORKER = Path(__file__).with_name("resume_worker.py")
+SECONDS = 240
+MICRO_BATCHES = 16
+SHARDED = pytest.mark.skipif(
+    importlib.util.find_spec("selfcal_lightning.modules.model_parallel") is None, reason="needs the FSDP2 strategy"
+)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Starts the worker script.
+
+    Attributes:
+        model: Path of the model.
+        store: Samples that all runs share, but those that test sampling.
+        strategy: Of the Trainer.
+        processes: How many; several come from torchrun.
+    """
+
+    model: str
+    store: Path
+    strategy: str = "auto"
+    processes: int = 1
+
+    def start(self, folder: Path, *options: str) -> tuple[int, str]:
+        """Run the worker on ``folder`` and return its status and all that it said."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
+        arguments = [str(WORKER), self.model, str(folder), "--store", str(self.store), "--strategy", self.strategy]
+        done = subprocess.run(
+            [sys.executable, *(launcher if self.processes > 1 else []), *arguments, *options],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        return done.returncode, done.stdout
+
+    def unbroken(self, folder: Path, *options: str) -> Path:
+        """Run the worker to its end and return its folder."""
+        status, said = self.start(folder, *options)
+        assert status == 0, said
+        return folder
+
+
+def lines(folder: Path) -> dict[str, dict[tuple[int, int], Any]]:
+    """Return what each process saw at each (epoch, micro-batch), the last time it was there."""
+    return {
+        file.name: {(line["epoch"], line["batch"]): line for line in map(json.loads, file.read_text().splitlines())}
+        for file in sorted(folder.glob("rank-*.jsonl"))
+    }
+
+
+def first_and_second(folder: Path, rank: int = 0) -> list[tuple[int, int]]:
+    """Return every (epoch, micro-batch) in the order in which a process came to it, over all starts."""
+    text = (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [(line["epoch"], line["batch"]) for line in map(json.loads, text)]
+
+
+def assert_same_end(mine: Path, theirs: Path) -> None:
+    """Hold adapter, optimiser, schedule, counters, random states and the way there of two runs against each other."""
+    for rank, end in enumerate(sorted(theirs.glob("end-*.json"))):
+        assert json.loads((mine / end.name).read_text()) == json.loads(end.read_text()), f"process {rank}"
+    assert lines(mine) == lines(theirs)
+    adapter = "adapter/adapter_model.safetensors"
+    assert (mine / adapter).read_bytes() == (theirs / adapter).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tiny_model, tmp_path_factory.mktemp("samples") / "store")
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model: str, store: Path) -> Runner:
+    return Runner(tiny_model, store)
+
+
+@pytest.fixture(scope="module")
+def whole(one: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = one.unbroken(tmp_path_factory.mktemp("runs") / "whole")
+    assert len(first_and_second(folder)) == MICRO_BATCHES
+    return folder
+
+
+@pytest.mark.slow
+def test_after_sigterm_in_the_middle_of_an_optimiser_step(one: Runner, whole: Path, tmp_path: Path) -> None:
+    # No checkpoint but the one at the signal: it comes before the second micro-batch of the third step.
+    options = ("--strike", "SIGTERM", "--number", "5", "--checkpoint-every", "100")
+    status, said = one.start(tmp_path / "run", *options)
+    assert status == 75, said
+    assert "SIGTERM asked this run to stop; the checkpoint of step 3 is" in said
+    assert not (tmp_path / "run" / "adapter").exists(), "what is half trained must not be exported"
+    assert len(first_and_second(tmp_path / "run")) == 6
+    one.unbroken(tmp_path / "run", *options)
+    assert len(first_and_second(tmp_path / "run")) == MICRO_BATCHES, "no row is seen twice"
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "number", "seen_again"),
+    [
+        ("batch", 11, 1),  # in the second epoch, between the micro-batches of a step: the first one comes again
+        ("disk", 8, 2),  # in the second step, before the rename of its first file: both micro-batches come again
+    ],
+)
+def test_after_sigkill(one: Runner, whole: Path, tmp_path: Path, place: str, number: int, seen_again: int) -> None:
+    options = ("--strike", "SIGKILL", "--place", place, "--number", str(number))
+    status, said = one.start(tmp_path / "run", *options)
+    assert status == -9, said
+    one.unbroken(tmp_path / "run", *options)
+    seen = first_and_second(tmp_path / "run")
+    killed_before = 1 if place == "batch" else 0  # the callback that writes the line comes before the one that kills
+    assert len(seen) == MICRO_BATCHES + seen_again + killed_before
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_after_sigkill_while_sampling(one: Runner, whole: Path, tmp_path: Path, store: Path) -> None:
+    own = Runner(one.model, tmp_path / "store")
+    options = ("--strike", "SIGKILL", "--place", "generation", "--number", "25")
+    status, said = own.start(tmp_path / "run", *options)
+    assert status == -9, said
+    committed = len(SampleStore(tmp_path / "store").question_ids(include_parts=True))
+    assert 0 < committed < 11
+    own.unbroken(tmp_path / "run", *options)
+    kept = {group.question.id: group.samples for group in SampleStore(tmp_path / "store").samples()}
+    assert kept == {group.question.id: group.samples for group in SampleStore(store).samples()}
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=SHARDED)])
+def two(request: pytest.FixtureRequest, tiny_model: str, store: Path) -> Runner:
+    return Runner(tiny_model, store, strategy=request.param, processes=2)
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(two: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two.unbroken(tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--strike", "SIGTERM", "--rank", "1", "--checkpoint-every", "100"), id="sigterm-to-one"),
+        pytest.param(
+            ("--strike", "SIGTERM", "--parent", "--checkpoint-every", "100", "--num-workers", "1"),
+            id="sigterm-to-the-launcher",
+        ),
+        pytest.param(("--strike", "SIGKILL", "--rank", "1"), id="sigkill-of-one"),
+    ],
+)
+def test_two_processes(two: Runner, whole_of_two: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    options = (*options, "--number", "5")
+    status, said = two.start(tmp_path / "run", *options)
+    assert status != 0, said
+    stopped = "SIGTERM" in options
+    assert (tmp_path / "run" / "checkpoints" / "last-preempted.ckpt").exists() == stopped, said
+    assert not (tmp_path / "run" / "adapter").exists()
+    two.unbroken(tmp_path / "run", *options)
+    assert len(first_and_second(tmp_path / "run")) == MICRO_BATCHES + (0 if stopped else 2)
+    assert_same_end(tmp_path / "run", whole_of_two)

@@ -57,7 +57,7 @@ class Trace(Callback):
         self.folder = folder
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: NPY002 - the global one
+        draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
         line = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batch": batch_idx}
         line |= {"rows": digest(batch), "draws": draws}
         with open(self.folder / f"rank-{trainer.global_rank}.jsonl", "a") as file:
@@ -87,8 +87,9 @@ class Strike(Callback):
     Args:
         folder: Remembers that it has struck.
         name: The signal, such as "SIGKILL".
-        place: "batch" (before micro-batch ``number``, counted over all epochs) or "disk" (before flush or rename
-            number ``number`` since training began, by SIGKILL).
+        place: "batch" (before micro-batch ``number``, counted over all epochs), "setup" (before the store is filled),
+            "generation" or "disk" (before flush or rename number ``number`` from there, or since training began; by
+            SIGKILL).
         number: See ``place``.
         rank: The process that it strikes.
         parent: Send it to the parent, the launcher, instead.
@@ -97,6 +98,12 @@ class Strike(Callback):
     def __init__(self, folder: Path, name: str, place: str, number: int, rank: int, parent: bool) -> None:
         self.mark, self.name, self.place, self.number = folder / f"struck-{rank}", name, place, number
         self.rank, self.parent = rank, parent
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        if self.place == "setup" and self._due(trainer):
+            signal.raise_signal(signal.Signals[self.name])
+        if self.place == "generation" and self._due(trainer):
+            die_at(self.number)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         if self.place == "disk" and self._due(trainer):
@@ -148,10 +155,12 @@ def main() -> None:
     # Another seed where there is a checkpoint to go on from, so that a run which does not restore the states shows.
     seed = (1 if (folder / "checkpoints").exists() else 0) + 10 * int(os.environ.get("RANK", "0"))
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global one
+    np.random.seed(seed)
     torch.manual_seed(seed)
+    strike = (arguments.strike, arguments.place, arguments.number, arguments.rank, arguments.parent)
     callbacks: list[Callback] = [
         PreemptionCheckpoint(),
+        *([Strike(folder, *strike)] if arguments.strike else []),
         generation(questions_per_shard=1),
         Trace(folder),
         AdapterExport(str(folder / "adapter")),
@@ -159,12 +168,6 @@ def main() -> None:
             folder / "checkpoints", "{step}", every_n_train_steps=arguments.checkpoint_every, save_last=True
         ),
     ]
-    if arguments.strike:
-        strike = (arguments.strike, arguments.place, arguments.number, arguments.rank, arguments.parent)
-        if arguments.place == "generation" and not (folder / "struck-0").exists():
-            (folder / "struck-0").touch()
-            die_at(arguments.number)
-        callbacks.append(Strike(folder, *strike))
     trainer = Trainer(
         accelerator="cpu",
         devices=processes,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import stat
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from training_runs import data_module, fill_store, generation, module_of
 
-from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
-from selfcal_lightning.pipelines import sampling, stop_signals
+from selfcal_lightning.pipelines import rendezvous, sampling, stop_signals
+from selfcal_lightning.pipelines.rendezvous import Rendezvous
 from selfcal_lightning.pipelines.stop_signals import PreemptedError, StopSignals
 from selfcal_lightning.store import SampleStore
 
@@ -173,28 +176,41 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
     } == texts
 
 
-class OneIsAsked(SSCGeneration):
-    """Raises the signal in the second process alone, as soon as it begins to sample; both have much to do."""
-
-    def _fill(self, trainer: Trainer, module: Any, splits: Any) -> None:
-        if trainer.global_rank == 1:
-            signal.raise_signal(signal.SIGTERM)
-        super()._fill(trainer, module, splits)
+def _work(mine: Rendezvous) -> None:
+    with mine.working():
+        mine.check()
 
 
-@pytest.mark.timeout(120)
-def test_a_signal_to_one_process_stops_the_sampling_of_both(tiny_model: str, tmp_path: Path) -> None:
-    class Record(Callback):
-        def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-            (tmp_path / f"{trainer.global_rank}.txt").write_text(f"{type(exception).__name__}: {exception}")
+def _check_until_stopped(folder: Path) -> None:
+    """The other process: it works until it hears that it need not."""
+    other = Rendezvous(folder, rank=1, world_size=2)
+    try:
+        with other.working():
+            for _ in range(1000):
+                time.sleep(0.01)
+                other.check()
+    except PreemptedError as error:
+        (folder / "heard").write_text(str(error))
 
-    with pytest.raises((PreemptedError, torch.multiprocessing.ProcessExitedException)):
-        train(
-            tiny_model, tmp_path / "store", tmp_path / "run", PreemptionCheckpoint(), Record(),
-            OneIsAsked(max_new_tokens=120, max_batch=1), devices=2, strategy="ddp_fork",
-        )  # fmt: skip
-    assert "PreemptedError: SIGTERM asked this run to stop" in (tmp_path / "1.txt").read_text()
-    assert "PreemptedError: Process 1 stopped: SIGTERM asked" in (tmp_path / "0.txt").read_text()
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["while-it-works", "while-it-waits"])
+def test_all_processes_stop_when_one_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: bool) -> None:
+    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.02)
+    stop = StopSignals(["SIGTERM"])
+    stop.install()
+    mine = Rendezvous(tmp_path, rank=0, world_size=2, interrupt=stop.raise_if_received)
+    other = multiprocessing.get_context("fork").Process(target=_check_until_stopped, args=(tmp_path,))
+    other.start()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        with mine.working() if waiting else nullcontext():
+            pass  # its share is done
+        with pytest.raises(PreemptedError, match="SIGTERM asked this run to stop"):
+            mine.meet() if waiting else _work(mine)
+        other.join(timeout=20)
+    finally:
+        other.kill()
+    assert (tmp_path / "heard").read_text() == "Process 0 stopped: SIGTERM asked this run to stop"
 
 
 # ---- the queue of SLURM

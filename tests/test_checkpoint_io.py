@@ -141,10 +141,8 @@ def test_resuming_from_a_checkpoint_that_is_cut_short(
     cut.write_bytes(path.read_bytes()[:1000])
     assert fit(tiny_model, path.parent, cut) == 1
     error = capsys.readouterr().err
-    assert (
-        f"selfcal fit: error: Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got {cut}, a file that is cut short. Another one in its folder is {path}"
-        in error
-    )
+    assert "selfcal fit: error: Expected `ckpt_path` to be a checkpoint of tensors and plain values" in error
+    assert f"but got {cut}, a file that is cut short. Another one in its folder is {path}" in error
     assert "Traceback" not in error
 
 

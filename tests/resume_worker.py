@@ -161,7 +161,7 @@ def main() -> None:
     callbacks: list[Callback] = [
         PreemptionCheckpoint(),
         *([Strike(folder, *strike)] if arguments.strike else []),
-        generation(questions_per_shard=1),
+        generation(questions_per_shard=2, shard_by_shard=True),
         Trace(folder),
         AdapterExport(str(folder / "adapter")),
         ModelCheckpoint(

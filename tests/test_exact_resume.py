@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import fill_store
 
 from selfcal_lightning.store import SampleStore
 
@@ -86,25 +85,32 @@ def assert_same_end(mine: Path, theirs: Path) -> None:
     assert (mine / adapter).read_bytes() == (theirs / adapter).read_bytes()
 
 
-@pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("samples") / "store")
+def samples(store: Path) -> dict[str, Any]:
+    """Return all samples with their log-probabilities and masses."""
+    return {group.question.id: group.samples for group in SampleStore(store).samples()}
+
+
+Pair = Callable[[str], tuple[Runner, Path]]
 
 
 @pytest.fixture(scope="module")
-def one(tiny_model: str, store: Path) -> Runner:
-    return Runner(tiny_model, store)
+def pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Return the runner of a strategy and the folder of its unbroken run, which also fills the store; made once."""
 
+    @cache
+    def of(strategy: str) -> tuple[Runner, Path]:
+        folder = tmp_path_factory.mktemp("runs")
+        runner = Runner(tiny_model, folder / "store", strategy=strategy, processes=1 if strategy == "auto" else 2)
+        whole = runner.unbroken(folder / strategy)
+        assert len(first_and_second(whole)) == MICRO_BATCHES
+        return runner, whole
 
-@pytest.fixture(scope="module")
-def whole(one: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = one.unbroken(tmp_path_factory.mktemp("runs") / "whole")
-    assert len(first_and_second(folder)) == MICRO_BATCHES
-    return folder
+    return of
 
 
 @pytest.mark.slow
-def test_after_sigterm_in_the_middle_of_an_optimiser_step(one: Runner, whole: Path, tmp_path: Path) -> None:
+def test_after_sigterm_in_the_middle_of_an_optimiser_step(pair: Pair, tmp_path: Path) -> None:
+    one, whole = pair("auto")
     # No checkpoint but the one at the signal: it comes before the second micro-batch of the third step.
     options = ("--strike", "SIGTERM", "--number", "5", "--checkpoint-every", "100")
     status, said = one.start(tmp_path / "run", *options)
@@ -126,7 +132,8 @@ def test_after_sigterm_in_the_middle_of_an_optimiser_step(one: Runner, whole: Pa
         ("disk", 8, 2),  # in the second step, before the rename of its first file: both micro-batches come again
     ],
 )
-def test_after_sigkill(one: Runner, whole: Path, tmp_path: Path, place: str, number: int, seen_again: int) -> None:
+def test_after_sigkill(pair: Pair, tmp_path: Path, place: str, number: int, seen_again: int) -> None:
+    one, whole = pair("auto")
     options = ("--strike", "SIGKILL", "--place", place, "--number", str(number))
     status, said = one.start(tmp_path / "run", *options)
     assert status == -9, said
@@ -136,32 +143,17 @@ def test_after_sigkill(one: Runner, whole: Path, tmp_path: Path, place: str, num
 
 
 @pytest.mark.slow
-def test_after_sigkill_while_sampling(one: Runner, whole: Path, tmp_path: Path, store: Path) -> None:
-    own = Runner(one.model, tmp_path / "store")
+def test_after_sigkill_while_sampling(pair: Pair, tmp_path: Path) -> None:
+    one, whole = pair("auto")
+    own = replace(one, store=tmp_path / "store")
     options = ("--strike", "SIGKILL", "--place", "generation", "--number", "25")
     status, said = own.start(tmp_path / "run", *options)
     assert status == -9, said
     committed = len(SampleStore(tmp_path / "store").question_ids(include_parts=True))
     assert 0 < committed < 11
     own.unbroken(tmp_path / "run", *options)
-    kept = {group.question.id: group.samples for group in SampleStore(tmp_path / "store").samples()}
-    assert kept == {group.question.id: group.samples for group in SampleStore(store).samples()}
+    assert samples(own.store) == samples(one.store)
     assert_same_end(tmp_path / "run", whole)
-
-
-Pair = Callable[[str], tuple[Runner, Path]]
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_model: str, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Return the runner of two processes under a strategy, and the folder of its unbroken run, made once."""
-
-    @cache
-    def of(strategy: str) -> tuple[Runner, Path]:
-        runner = Runner(tiny_model, store, strategy=strategy, processes=2)
-        return runner, runner.unbroken(tmp_path_factory.mktemp("runs") / strategy)
-
-    return of
 
 
 @pytest.mark.slow
@@ -200,9 +192,7 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple
         ),
     ],
 )
-def test_two_processes_stopped_while_sampling(
-    pair: Pair, store: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_two_processes_stopped_while_sampling(pair: Pair, tmp_path: Path, options: tuple[str, ...]) -> None:
     two, whole_of_two = pair("ddp")
     own = replace(two, store=tmp_path / "store")
     status, said = own.start(tmp_path / "run", *options)
@@ -210,6 +200,5 @@ def test_two_processes_stopped_while_sampling(
     assert len(SampleStore(tmp_path / "store").question_ids(include_parts=True)) < 11
     assert not lines(tmp_path / "run"), "nothing was trained on"
     own.unbroken(tmp_path / "run", *options)
-    kept = {group.question.id: group.samples for group in SampleStore(tmp_path / "store").samples()}
-    assert kept == {group.question.id: group.samples for group in SampleStore(store).samples()}
+    assert samples(own.store) == samples(two.store)
     assert_same_end(tmp_path / "run", whole_of_two)

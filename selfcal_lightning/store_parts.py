@@ -181,6 +181,12 @@ class ShardWriter:
         self._tables, self._splits = [], {}
         return shard["questions"]
 
+    def discard(self) -> None:
+        """Forget what is buffered: those questions count as not sampled."""
+        for table in self._tables:
+            self._ids -= set(table["question_id"].to_pylist())
+        self._tables, self._splits = [], {}
+
     def _check(self, group: QuestionSamples) -> None:
         name, samples = group.question.id, group.samples
         if self._part is None:

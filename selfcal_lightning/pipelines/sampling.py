@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,7 @@ def generate_samples(
     questions_per_shard: int = 64,
     progress: bool = True,
     interrupt: Interrupt = never,
+    shard_by_shard: bool = False,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -121,6 +123,9 @@ def generate_samples(
         questions_per_shard: Questions in a file of the store.
         progress: Whether to show how far it is.
         interrupt: Called whenever responses have come in; it raises to stop, and what is complete is stored.
+        shard_by_shard: Sample the questions of one file, then those of the next, and store none of a file that is not
+            complete. What lies together in the engine is then the same wherever a run was killed, and with it the last
+            bits of log-probabilities and confidences. The engine runs empty at the end of every file.
 
     Raises:
         ValueError: No questions, repeated ids, prompts that do not fit, questions stored with another wording, split,
@@ -136,7 +141,7 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round)
-            sampler.run(todo, prompts, interrupt)
+            sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     return GenerationReport(
         store_dir=str(store.path),
         questions=len(share),
@@ -224,8 +229,32 @@ class _Sampler:
         self.generated = self.unreadable = self.truncated = self.failed = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
 
-    def run(self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt) -> None:
-        """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish."""
+    def run(
+        self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt, together: int | None
+    ) -> None:
+        """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish.
+
+        With ``together``, so many of them at a time, which are stored together.
+        """
+        if together is None:
+            self._sample(questions, prompts, interrupt, commit_seconds=COMMIT_SECONDS)
+            return
+        try:
+            for start in range(0, len(questions), together):
+                self._sample(questions[start : start + together], prompts, interrupt, commit_seconds=math.inf)
+                self.writer.commit()
+        except BaseException:
+            self.writer.discard()
+            raise
+
+    def _sample(
+        self,
+        questions: Sequence[Question],
+        prompts: dict[str, array[int]],
+        interrupt: Interrupt,
+        *,
+        commit_seconds: float,
+    ) -> None:
         waiting = iter(questions)
         committed_at = time.monotonic()
         try:
@@ -235,7 +264,7 @@ class _Sampler:
                     self._take(response.request_id, response)
                 if not self.writer.buffered:
                     committed_at = time.monotonic()
-                elif time.monotonic() - committed_at > COMMIT_SECONDS:
+                elif time.monotonic() - committed_at > commit_seconds:
                     self.writer.commit()
         finally:
             self.engine.cancel(list(self._in_flight))

@@ -1,0 +1,95 @@
+"""Sampling file after file: where a run was stopped does not show, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.datamodules.questions import QuestionSource, load_questions
+from selfcal_lightning.engines.transformers import TransformersEngine
+from selfcal_lightning.pipelines.sampling import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.pipelines.stop_signals import Interrupt, PreemptedError, never
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.store import SampleStore
+
+SAMPLING = SamplingSettings(max_new_tokens=30)
+QUESTIONS = load_questions([QuestionSource("word_problems", split="train", limit=7)], role="train")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: str) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(tiny_model, max_batch=32)
+    yield engine
+    engine.close()
+
+
+def sample(
+    engine: TransformersEngine, path: Path, interrupt: Interrupt = never, *, shard_by_shard: bool = True
+) -> GenerationReport:
+    store = SampleStore.create_or_open(
+        path, store_fingerprint(engine, engine.chat, SAMPLING, 0), num_samples=4, engine=engine.describe()
+    )
+    report = generate_samples(
+        QUESTIONS,
+        split="train",
+        engine=engine,
+        chat=engine.chat,
+        store=store,
+        num_samples=4,
+        sampling=SAMPLING,
+        seed=0,
+        questions_per_shard=3,
+        progress=False,
+        interrupt=interrupt,
+        shard_by_shard=shard_by_shard,
+    )
+    store.join()
+    return report
+
+
+def contents(path: Path) -> dict[str, Any]:
+    return {group.question.id: group.samples for group in SampleStore(path).samples()}
+
+
+class After:
+    """Asks to stop at the n-th look."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise PreemptedError("SIGTERM asked this run to stop")
+
+
+def test_every_place_to_stop_gives_the_same_samples(engine: TransformersEngine, tmp_path: Path) -> None:
+    sample(engine, tmp_path / "whole")
+    whole, stops = contents(tmp_path / "whole"), 0
+    for looks in range(1, 100, 4):
+        store = tmp_path / f"stopped-{looks}"
+        try:
+            sample(engine, store, After(looks))
+        except PreemptedError:
+            stops += 1
+        else:
+            break
+        committed = len(SampleStore(store).question_ids(include_parts=True))
+        assert committed in {0, 3, 6}, "whole files only"
+        assert sample(engine, store).reused == committed
+        assert contents(store) == whole
+    assert stops > 3
+    assert [len(whole), sum(map(len, whole.values()))] == [7, 28]
+
+
+def test_otherwise_what_is_complete_is_kept(engine: TransformersEngine, tmp_path: Path) -> None:
+    seen = set()
+    for looks in (2, 3, 4, 5, 6, 7):
+        store = tmp_path / str(looks)
+        with pytest.raises(PreemptedError):
+            sample(engine, store, After(looks), shard_by_shard=False)
+        seen.add(len(SampleStore(store).question_ids(include_parts=True)))
+    assert seen - {0, 3, 6}, f"single questions are kept: {seen}"

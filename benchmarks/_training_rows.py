@@ -118,9 +118,9 @@ def random_rows(lengths: Lengths, *, questions: int, samples: int, vocab_size: i
 
 
 def random_lengths(rng: np.random.Generator, mean: int, deviation: float, count: int) -> np.ndarray:
-    """Return log-normal lengths with this mean, at least 4 and at most 450 or three times the mean."""
+    """Return log-normal lengths with this mean, between 4 and 500: prompt, response and query fit 1024 tokens."""
     drawn = rng.lognormal(np.log(mean) - deviation**2 / 2, deviation, count)
-    return np.clip(drawn.round().astype(int), 4, max(3 * mean, 4) if mean > 150 else 450)
+    return np.clip(drawn.round().astype(int), 4, 500)
 
 
 def random_responses(

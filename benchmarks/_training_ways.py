@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from _training_flops import Load, batch_load, causal_pairs
 from _training_rows import MAX_LENGTH, TrainingRows, collator_of
 from torch import Tensor
 
@@ -34,12 +35,12 @@ class Work:
     Attributes:
         loss: Gives this batch's part of the loss; the graph is freed by its backward pass.
         slots: Tokens that are computed, padding included.
-        tokens: Those that are no padding.
+        load: What is computed, padding and needless logits left out.
     """
 
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int
-    tokens: int
+    load: Load
 
 
 Way = Callable[[TrainingRows, ChatFormat, int, str], list[Work]]
@@ -127,13 +128,15 @@ def _one_by_one(rows: TrainingRows, chat: ChatFormat, width: int | None, device:
         if weights[0]:
             ids = _padded(encoded.ids, width, chat.pad_id).to(device)
             last = len(encoded.ids) - 1
-            work.append(Work(_calibrate(ids, last, weights[0]), ids.numel(), len(encoded.ids)))
+            load = Load(last + 1, causal_pairs(last + 1), 1)
+            work.append(Work(_calibrate(ids, last, weights[0]), ids.numel(), load))
         if weights[1]:
             response = encoded.ids[: encoded.response_end]
             ids = _padded(response, width, chat.pad_id).to(device)
             labels = torch.full_like(ids, -100)
             labels[:, places] = ids[:, places]
-            work.append(Work(_generate(ids, labels, weights[1]), ids.numel(), len(response)))
+            load = Load(len(response), causal_pairs(len(response)), len(places))
+            work.append(Work(_generate(ids, labels, weights[1]), ids.numel(), load))
     return work
 
 
@@ -173,8 +176,7 @@ def _ours(
     work = []
     for places, real in dealt:
         batch = collator(rows.tuples(np.asarray(places), real))
-        tokens = int(batch.attention_mask.sum())
-        work.append(Work(_module_loss(batch.to(device)), batch.input_ids.numel(), tokens))
+        work.append(Work(_module_loss(batch.to(device)), batch.input_ids.numel(), batch_load(batch)))
     return work
 
 
@@ -217,7 +219,9 @@ def _by_examples(
             ends, row_of = torch.arange(len(part)) * width + lengths - 1, torch.arange(slots) // width
         moved = [tensor.to(device) for tensor in (labels.flatten(), ends, row_of, *fields)]
         inputs = {name: value.to(device) for name, value in inputs.items()}
-        work.append(Work(_both_losses(inputs, *moved), slots, int(lengths.sum())))
+        pairs = sum(map(causal_pairs, lengths.tolist()))
+        load = Load(int(lengths.sum()), pairs, len(part) + int((labels != -100).sum()))
+        work.append(Work(_both_losses(inputs, *moved), slots, load))
     return work
 
 

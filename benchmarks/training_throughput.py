@@ -182,7 +182,7 @@ class Bench:
 def _counts(work: list[Work], rows: TrainingRows, all_rows: TrainingRows) -> dict[str, float]:
     """Return the tokens of a way, and by how much its time is to be scaled to stand for all rows of the cell."""
     scale = all_rows.forwards / rows.forwards
-    slots, tokens = sum(one.slots for one in work), sum(one.tokens for one in work)
+    slots, tokens = sum(one.slots for one in work), sum(one.load.tokens for one in work)
     counts = {"rows": len(all_rows), "forwards": all_rows.forwards, "scale": scale}
     return {**counts, "slots": slots * scale, "tokens": tokens * scale}
 

@@ -166,23 +166,28 @@ def evaluate_then_train(tiny_model: str) -> Any:
     module = module_of(tiny_model)
     trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    received = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        module = module_of(tiny_model)
-        module.trainer = trainer
-        module.configure_model()
-        tokens = torch.arange(1, 13).view(2, 6)
-        with mode():
-            module.model(tokens)
-        loss = module.model(tokens).logits.float().square().mean()
-        if loss.requires_grad:
-            loss.backward()
-        received.append(any(p.grad is not None for p in module.parameters()))
-    return {"inference_mode": [loop.inference_mode for loop in loops], "received": received}
+    return {
+        "inference_mode": [loop.inference_mode for loop in loops],
+        "trains": [_trains_after(mode, tiny_model, trainer) for mode in (torch.no_grad, torch.inference_mode)],
+    }
+
+
+def _trains_after(mode: Any, tiny_model: str, trainer: Trainer) -> bool:
+    """Return whether gradients come where the very first forward was under ``mode``."""
+    module, tokens = module_of(tiny_model), torch.arange(1, 13).view(2, 6)
+    module.trainer = trainer
+    module.configure_model()
+    with mode():
+        module.model(tokens)
+    try:
+        module.model(tokens).logits.float().square().mean().backward()
+    except RuntimeError:  # "Inplace update to inference tensor", or no gradient function
+        return False
+    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_evaluation_leaves_the_weights_trainable(tiny_model: str, tmp_path: Path) -> None:
     for result in run_processes(evaluate_then_train, tmp_path, tiny_model):
         assert result["inference_mode"] == [False] * 4
         # The reason. Should the second be True one day, `AdapterModelParallelStrategy.setup` can go.
-        assert result["received"] == [True, False]
+        assert result["trains"] == [True, False]

@@ -113,21 +113,22 @@ def two(pool: Pool, store_dir: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_uneven_processes_train_and_measure_like_one(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
     first, second = (rank[name] for rank in two)
-    # The weights are the same and every row is scored alone: all digits are equal, also where a process has no row.
+    # The weights are the same and every row is scored alone: all printed digits are equal, also where a process has no
+    # row. (Scores may differ by the last bit of a float32: Lightning validates under `no_grad` on gloo only.)
     for key in ("before", "one question"):
         assert first[key]["val/count/Responses"] == {"before": 40, "one question": 8}[key]
-        assert _without_nan(first[key]) == _without_nan(one[key]) == _without_nan(second[key])
+        assert first[key] == pytest.approx(one[key], rel=1e-6, abs=1e-7, nan_ok=True)
+        assert _printed(first[key]) == _printed(one[key]) == _printed(second[key])
     assert len(first["losses"]) == 6
     assert first["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert largest_difference(first["state"], one["state"]) < 1e-5
-    printed = {key: f"{value:.4f}" for key, value in one["metrics"].items()}
-    assert {key: f"{value:.4f}" for key, value in first["metrics"].items()} == printed
+    assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
     assert first["metrics"] == second["metrics"]
     assert one["metrics"]["val/calibration/ECE"] != one["before"]["val/calibration/ECE"]
 
 
-def _without_nan(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value == value}
+def _printed(metrics: dict[str, float]) -> dict[str, str]:
+    return {name: f"{value:.5f}" for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize("source", ["ddp", "fsdp2"])
@@ -216,7 +217,7 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
     assert len(index) == 40
     assert index.num_missing("by_fsdp2") == 0
     for name in names[1:]:
-        assert index.confidences[name].tolist() == index.confidences["by_auto"].tolist()
+        assert index.confidences[name] == pytest.approx(index.confidences["by_auto"], abs=1e-6)
     # Which weights computed them is written down with them: the hash of the whole adapter, however it is cut.
     origins = [json.loads(p.read_text())["origin"] for p in sorted(Path(store_dir, "annotations").glob("by_*/*.json"))]
     assert len(origins) == 3

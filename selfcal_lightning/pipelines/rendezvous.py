@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +62,13 @@ class Rendezvous:
             thread.join()
             self._show(state, problem)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block as ``working`` does, then ``meet``."""
+        with self.working():
+            yield
+        self.meet()
+
     def meet(self) -> None:
         """Wait until every process is done.
 
@@ -71,10 +77,6 @@ class Rendezvous:
         """
         for rank in range(self.world_size) if self.world_size > 1 else ():
             self._wait_for(rank)
-
-    def clear(self) -> None:
-        """Remove the files. Only when no process waits any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for(self, rank: int) -> None:
         seen: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from selfcal_lightning.callbacks.generation_rounds import (
     ResumedAt,
     check_can_regenerate,
     check_engine,
+    check_kept_adapters,
     check_sharding,
     is_last_epoch,
     report_round,
@@ -132,7 +133,9 @@ class SSCGeneration(Callback):
                 self._regenerate(trainer, pl_module, self._resumed)
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
-        """Log the round that training begins with."""
+        """Log the round that training begins with, and refuse later ones that are of another training."""
+        if _data_module(trainer).regenerate_every_n_epochs is not None:
+            check_kept_adapters(trainer, pl_module)
         self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:

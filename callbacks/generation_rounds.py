@@ -16,6 +16,7 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.round_adapters import adapter_folder, check_same_training
 from selfcal_lightning.pipelines.round_drift import describe_round, describe_shift, question_targets
 from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat
@@ -141,6 +142,19 @@ def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: i
         "round": round,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_kept_adapters(trainer: Trainer, module: SelfCalibrationModule) -> None:
+    """Refuse, before training, a store whose later rounds belong to another training.
+
+    Raises:
+        ValueError: The adapter of a round that training has not reached yet is of a training with other settings.
+    """
+    data = trainer.datamodule
+    for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
+        round = int(folder.name.removeprefix("round-"))
+        if round > data.round_of(trainer.current_epoch):
+            check_same_training(folder, round, training_digest(trainer, module, round=round))
 
 
 def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:

@@ -61,13 +61,7 @@ def keep_adapter(module: SelfCalibrationModule, store_dir: str | Path, *, round:
     difference = adapter_difference(module.model, folder)
     if difference == 0.0:
         return folder
-    manifest = read_manifest(folder)
-    if manifest is None or manifest["store"]["training"] != training:
-        raise ValueError(
-            f"Expected round {round} of the store {store_dir} to belong to this training, but got {folder}, the "
-            "adapter of a training with other settings. Samples are never mixed: use another `store_dir` (a copy of "
-            "this store, without `adapters` and later rounds, keeps round 0), or go back to those settings."
-        )
+    check_same_training(folder, round, training)
     _LOG.warning(
         "Round %d was begun with the adapter in %s; the weights that arrive there now differ from it by up to %.3g. "
         "The round is completed with the adapter on disk.",
@@ -76,6 +70,17 @@ def keep_adapter(module: SelfCalibrationModule, store_dir: str | Path, *, round:
         difference,
     )
     return folder
+
+
+def check_same_training(folder: Path, round: int, training: str) -> None:
+    """Raise ValueError where the adapter of ``round`` in ``folder`` is of another training than ``training``."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["store"]["training"] != training:
+        raise ValueError(
+            f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
+            "training with other settings. Samples are never mixed: use another `store_dir` (a copy of this store, "
+            "without `adapters` and later rounds, keeps round 0), or go back to those settings."
+        )
 
 
 @contextmanager

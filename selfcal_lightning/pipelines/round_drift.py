@@ -92,7 +92,7 @@ def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, Q
 
     Example:
         >>> earlier, later = (
-        ...     {name: QuestionTargets("arithmetic", mean, leader) for name, mean, leader in round}
+        ...     {name: QuestionTargets("word_problems", mean, leader) for name, mean, leader in round}
         ...     for round in ([("a", 0.5, "7"), ("b", 0.75, "3")], [("a", 0.75, "7"), ("b", 0.5, "4"), ("c", 1.0, "1")])
         ... )
         >>> describe_shift(earlier, later)

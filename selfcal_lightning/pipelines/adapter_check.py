@@ -96,8 +96,8 @@ def check_adapter(engine: Engine, network: PreTrainedModel, probes: Sequence[Pro
             f"Expected the engine ({served['engine']}, {served['dtype']}) to serve the adapter that was trained "
             f"({dtype}), with log-probabilities that differ by at most {bound:g} in the mean, but got "
             f"{difference:.3g}: its samples would come from another model, and none was kept. Set the engine's `dtype` "
-            "to the trainer's if they differ; with a quantised base, set `engine: transformers`, which samples with the "
-            "trainer's own model."
+            "to the trainer's if they differ; with a quantised base, set `engine: transformers`, which samples with "
+            "the trainer's own model."
         )
     return difference
 

@@ -94,6 +94,7 @@ def generate_samples(
     part: str = "rank-0-of-1",
     shard: tuple[int, int] = (0, 1),
     questions_per_shard: int = 64,
+    shard_by_shard: bool = False,
     progress: bool = True,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
@@ -117,6 +118,10 @@ def generate_samples(
         part: Name of this process's part of the store.
         shard: (i, n), this process's share.
         questions_per_shard: Questions in a file of the store.
+        shard_by_shard: Whether each run of ``questions_per_shard`` questions of the share is finished and committed
+            before the next begins. What a question's batch holds then does not depend on what was stored before, so
+            that with an engine that repeats itself a killed job ends with the samples of an unbroken one to the last
+            bit of their probabilities. The engine idles a little at the end of every run.
         progress: Whether to show how far it is.
 
     Raises:
@@ -133,7 +138,11 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round)
-            sampler.run(todo, prompts)
+            missing = {question.id for question in todo}
+            size = questions_per_shard if shard_by_shard else max(len(share), 1)
+            for start in range(0, len(share), size):
+                group = [question for question in share[start : start + size] if question.id in missing]
+                sampler.run(group, prompts, commit=shard_by_shard)
     return GenerationReport(
         store_dir=str(store.path),
         questions=len(share),
@@ -221,8 +230,11 @@ class _Sampler:
         self.generated = self.unreadable = self.truncated = self.failed = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
 
-    def run(self, questions: Sequence[Question], prompts: dict[str, array[int]]) -> None:
-        """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish."""
+    def run(self, questions: Sequence[Question], prompts: dict[str, array[int]], *, commit: bool = False) -> None:
+        """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish.
+
+        With ``commit`` they are committed together, at the end; without, when a shard is full or five minutes old.
+        """
         waiting = iter(questions)
         committed_at = time.monotonic()
         try:
@@ -231,8 +243,10 @@ class _Sampler:
                     self._take(response.request_id, response)
                 if not self.writer.buffered:
                     committed_at = time.monotonic()
-                elif time.monotonic() - committed_at > COMMIT_SECONDS:
+                elif not commit and time.monotonic() - committed_at > COMMIT_SECONDS:
                     self.writer.commit()
+            if commit:
+                self.writer.commit()
         finally:
             self.engine.cancel(list(self._in_flight))
 

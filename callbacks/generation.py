@@ -1,8 +1,9 @@
-"""Fill the sample store before it is read: the base model answers the questions of the splits that a verb needs."""
+"""Fill the sample store before it is read: by the base model at first, by the model in training in later rounds."""
 
 from __future__ import annotations
 
 import gc
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,18 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
+from selfcal_lightning.callbacks.generation_engines import EngineSettings, start_engine, start_round_engine
+from selfcal_lightning.callbacks.generation_rounds import (
+    ResumedAt,
+    check_can_regenerate,
+    check_engine,
+    check_kept_adapters,
+    check_sharding,
+    is_last_epoch,
+    report_round,
+    resumed_at,
+    training_digest,
+)
 from selfcal_lightning.callbacks.preemption import interrupt_of
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.locations import resolve_model
@@ -17,7 +30,9 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.rendezvous import Rendezvous
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
+from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file, keep_adapter, serving
 from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
+from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
@@ -26,12 +41,19 @@ Splits = dict[str, list[Question]]
 
 
 class SSCGeneration(Callback):
-    """Samples round 0, the base model's responses with their P(True), where the store lacks it.
+    """Samples round 0, the base model's responses with their P(True), where the store lacks it, and later rounds.
 
-    It runs in ``setup``, before the module loads its weights, so that the engine has the GPU to itself. Questions,
-    store folder and number of samples are read from the data module, model, revision and query from the module. Every
-    process samples its own share of the questions; then they wait for each other. What the store holds is reused, also
-    after a kill.
+    Round 0 is sampled in ``setup``, before the module loads its weights, so that the engine has the GPU to itself.
+    Questions, store folder and number of samples are read from the data module, model, revision and query from the
+    module. Every process samples its own share of the questions; then they wait for each other. What the store holds
+    is reused, also after a kill.
+
+    Later rounds, where the data module asks for them (``regenerate_every_n_epochs``), are sampled at the end of an
+    epoch with the adapter as it is then, of the training questions only. That adapter and a checkpoint of the trainer
+    are written to ``adapters/`` in the store's folder before the first sample is drawn; a run that is killed meanwhile
+    and resumed, from that checkpoint or from an earlier one, completes the round with the adapter that lies there. An
+    engine that does not serve it is refused before it samples. ``round/...`` logs what a round is like and how far its
+    targets moved.
 
     Args:
         engine: "transformers", or "vllm" (an extra).
@@ -41,9 +63,11 @@ class SSCGeneration(Callback):
         top_p: Mass of the nucleus.
         max_new_tokens: Longest response in tokens.
         seed: Of sampling; every sample has its own, derived from it.
-        dtype: Of the weights; "auto" is the engine's choice.
+        dtype: Of the weights; "auto" is the engine's choice. In later rounds the transformers engine runs the trainer's
+            own model for "auto" and for its own dtype, and loads the base model once more for another.
         max_batch: Sequences that the engine runs at once; None is the engine's choice.
-        gpu_memory_utilization: Share of the GPU's memory for vLLM; None is its default.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM; None is its default. In later rounds it is the most
+            that is taken of what the trainer leaves free.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
         shard_by_shard: Sample file after file. With the transformers engine on a CPU a killed run then ends with the
             samples of an unbroken one to the last bit of their confidences; otherwise texts are equal and confidences
@@ -77,42 +101,123 @@ class SSCGeneration(Callback):
         self.gpu_memory_utilization = gpu_memory_utilization
         self.questions_per_shard, self.shard_by_shard = questions_per_shard, shard_by_shard
         self.stall_timeout = stall_timeout
-        self._rendezvous: Rendezvous | None = None
+        self._meetings: Path | None = None
+        self._interrupt: Interrupt = never
+        self._resumed: ResumedAt | None = None
+        self._unreported: list[int] = []
+        self._reported: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
-        """Sample what is missing of the splits that ``stage`` reads."""
+        """Sample what is missing of the splits that ``stage`` reads, in round 0."""
         pl_module.check_support()  # before the long work; the model itself is built after it
         data = _data_module(trainer)
         splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
+        self._resumed, self._unreported, self._reported = None, [], None
+        if stage == "fit" and data.regenerate_every_n_epochs is not None:
+            check_can_regenerate(pl_module, has_questions="train" in splits)
+            self._unreported = [0]
         if not splits:
             _say(
                 trainer, f"SSCGeneration: no question sources are configured; the samples in {data.store_dir} are used."
             )
             return
         token = trainer.strategy.broadcast(uuid.uuid4().hex)  # the last collective before the long work
-        self._rendezvous = Rendezvous(
-            Path(data.store_dir) / "meetings" / token,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            stall_timeout=self.stall_timeout,
-            interrupt=interrupt_of(trainer, stage),
-        )
-        with self._rendezvous.working():
-            self._fill(trainer, pl_module, splits)
-        self._rendezvous.meet()
+        self._meetings = Path(data.store_dir) / "meetings" / token
+        self._interrupt = interrupt_of(trainer, stage)
+        with self._meeting(trainer, "round-000").together() as meeting:
+            self._fill(trainer, pl_module, splits, interrupt=meeting.check)
         self._join(trainer, SampleStore(data.store_dir), splits)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: SelfCalibrationModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note where training goes on: its loop knows it only after the loaders are built."""
+        self._resumed, self._unreported = resumed_at(checkpoint), []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+        """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
+        data = _data_module(trainer)
+        if data.regenerate_every_n_epochs is not None:
+            check_sharding(pl_module)
+            if self._resumed is not None:
+                self._regenerate(trainer, pl_module, self._resumed)
+
+    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+        """Log the round that training begins with, and refuse later ones that are of another training."""
+        if _data_module(trainer).regenerate_every_n_epochs is not None:
+            check_kept_adapters(trainer, pl_module)
+        self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+        """Sample the round of the next epoch where a new one begins with it."""
+        data, following = _data_module(trainer), trainer.current_epoch + 1
+        if data.round_of(following) == data.round_of(trainer.current_epoch) or is_last_epoch(trainer):
+            return
+        folder = adapter_folder(data.store_dir, data.round_of(following))
+        if not trainer.strategy.broadcast(folder.exists()):
+            trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
+        self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
+        self._report(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Remove the files that the processes waited by."""
-        if self._rendezvous is not None and trainer.is_global_zero:
-            self._rendezvous.clear()
-        self._rendezvous = None
+        if self._meetings is not None and trainer.is_global_zero:
+            shutil.rmtree(self._meetings, ignore_errors=True)
+        self._meetings = None
 
-    def _fill(self, trainer: Trainer, module: SelfCalibrationModule, splits: Splits) -> None:
+    def _meeting(self, trainer: Trainer, name: str) -> Rendezvous:
+        """Return where all processes wait for each other's part of the work ``name``, without a collective."""
+        return Rendezvous(
+            self._meetings / name,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            stall_timeout=self.stall_timeout,
+            interrupt=self._interrupt,
+        )
+
+    def _regenerate(self, trainer: Trainer, module: SelfCalibrationModule, place: ResumedAt) -> None:
+        """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it.
+
+        In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
+        """
+        data = _data_module(trainer)
+        round = data.round_of(place.epoch)
+        folder = adapter_folder(data.store_dir, round)
+        if round == 0 or not (place.at_start or trainer.strategy.broadcast(folder.exists())):
+            return
+        splits = {"train": data.questions("train")}
+        digest = training_digest(trainer, module, round=round)
+        with self._meeting(trainer, f"round-{round:03d}-adapter").together():
+            if trainer.is_global_zero and place.at_start:
+                keep_adapter(module, data.store_dir, round=round, training=digest)
+        with self._meeting(trainer, f"round-{round:03d}").together() as meeting, serving(module, folder):
+            self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
+        self._join(trainer, SampleStore(data.store_dir), splits, round=round)
+        if place.at_start and round != self._reported:
+            self._unreported.append(round)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Log the rounds that were sampled since the last report."""
+        for round in self._unreported:
+            self._reported = round
+            if trainer.is_global_zero:
+                report_round(trainer, round, step=trainer.global_step)
+        self._unreported = []
+
+    def _fill(
+        self,
+        trainer: Trainer,
+        module: SelfCalibrationModule,
+        splits: Splits,
+        *,
+        interrupt: Interrupt,
+        round: int = 0,
+    ) -> None:
         """Sample this process's share of every split. The engine is started only where something is missing."""
         data, shard = _data_module(trainer), (trainer.global_rank, trainer.world_size)
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query)
+        adapter = str(adapter_folder(data.store_dir, round)) if round else None
         existing = open_existing(
             data.store_dir,
             model=model,
@@ -121,21 +226,34 @@ class SSCGeneration(Callback):
             sampling=self.sampling,
             seed=self.seed,
             num_samples=data.num_samples,
+            adapter=adapter,
+            round=round,
         )
-        if is_complete(existing, splits, shard=shard):
+        if is_complete(existing, splits, shard=shard, round=round):
             total = sum(map(len, splits.values()))
-            _say(trainer, f"SSCGeneration: samples of all {total:,} questions are reused from {data.store_dir}.")
+            _say(
+                trainer,
+                f"SSCGeneration: round {round}, samples of all {total:,} questions are reused from {data.store_dir}.",
+            )
             return
-        engine = self._start(trainer, model, module.revision, chat)
+        engine = self._start(trainer, module, chat, adapter)
         try:
+            if round:
+                difference = check_engine(engine, trainer, module, chat, round=round, shard=shard)
+                say(f"SSCGeneration: round {round}, process {shard[0]}: the engine differs by {difference:.2g} nats.")
             store = SampleStore.create_or_open(
                 data.store_dir,
                 store_fingerprint(engine, chat, self.sampling, self.seed),
                 num_samples=data.num_samples,
                 engine=engine.describe(),
+                round=round,
             )
             for split, questions in splits.items():
-                _say(trainer, f"SSCGeneration: {split}, {data.num_samples} samples a question, into {data.store_dir}")
+                _say(
+                    trainer,
+                    f"SSCGeneration: round {round}, {split}, {data.num_samples} samples a question, into "
+                    f"{data.store_dir}",
+                )
                 report = generate_samples(
                     questions,
                     split=split,
@@ -145,12 +263,13 @@ class SSCGeneration(Callback):
                     num_samples=data.num_samples,
                     sampling=self.sampling,
                     seed=self.seed,
+                    round=round,
                     part=f"rank-{shard[0]}-of-{shard[1]}",
                     shard=shard,
                     questions_per_shard=self.questions_per_shard,
-                    progress=trainer.is_global_zero,
-                    interrupt=self._rendezvous.check,
                     shard_by_shard=self.shard_by_shard,
+                    progress=trainer.is_global_zero,
+                    interrupt=interrupt,
                 )
                 say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
         finally:
@@ -160,39 +279,26 @@ class SSCGeneration(Callback):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _start(self, trainer: Trainer, model: str, revision: str | None, chat: ChatFormat) -> Engine:
-        """Start the engine on this process's device."""
+    def _start(self, trainer: Trainer, module: SelfCalibrationModule, chat: ChatFormat, adapter: str | None) -> Engine:
+        """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
+        settings = EngineSettings(self.engine, self.dtype, self.max_batch, self.gpu_memory_utilization)
         device = trainer.strategy.root_device
-        settings: dict[str, Any] = {}
-        if self.engine == "vllm":
-            from selfcal_lightning.engines.vllm import VLLMEngine
-
-            if self.max_batch is not None:
-                settings["max_num_seqs"] = self.max_batch
-            return VLLMEngine(
-                model,
-                revision=revision,
-                dtype=None if self.dtype == "auto" else self.dtype,
-                chat=chat,
-                devices=[device.index] if device.type == "cuda" else None,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                **settings,
+        if adapter is None:
+            return start_engine(
+                settings, resolve_model(module.base_model), chat, revision=module.revision, device=device
             )
-        from selfcal_lightning.engines.transformers import TransformersEngine
+        return start_round_engine(settings, module, chat, adapter=adapter, device=device)
 
-        if self.max_batch is not None:
-            settings["max_batch"] = self.max_batch
-        return TransformersEngine(model, revision=revision, dtype=self.dtype, device=str(device), chat=chat, **settings)
-
-    def _join(self, trainer: Trainer, store: SampleStore, splits: Splits) -> None:
+    def _join(self, trainer: Trainer, store: SampleStore, splits: Splits, *, round: int = 0) -> None:
         """Show readers what all processes have written. Every process may do that; the first one does it first."""
         manifest = store.join()
         wanted = {question.id for questions in splits.values() for question in questions}
-        missing = wanted - store.question_ids()
+        missing = wanted - store.question_ids(round=round)
         if missing:
             raise RuntimeError(
-                f"Expected {store.path} to hold all {len(wanted)} questions, but {len(missing)} are missing, for "
-                f"example {min(missing)!r}. All processes must see one file system, and sample the same questions."
+                f"Expected {store.path} to hold round {round} of all {len(wanted)} questions, but {len(missing)} are "
+                f"missing, for example {min(missing)!r}. All processes must see one file system, and sample the same "
+                "questions."
             )
         _say(
             trainer,

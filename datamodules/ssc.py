@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, Literal
@@ -24,7 +24,16 @@ from selfcal_lightning.datamodules.dealing import DealByLength, DealByPrompt, Pa
 from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.datamodules.reading import check_prompts, keep_targets, read_index
+from selfcal_lightning.datamodules.reading import keep_targets
+from selfcal_lightning.datamodules.rounds import (
+    RoundRule,
+    check_reload,
+    check_round_settings,
+    hold_to_round,
+    read_rounds,
+    round_of_epoch,
+    rounds_to_read,
+)
 from selfcal_lightning.datamodules.signals import outlive_signals
 from selfcal_lightning.datamodules.ssc_sampler import (
     LateDataLoader,
@@ -88,6 +97,11 @@ class SSCDataModule(LightningDataModule):
         seed: Seed of the draw.
         round: Generation round that training reads; the other splits are always read from round 0, the base model's
             samples.
+        regenerate_every_n_epochs: ``SSCGeneration`` samples the training questions again with the current adapter at
+            the end of every so many epochs: epoch e trains on round ``e // n``. None trains on ``round`` throughout.
+        round_rule: Which rows an epoch with a later round reads: "replace" reads the newest round only, "mix" all
+            rounds up to it, as if a question had been sampled that many times as often: targets are computed over a
+            question's responses of all these rounds, none of which is weighted by its age.
         num_workers: Worker processes of each loader.
     """
 
@@ -122,6 +136,8 @@ class SSCDataModule(LightningDataModule):
         query: str = DEFAULT_QUERY,
         seed: int = 0,
         round: int = 0,
+        regenerate_every_n_epochs: int | None = None,
+        round_rule: RoundRule = "replace",
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -142,6 +158,8 @@ class SSCDataModule(LightningDataModule):
         check_choice("p_true", p_true, PTrueName)
         check_choice("predict_split", predict_split, Split)
         check_choice("packing", packing, Packing)
+        check_choice("round_rule", round_rule, RoundRule)
+        check_round_settings(regenerate_every_n_epochs, round)
         self.base_model = base_model
         self.store_dir = store_dir
         self.sources: dict[Split, list[QuestionSource]] = {
@@ -173,6 +191,8 @@ class SSCDataModule(LightningDataModule):
         self.query = query
         self.seed = seed
         self.round = round
+        self.regenerate_every_n_epochs = regenerate_every_n_epochs
+        self.round_rule: RoundRule = round_rule
         self.num_workers = num_workers
         # A process without validation questions still gets a batch, of no rows.
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -204,6 +224,16 @@ class SSCDataModule(LightningDataModule):
         check_trainer(self.trainer)
         if shares_prefix(self.packing, self.base_model, revision=self.revision):
             check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
+        if stage == "fit":
+            check_reload(self.trainer, self.regenerate_every_n_epochs)
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        return (
+            self.round
+            if self.regenerate_every_n_epochs is None
+            else round_of_epoch(epoch, self.regenerate_every_n_epochs)
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -235,7 +265,9 @@ class SSCDataModule(LightningDataModule):
         """
         check_agreement(self.num_samples, self.target)
         store, collator = self._store(), self.collator()
-        table, reasons = self._build(store, collator, "train", self.round)
+        newest = self.round_of(self.trainer.current_epoch if self.trainer else 0)
+        rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
+        table, reasons = self._build(store, collator, "train", rounds)
         table = keep_targets(table, reasons, target=self.target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
         confident = table.confident(self.eta)
@@ -261,6 +293,7 @@ class SSCDataModule(LightningDataModule):
             batch_size=self.batch_size,
             trainer=self.trainer,
         )
+        hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
         draw = sampler.draw(self.trainer.current_epoch if self.trainer else 0)
         rank_zero_info(describe_draw(table, pools, draw))
         if isinstance(deal, DealByPrompt):
@@ -305,7 +338,7 @@ class SSCDataModule(LightningDataModule):
     def _pool_loader(self, split: Split) -> LateDataLoader:
         """Return the loader of this process's questions of a split: every response once, unweighted by any draw."""
         store, collator = self._store(), self.collator()
-        table, _ = self._build(store, collator, split, self.round if split == "train" else 0)
+        table, _ = self._build(store, collator, split, (self.round if split == "train" else 0,))
         if table.num_cut or table.dropped:
             rank_zero_info(
                 f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
@@ -350,12 +383,11 @@ class SSCDataModule(LightningDataModule):
         return SampleStore(self.store_dir, num_samples=self.num_samples)
 
     def _build(
-        self, store: SampleStore, collator: SSCCollator, split: Split, round: int
+        self, store: SampleStore, collator: SSCCollator, split: Split, rounds: Sequence[int]
     ) -> tuple[TupleTable, np.ndarray]:
         """Return the split's rows that fit, and for each the reason why it has no target ("" where it has one)."""
         questions = self.questions(split) if self.sources[split] else None
-        index = read_index(store, split=split, round=round, questions=questions)
-        check_prompts(store, collator.chat, round=round)
+        index = read_rounds(store, split=split, rounds=rounds, questions=questions, chat=collator.chat)
         table, reasons = build_table(
             store, index, collator, target=self.target, p_true=self.p_true, drop_none=self.drop_none
         )

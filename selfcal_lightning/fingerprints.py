@@ -33,11 +33,14 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
         ValueError: When there are no weight files.
     """
     folder = _local_folder(model, revision)
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise ValueError(f"Expected `model` to be a folder with *.safetensors files, but {folder} has none.")
+    files = _weight_files(folder)
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return _hash_files(stamps, tuple(str(index) for index in sorted(folder.glob("*.index.json"))))
+
+
+def weights_bytes(model: str, *, revision: str | None = None) -> int:
+    """Return the size of a model's or adapter's weight files. Raises ValueError when there are none."""
+    return sum(file.stat().st_size for file in _weight_files(_local_folder(model, revision)))
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -58,6 +61,13 @@ def _local_folder(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise ValueError(f"Expected `model` to be a folder with *.safetensors files, but {folder} has none.")
+    return files
 
 
 @functools.lru_cache(maxsize=16)

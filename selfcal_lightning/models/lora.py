@@ -129,6 +129,46 @@ def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
     return PeftModel.from_pretrained(model, directory, autocast_adapter_dtype=True)
 
 
+def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Return copies of the adapter's tensors, under the names that they have in ``adapter_model.safetensors``."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the adapter that lies in ``directory``."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite the adapter's tensors in place; the optimiser goes on with the same parameters."""
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, dict(state))
+
+
+def adapter_difference(model: PeftModel, directory: Path) -> float:
+    """Return the largest absolute difference between the model's adapter and the one in ``directory``.
+
+    Raises:
+        ValueError: If the two have other tensors, or other shapes.
+    """
+    mine, theirs = adapter_state(model), read_adapter_state(directory)
+    shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
+    if shapes[0] != shapes[1]:
+        changed = sorted(name for name in shapes[0].keys() | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
+        raise ValueError(
+            f"Expected the adapter in {directory} to have the tensors of the model's, but got {len(changed)} that "
+            f"differ, the first: {changed[0]}. The `lora` settings must be those that it was trained with."
+        )
+    pairs = ((mine[name].float().cpu(), theirs[name].float().cpu()) for name in mine)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
     """Return the base model with the update added to its weights; a non-finite result is an error.
 

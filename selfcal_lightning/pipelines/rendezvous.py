@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +79,13 @@ class Rendezvous:
             thread.join()
             self._show(state, problem)
 
+    @contextmanager
+    def together(self) -> Iterator[Rendezvous]:
+        """Run the block as ``working`` does, then ``meet``."""
+        with self.working():
+            yield self
+        self.meet()
+
     def meet(self) -> None:
         """Wait until every process is done.
 
@@ -102,10 +108,6 @@ class Rendezvous:
         self._looked_at = time.monotonic()
         for rank in range(self.world_size):
             _raise_if_stopped(rank, self._read(rank))
-
-    def clear(self) -> None:
-        """Remove the files. Only when no process waits any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for(self, rank: int) -> None:
         seen: dict[str, Any] = {}

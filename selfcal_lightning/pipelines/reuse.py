@@ -11,6 +11,7 @@ from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.pipelines.sampling import missing_questions, select_share
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore, StoreFingerprint
+from selfcal_lightning.store_manifest import round_file
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
@@ -28,8 +29,9 @@ def open_existing(
     seed: int,
     num_samples: int,
     adapter: str | None = None,
+    round: int = 0,
 ) -> SampleStore | None:
-    """Return the store in ``store_dir`` if there is one, held against what is asked for; None where there is none.
+    """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
 
     This is what an engine over the model would be held against, known without starting one: a run that has nothing
     left to do, or whose settings are others than the store's, ends in seconds.
@@ -43,11 +45,12 @@ def open_existing(
         seed: Seed of the run.
         num_samples: Responses to each question.
         adapter: Folder of a LoRA adapter.
+        round: Generation round.
 
     Raises:
         ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question.
     """
-    if not (Path(store_dir) / "rounds").is_dir():
+    if not round_file(Path(store_dir), round).exists():
         return None
     identity = {
         "model": model,
@@ -56,13 +59,17 @@ def open_existing(
         "adapter_sha256": None if adapter is None else weights_sha256(adapter),
     }
     fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
-    return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={})
+    return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)
 
 
 def is_complete(
-    store: SampleStore | None, splits: Mapping[str, Sequence[Question]], *, shard: tuple[int, int] = (0, 1)
+    store: SampleStore | None,
+    splits: Mapping[str, Sequence[Question]],
+    *,
+    shard: tuple[int, int] = (0, 1),
+    round: int = 0,
 ) -> bool:
-    """Return whether ``store`` holds share ``shard = (i, n)`` of the questions of every split.
+    """Return whether ``store`` holds ``round`` of share ``shard = (i, n)`` of the questions of every split.
 
     Raises:
         ValueError: A question lies there with another wording or reference, or in another split.
@@ -70,7 +77,7 @@ def is_complete(
     if store is None:
         return False
     shares = {split: select_share(questions, shard) for split, questions in splits.items()}
-    return not any(missing_questions(share, store, split=split, round=0) for split, share in shares.items())
+    return not any(missing_questions(share, store, split=split, round=round) for split, share in shares.items())
 
 
 def _weights(model: str, revision: str | None) -> str:

@@ -1,0 +1,181 @@
+"""Later rounds of ``SSCGeneration``: when one is due, whose it is, and what is told about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.distributed.tensor import DTensor
+
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
+from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.round_adapters import adapter_folder, check_same_training
+from selfcal_lightning.pipelines.round_drift import describe_round, describe_shift, question_targets
+from selfcal_lightning.pipelines.sampling import select_share
+from selfcal_lightning.prompts import ChatFormat
+from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_index import SampleIndex
+
+# They change with the round or with the number of processes, and not with the training.
+NOT_OF_THE_TRAINING = ("rows", "accumulate_grad_batches")
+CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedAt:
+    """Where a checkpoint goes on.
+
+    Attributes:
+        epoch: The epoch whose batches come next.
+        at_start: Whether none of them has been trained on, so that the weights are those that a round of this epoch is
+            sampled with.
+        global_step: Optimiser steps taken.
+    """
+
+    epoch: int
+    at_start: bool
+    global_step: int
+
+
+def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
+    """Return where training goes on from a checkpoint of Lightning's Trainer.
+
+    Counted are epochs begun and epochs completed. Checkpoints written between the last batch of an epoch and its end
+    (after a validation, in ``on_train_epoch_end``) count it as begun and not as completed.
+
+    Args:
+        checkpoint: As handed to ``Callback.on_load_checkpoint``.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    completed, step = epochs["completed"], checkpoint["global_step"]
+    if epochs["started"] == completed:
+        return ResumedAt(completed, True, step)
+    if batches["is_last_batch"]:
+        return ResumedAt(completed + 1, True, step)
+    return ResumedAt(completed, batches["current"]["ready"] == 0, step)
+
+
+def is_last_epoch(trainer: Trainer) -> bool:
+    """Return, at the end of an epoch, whether training stops now, so that another round would not be read."""
+    done = trainer.current_epoch + 1
+    if trainer.received_sigterm or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+        return True
+    if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
+        return True
+    may_stop = done >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+    return trainer.should_stop and may_stop
+
+
+def check_can_regenerate(module: SelfCalibrationModule, *, has_questions: bool) -> None:
+    """Raise ValueError where later rounds have no questions, or where the weights of a round cannot be kept."""
+    if not has_questions:
+        raise ValueError(
+            "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
+            "ask the questions again. Name the sources, or leave `regenerate_every_n_epochs` out."
+        )
+    if module.lora is None:
+        raise ValueError(
+            "Expected `lora` settings with `regenerate_every_n_epochs`, but got None: every round keeps the adapter "
+            "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
+            "`regenerate_every_n_epochs` out."
+        )
+
+
+def check_sharding(module: SelfCalibrationModule) -> None:
+    """Raise ValueError where no process has the whole model to sample with and to check the engine against."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            "Expected a whole model in every process with `regenerate_every_n_epochs`, but got one that is sharded "
+            "over processes. Use the strategy auto or ddp, or leave `regenerate_every_n_epochs` out."
+        )
+
+
+def check_engine(
+    engine: Engine,
+    trainer: Trainer,
+    module: SelfCalibrationModule,
+    chat: ChatFormat,
+    *,
+    round: int,
+    shard: tuple[int, int],
+) -> float:
+    """Hold the engine of ``round`` against the trainer's model, on responses of the round before.
+
+    Returns:
+        The mean absolute difference of log-probability, in nats; see ``pipelines.adapter_check``.
+
+    Args:
+        engine: Who is to sample.
+        trainer: Whose data module has the questions.
+        module: The module, its model in evaluation mode and holding the adapter of the round.
+        chat: Renders prompts and the confidence query.
+        round: The round to come.
+        shard: (i, n), this process's share; its own questions are taken, if it has any.
+    """
+    index = _index(trainer.datamodule, round - 1)
+    store = SampleStore(trainer.datamodule.store_dir, num_samples=trainer.datamodule.num_samples)
+    questions = trainer.datamodule.questions("train")
+    names = [question.id for question in select_share(questions, shard) or questions][:CHECKED_QUESTIONS]
+    rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
+    probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
+    return check_adapter(engine, module.model, probes)
+
+
+def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int) -> str:
+    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
+    data = trainer.datamodule
+    order = {name: value for name, value in data.state_dict().items() if name not in NOT_OF_THE_TRAINING}
+    content = {
+        "module": {name: value for name, value in module.hparams.items() if name not in {"base_model", "revision"}},
+        "order": order,
+        "steps": trainer.estimated_stepping_batches,
+        "every": data.regenerate_every_n_epochs,
+        "rule": data.round_rule,
+        "round": round,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_kept_adapters(trainer: Trainer, module: SelfCalibrationModule) -> None:
+    """Refuse, before training, a store whose later rounds belong to another training.
+
+    Raises:
+        ValueError: The adapter of a round that training has not reached yet is of a training with other settings.
+    """
+    data = trainer.datamodule
+    for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
+        round = int(folder.name.removeprefix("round-"))
+        if round > data.round_of(trainer.current_epoch):
+            check_same_training(folder, round, training_digest(trainer, module, round=round))
+
+
+def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:
+    """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
+    data = trainer.datamodule
+    settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
+    later = _index(data, round)
+    values = {"Number": float(round), **describe_round(later, **settings)}
+    if round > 0:
+        earlier = _index(data, round - 1)
+        values |= describe_shift(question_targets(earlier, **settings), question_targets(later, **settings))
+    named = {f"round/{name}": value for name, value in values.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(named, step=step)
+    told = ", ".join(f"{name.removeprefix('round/')} {value:.4g}" for name, value in named.items())
+    say(f"SSCGeneration: round {round}: {told}")
+    return named
+
+
+def _index(data: LightningDataModule, round: int) -> SampleIndex:
+    """Return the rows of the training questions in ``round``."""
+    index = SampleStore(data.store_dir, num_samples=data.num_samples).index(split="train", round=round)
+    wanted = {question.id for question in data.questions("train")}
+    return index.select(np.array([name in wanted for name in index.question_id], dtype=bool))

@@ -1,0 +1,110 @@
+"""The adapter that a round is sampled with, on disk before its first sample is drawn.
+
+Layout beside the store's own files::
+
+    adapters/round-001/         the adapter, its tokenizer and manifest, put there in one rename, never replaced
+    adapters/round-001.ckpt     the trainer's checkpoint of the same moment
+
+A run that is killed while it samples a round, and resumed, goes on with the adapter in that folder, whatever its own
+weights have become.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
+from selfcal_lightning.pipelines.export import read_manifest, write_export
+
+if TYPE_CHECKING:
+    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+FLAT_ATTENTION = ("sdpa", "eager")
+_LOG = logging.getLogger(__name__)
+
+
+def adapter_folder(store_dir: str | Path, round: int) -> Path:
+    """Return the folder of the adapter that ``round`` is sampled with."""
+    return Path(store_dir) / "adapters" / f"round-{round:03d}"
+
+
+def checkpoint_file(store_dir: str | Path, round: int) -> Path:
+    """Return the trainer's checkpoint from right before ``round`` was sampled."""
+    return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
+
+
+def keep_adapter(module: SelfCalibrationModule, store_dir: str | Path, *, round: int, training: str) -> Path:
+    """Write the module's adapter as that of ``round``, unless it lies there; to be called by one process.
+
+    What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
+    last bit, as on GPUs) of a run with the same settings, whose samples are then completed with *its* adapter.
+
+    Args:
+        module: The module at the end of an epoch.
+        store_dir: Folder of the sample store.
+        round: The round that will be sampled.
+        training: What identifies the training, such as a hash of its settings.
+
+    Raises:
+        ValueError: The store holds the adapter of another training.
+    """
+    folder = adapter_folder(store_dir, round)
+    if not folder.exists():
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a writer that was killed
+            shutil.rmtree(left)
+        return write_export(module, folder, store={"path": str(store_dir), "round": round, "training": training})
+    difference = adapter_difference(module.model, folder)
+    if difference == 0.0:
+        return folder
+    check_same_training(folder, round, training)
+    _LOG.warning(
+        "Round %d was begun with the adapter in %s; the weights that arrive there now differ from it by up to %.3g. "
+        "The round is completed with the adapter on disk.",
+        round,
+        folder,
+        difference,
+    )
+    return folder
+
+
+def check_same_training(folder: Path, round: int, training: str) -> None:
+    """Raise ValueError where the adapter of ``round`` in ``folder`` is of another training than ``training``."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["store"]["training"] != training:
+        raise ValueError(
+            f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
+            "training with other settings. Samples are never mixed: use another `store_dir` (a copy of this store, "
+            "without `adapters` and later rounds, keeps round 0), or go back to those settings."
+        )
+
+
+@contextmanager
+def serving(module: SelfCalibrationModule, folder: Path) -> Iterator[None]:
+    """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
+
+    Afterwards it is as it was: its own adapter, the modes of all its parts, its attention implementation.
+    """
+    model = module.model
+    own = None
+    if adapter_difference(model, folder) != 0.0:
+        own = adapter_state(model)
+        set_adapter_state(model, read_adapter_state(folder))
+    attention = model.config._attn_implementation
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    if attention not in FLAT_ATTENTION:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if attention not in FLAT_ATTENTION:
+            model.set_attn_implementation(attention)
+        for part in training:
+            part.training = True
+        if own is not None:
+            set_adapter_state(model, own)

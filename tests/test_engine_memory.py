@@ -1,0 +1,30 @@
+"""The share of a GPU that an engine may take beside a trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfcal_lightning.pipelines.engine_memory import memory_share
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "share"),
+    [
+        (80, None, 0.9),  # an empty GPU: the usual bound
+        (40, None, 0.47),  # .95 * .5, rounded down
+        (40, 0.3, 0.3),
+        (40, 0.8, 0.47),
+    ],
+)
+def test_it_takes_what_is_free_up_to_the_limit(free: int, limit: float | None, share: float) -> None:
+    assert memory_share(free * GIB, 80 * GIB, weights=GIB, limit=limit) == share
+
+
+@pytest.mark.parametrize(("free", "limit"), [(20, None), (80, 0.2)])
+def test_too_little_names_the_setting(free: int, limit: float | None) -> None:
+    # 16 GiB of 80 and 2 % for a cache: .22 are needed.
+    assert memory_share(20 * GIB, 80 * GIB, weights=15 * GIB) == 0.23
+    with pytest.raises(ValueError, match=r"`gpu_memory_utilization` .* at least 0\.2[67].*`engine: transformers`"):
+        memory_share(free * GIB, 80 * GIB, weights=20 * GIB - (0 if limit else 1), limit=limit)

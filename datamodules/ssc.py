@@ -293,13 +293,13 @@ class SSCDataModule(LightningDataModule):
             batch_size=self.batch_size,
             trainer=self.trainer,
         )
-        hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
         draw = sampler.draw(self.trainer.current_epoch if self.trainer else 0)
         rank_zero_info(describe_draw(table, pools, draw))
         if isinstance(deal, DealByPrompt):
             rows, dealt = sampler.steps(draw)
             check_budget(dealt, rows, deal)
             rank_zero_info(packed_summary(dealt, rows, deal))
+        hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:

@@ -37,12 +37,12 @@ def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count
             time.sleep(1.0)
             break
         time.sleep(0.05)
+    codes = [process.exitcode for process in processes]  # None: still at it; below 0: ended by that signal
     for process in processes:
         process.kill()
         process.join()
     errors = [file.read_text() for file in sorted(folder.glob("error-*"))]
-    assert not errors, "\n".join(errors)
-    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+    assert codes == [0] * count, "\n".join([f"exit codes by rank: {codes}", *errors])
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(count)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.causal_lm import DtypeName
-from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention
-from selfcal_lightning.models.weight_files import WeightFiles, local_folder
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.meta_models import attach_lora_on_meta, meta_causal_lm, places
+from selfcal_lightning.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +82,7 @@ def load_sharded_causal_lm(
         model.enable_input_require_grads()
     layers = decoder_layers(model)
     # PEFT renames what it wraps, but keeps the modules: (module, name of the parameter in it) is the name in the files.
-    stored_names = {(module, part): name for name, module, part in _places(model)}
+    stored_names = {(module, part): name for name, module, part in places(model)}
     drawn: dict[str, Tensor] = {}
     if lora is not None:
         model, drawn = attach_lora_on_meta(model, lora, seed=seed)
@@ -94,46 +93,6 @@ def load_sharded_causal_lm(
     _fill_parameters(model, files, stored_names, drawn, device)
     _fill_buffers(model, files, stored_names, device)
     return ShardedModel(model, files)
-
-
-def meta_causal_lm(
-    base_model: str, *, revision: str | None, dtype: torch.dtype, attn_implementation: str | None
-) -> PreTrainedModel:
-    """Return the model with parameters that take no memory, and with its computed buffers (rotary angles) in place."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    place = resolve_model(base_model)
-    config = AutoConfig.from_pretrained(place, revision=revision)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"Expected `base_model` to hold plain weights, but got {base_model!r}, which is quantised. Use the "
-            "unquantised model, or `trainer.strategy: ddp`."
-        )
-    register_segment_attention()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    if attn_implementation is None:
-        prefer_segments(model)
-    for name, module in model.named_modules():
-        _compute_buffers(model, name, module)
-    if (local_folder(base_model, revision=revision) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(place, revision=revision)
-    return model
-
-
-def attach_lora_on_meta(
-    model: PreTrainedModel, settings: LoraSettings, *, seed: int
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Attach an adapter to a model without memory; return it and the values that ``attach_lora`` draws, by name.
-
-    The one rule of drawing is PEFT's, applied by ``attach_lora``: it runs here on stand-ins of the base weights that
-    have their shape, dtype and device, but all share a single number.
-    """
-    _exchange(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
-    adapted = attach_lora(model, settings, seed=seed)
-    drawn = {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
-    _exchange(adapted, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
-    return adapted, drawn
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -172,15 +131,15 @@ def _fill_parameters(
 ) -> None:
     """Put this process's rows in the place of the parameters without memory; tied ones stay one parameter."""
     names: dict[nn.Parameter, list[tuple[str, str | None]]] = {}
-    for name, module, part in _places(model):
+    for name, module, part in places(model):
         parameter = module._parameters[part]
         names.setdefault(parameter, []).append((name, stored_names.get((module, part))))
     state: dict[str, nn.Parameter] = {}
-    for parameter, places in names.items():
-        name, stored = next(((name, s) for name, s in places if name in drawn or s in files), (None, None))
+    for parameter, spots in names.items():
+        name, stored = next(((name, s) for name, s in spots if name in drawn or s in files), (None, None))
         if name is None:
             raise ValueError(
-                f"Expected the files of the base model to hold {places[0][1]!r}, but they do not. A model whose files "
+                f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
                 "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
             )
         start, stop = _rows_here(parameter)
@@ -202,7 +161,7 @@ def _fill_parameters(
             stride=parameter.stride(),
         )
         filled = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        state.update((name, filled) for name, _ in places)
+        state.update((name, filled) for name, _ in spots)
     model.load_state_dict(state, strict=False, assign=True)
 
 
@@ -222,7 +181,7 @@ def _fill_buffers(
     model: nn.Module, files: WeightFiles, stored_names: dict[tuple[nn.Module, str], str], device: torch.device
 ) -> None:
     """Read the buffers that are stored, and move all of them to ``device``."""
-    for name, module, part in _places(model, buffers=True):
+    for name, module, part in places(model, buffers=True):
         buffer = module._buffers[part]
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)
@@ -232,49 +191,6 @@ def _fill_buffers(
                 )
             buffer = files.read(stored).to(buffer.dtype)
         module._buffers[part] = buffer.to(device)
-
-
-def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> None:
-    """Compute the buffers of ``module`` that are not stored, by the rule that ``from_pretrained`` applies to them."""
-    computed = [part for part, buffer in module._buffers.items() if buffer is not None and _is_computed(module, part)]
-    for part in computed:
-        buffer = module._buffers[part]
-        if not buffer.is_floating_point():
-            raise ValueError(
-                f"Expected the buffers of the base model to be floats, but {name}.{part} is {buffer.dtype} and cannot "
-                "be told from one that was never computed. Use `trainer.strategy: ddp`."
-            )
-        module._buffers[part] = torch.full_like(buffer, math.nan, device="cpu")
-    if computed:
-        model._init_weights(module)
-    for part in computed:
-        if module._buffers[part].isnan().any():
-            raise ValueError(
-                f"Expected transformers to compute the buffer {name}.{part}, but it did not. Use "
-                "`trainer.strategy: ddp`."
-            )
-
-
-def _is_computed(module: nn.Module, part: str) -> bool:
-    return part in module._non_persistent_buffers_set and module._buffers[part].is_meta
-
-
-def _places(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (full name, module, name in it) of every parameter or buffer, tied ones once for each place."""
-    for prefix, module in model.named_modules():
-        for part, tensor in (module._buffers if buffers else module._parameters).items():
-            if tensor is not None:
-                yield (f"{prefix}.{part}" if prefix else part), module, part
-
-
-def _exchange(model: nn.Module, make: Any) -> None:
-    """Put ``make(parameter)`` in the place of every parameter; tied parameters stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module, part in list(_places(model)):
-        parameter = module._parameters[part]
-        if parameter not in made:
-            made[parameter] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
-        module._parameters[part] = made[parameter]
 
 
 def _torch_dtype(dtype: DtypeName, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:

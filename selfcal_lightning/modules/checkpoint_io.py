@@ -60,28 +60,26 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Args:
             path: The file.
             map_location: Where its tensors go.
-            weights_only: False unpickles whatever the file holds; None is True.
+            weights_only: False leaves the file to Lightning, which unpickles whatever it holds; None is True.
 
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: It is empty, cut short, damaged, no checkpoint, or holds more than tensors and plain values.
         """
-        weights_only = weights_only is not False
-        if _is_address(path):
-            return super().load_checkpoint(path, map_location, weights_only)
-        return read_checkpoint(Path(path), map_location=map_location, weights_only=weights_only)
+        if _is_address(path) or weights_only is False:
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        return read_checkpoint(Path(path), map_location=map_location)
 
 
 def read_checkpoint(
     path: Path,
     *,
     map_location: Callable[..., Any] | str | None = "cpu",
-    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Return the checkpoint in ``path``; see :meth:`AtomicCheckpointIO.load_checkpoint`."""
     check_checkpoint_file(path)
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (UnpicklingError, EOFError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(_refusal(path, f"which cannot be read as one: {reason}")) from error

@@ -96,28 +96,27 @@ def segment_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     attend = _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
+    # One split, whose backward pass is one concatenation: every slice would add a gradient of the whole row's size.
+    lengths = [length for tree in prefix_trees.trees for length in (tree.prompt, *tree.branches)]
+    padding = query.shape[2] - sum(lengths)
+    queries, keys, values = (iter(part.split([*lengths, padding], dim=2)) for part in (query, key, value))
     outputs: list[Tensor] = []
-    stop = 0
     for tree in prefix_trees.trees:
-        stop = tree.start + tree.prompt
-        prompt = slice(tree.start, stop)
+        prompt_keys, prompt_values = next(keys), next(values)
         mask = prefix_trees.branch_mask(tree.prompt, tree.prompt, query.device)
-        keys, values = key[:, :, prompt], value[:, :, prompt]
-        outputs.append(attend(query[:, :, prompt], keys, values, mask, scaling, dropout))
+        outputs.append(attend(next(queries), prompt_keys, prompt_values, mask, scaling, dropout))
         for length in tree.branches:
-            own = slice(stop, stop + length)
             outputs.append(
                 attend(
-                    query[:, :, own],
-                    torch.cat((keys, key[:, :, own]), dim=2),
-                    torch.cat((values, value[:, :, own]), dim=2),
+                    next(queries),
+                    torch.cat((prompt_keys, next(keys)), dim=2),
+                    torch.cat((prompt_values, next(values)), dim=2),
                     prefix_trees.branch_mask(length, tree.prompt + length, query.device),
                     scaling,
                     dropout,
                 )
             )
-            stop += length
-    outputs.append(torch.zeros_like(query[:, :, stop:]))  # padding at the end of the row
+    outputs.append(torch.zeros_like(next(queries)))  # padding at the end of the row
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -1,6 +1,9 @@
 """Generation throughput of the vLLM and the transformers engine, with the P(True) query, in one run.
 
 Run: python benchmarks/engine_throughput.py [--model DIR] [--questions 32] [--samples 16] [--json out.json]
+
+EDT stands beside plain sampling on each engine, and beside the reference system's loop, which has no cache and takes
+one response at a time: of the same responses it makes the first few.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _reference_generation import reference_passes
 
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers import TransformersEngine
@@ -21,6 +25,8 @@ from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response, SamplingSettings, sample_seed
 from selfcal_lightning.tasks.word_problems import WordProblems
 
+EDT = "EDT 0.8/0.8/1.0"
+REFERENCE = "reference's loop"
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
@@ -52,60 +58,75 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every engine with every setting, interleaved, and return one row for each pair."""
     chat = ChatFormat(load_tokenizer(options.model))
     settings = {
-        "EDT 0.8/0.8/1.0": SamplingSettings(max_new_tokens=options.max_new_tokens),
+        EDT: SamplingSettings(max_new_tokens=options.max_new_tokens),
         "plain T=0.8": SamplingSettings(edt_scale=None, max_new_tokens=options.max_new_tokens),
         "EDT, top_p=0.95": SamplingSettings(top_p=0.95, max_new_tokens=options.max_new_tokens),
     }
     requests = {name: build_requests(chat, options, sampling) for name, sampling in settings.items()}
-    vllm = VLLMEngine(
-        options.model,
-        dtype="float32",
-        max_context=options.max_context,
-        kv_cache_memory_bytes=options.kv_cache_mib << 20,
-        num_threads=options.threads,
-    )
-    transformers = TransformersEngine(
-        options.model, dtype="float32", max_batch=options.max_batch, max_context=options.max_context, chat=chat
-    )
-    engines: dict[str, Engine] = {"vllm": vllm, "transformers": transformers}
+    engines = {name: open_engine(name, options, chat) for name in options.engines}
     for engine in engines.values():
         generate(engine, requests["plain T=0.8"][: options.samples])
     passes: dict[tuple[str, str], list[tuple[float, int]]] = {(e, s): [] for s in settings for e in engines}
     for _ in range(options.repeats):
         for engine_name, setting in passes:
             passes[engine_name, setting].append(measure(engines[engine_name], requests[setting]))
-    hit_rate = vllm.statistics().query_hit_rate
+    hit_rates = {
+        name: engine.statistics().query_hit_rate for name, engine in engines.items() if isinstance(engine, VLLMEngine)
+    }
     for engine in engines.values():
         engine.close()
+    if options.reference_responses:
+        requests[REFERENCE] = requests[EDT][: options.reference_responses]
+        passes[REFERENCE, EDT] = reference_passes(options.model, chat, requests[REFERENCE], options.repeats)
     return [
         {
             "engine": engine_name,
             "sampling": setting,
-            "responses": len(requests[setting]),
+            "responses": len(requests[REFERENCE if engine_name == REFERENCE else setting]),
             "tokens": runs[0][1],
             "seconds": statistics.median(seconds for seconds, _ in runs),
             "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens in runs),
             "all_seconds": [seconds for seconds, _ in runs],
-            "query_hit_rate": hit_rate if engine_name == "vllm" else None,
+            "query_hit_rate": hit_rates.get(engine_name),
         }
         for (engine_name, setting), runs in passes.items()
     ]
 
 
+def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Engine:
+    """Return one of the two engines."""
+    if name == "transformers":
+        return TransformersEngine(
+            options.model, dtype="float32", max_batch=options.max_batch, max_context=options.max_context, chat=chat
+        )
+    return VLLMEngine(
+        options.model,
+        dtype="float32",
+        max_context=options.max_context,
+        kv_cache_memory_bytes=options.kv_cache_mib << 20,
+        num_threads=options.threads,
+    )
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table and the ratios."""
     rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
-    print("| engine | sampling | responses | tokens | s (median) | tokens/s | of transformers |")
+    base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
+    print(f"| engine | sampling | responses | tokens | s (median) | tokens/s | of {base} |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        ratio = row["tokens_per_second"] / rates["transformers", row["sampling"]]
+        ratio = row["tokens_per_second"] / rates[base, row["sampling"]]
         print(
             f"| {row['engine']} | {row['sampling']} | {row['responses']} | {row['tokens']} | {row['seconds']:.2f} | "
-            f"{row['tokens_per_second']:.0f} | {ratio:.2f} |"
+            f"{row['tokens_per_second']:.0f} | {ratio:.3g} |"
         )
-    for engine in ("vllm", "transformers"):
-        print(f"EDT of plain, {engine}: {rates[engine, 'EDT 0.8/0.8/1.0'] / rates[engine, 'plain T=0.8']:.2f}")
-    print(f"prefix-cache hit rate of the P(True) pass, vllm: {rows[0]['query_hit_rate']:.2f}")
+    for engine in dict.fromkeys(row["engine"] for row in rows if row["engine"] != REFERENCE):
+        print(f"EDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
+        if (REFERENCE, EDT) in rates:
+            print(f"EDT of the {REFERENCE}, {engine}: {rates[engine, EDT] / rates[REFERENCE, EDT]:.1f}")
+    for row in rows:
+        if row["engine"] == "vllm" and row["sampling"] == EDT:
+            print(f"prefix-cache hit rate of the P(True) pass, vllm: {row['query_hit_rate']:.2f}")
 
 
 def main() -> None:
@@ -113,6 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = BUNDLED if (BUNDLED / "model.safetensors").exists() else TRIAL
     parser.add_argument("--model", default=str(default))
+    parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
+    parser.add_argument("--reference-responses", type=int, default=16, help="of the reference's loop; 0 leaves it out")
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)

@@ -47,3 +47,9 @@ def test_python_runs(block: str, shared: Path, tmp_path: Path) -> None:
     (tmp_path / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_strategies_is_the_one_that_runs_are_held_against() -> None:
+    from selfcal_lightning.modules.support import support_table
+
+    assert support_table() in README

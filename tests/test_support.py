@@ -32,7 +32,7 @@ def test_the_table_is_whole() -> None:
     assert refused == set(REASONS)
     lines = support_table().splitlines()
     assert len(lines) == 2 + len(SUPPORT)
-    assert "| QLoRA (nf4) | yes | not run | no |" in lines
+    assert "| QLoRA (nf4) | yes | yes | no |" in lines
     assert all(line.count("|") == 2 + len(WAYS) for line in lines)
 
 

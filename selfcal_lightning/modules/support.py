@@ -29,7 +29,7 @@ STRATEGY = "selfcal_lightning.modules.model_parallel.AdapterModelParallelStrateg
 SUPPORT: dict[str, dict[Way, Support]] = {
     "LoRA": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "full fine-tuning": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
-    "QLoRA (nf4)": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
+    "QLoRA (nf4)": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},

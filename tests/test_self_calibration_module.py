@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from module_batches import (
     MIXED,
     NO_DROPOUT,
@@ -192,7 +193,7 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
 
     monkeypatch.setattr("selfcal_lightning.modules.self_calibration.load_causal_lm", stop)
     module = module_of(tiny_model, lora=lora, torch_dtype="auto")
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
     with pytest.raises(InterruptedError):
         module.configure_model()
     assert asked == [dtype]

@@ -50,9 +50,6 @@ def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
     counted its own batch as completed) or between epochs. The epoch is counted in batches too, since a run with
     ``max_steps`` that resumes from the end of an epoch first goes through an epoch without batches, which Lightning
     counts; where earlier epochs had another length, Lightning's count of epochs is taken.
-
-    Known limit: a run resumed from a checkpoint of the very last batch of an epoch, stopped once more within the next
-    epoch and resumed again is sent back to that epoch's start by Lightning itself.
     """
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress

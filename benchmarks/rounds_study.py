@@ -83,12 +83,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tuples", type=int, default=7296, help="training tuples over all rounds")
     parser.add_argument("--test", type=int, default=1000, help="in-domain test questions")
     parser.add_argument("--num_samples", type=int, default=16, help="responses per test question")
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        choices=["replace", "mix"],
+        default=["replace", "mix"],
+        help="of the arms with more rounds",
+    )
     parser.add_argument("--workers", type=int, default=2, help="jobs at a time, one core each")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, one seed: whether it runs, not what comes out"
     )
     options = parser.parse_args()
     options.engine = "transformers"
+    for name in [name for name, (_, rule) in ARMS.items() if name != ONE and rule not in options.rules]:
+        del ARMS[name]
     if options.quick:
         options.seeds, options.questions, options.responses, options.tuples = [0], 48, 12, 192
         options.test, options.num_samples = 40, 4
@@ -176,7 +185,7 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
             arms[arm]["minus_one_round"] = {name: estimate(difference[:, i], draws) for i, name in enumerate(METRICS)}
             arms[arm]["cost"] = cost_of(options, arm)
             arms[arm]["rounds"] = [drift(options, arm, number) for number in range(ARMS[arm][0])]
-    names = ("questions", "responses", "tuples", "test", "num_samples", "seeds")
+    names = ("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
     return {"sizes": {name: getattr(options, name) for name in names}, "arms": arms}
 
 

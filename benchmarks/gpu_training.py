@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="no job goes on after this")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps in a job, at most 20 steps")
     parser.add_argument("--only", default="", help="run the jobs whose name holds this text")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--output", type=Path, default=None, help="default benchmarks/results, runs with --small")
     parser.add_argument("--job", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     setting = SETTINGS[options.small]
@@ -113,7 +113,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__}
     results |= {"model": f"Llama, {setting.size}, {setting.rows} responses a step", "jobs": {}}
-    options.output.mkdir(parents=True, exist_ok=True)
+    output = options.output or Path("runs" if options.small else "benchmarks/results")
+    output.mkdir(parents=True, exist_ok=True)
     for job in JOBS:
         left = 60 * options.minutes - (time.monotonic() - started)
         if options.only not in job.name:
@@ -121,8 +122,8 @@ def main() -> None:
         results["jobs"][job.name] = run_job(job, options, left) if left > 10 else {"failed": "no time was left"}
         print(job.name, json.dumps(results["jobs"][job.name]), flush=True)
         stem = "gpu_training_small" if options.small else "gpu_training"
-        (options.output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
-        (options.output / f"{stem}.md").write_text(table(results))
+        (output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (output / f"{stem}.md").write_text(table(results))
     print(table(results))
 
 

@@ -211,3 +211,18 @@ def test_a_job_that_fails_or_hangs_costs_only_itself(
     assert script.run_job(script.Job("fails"), options, 100.0) == {"failed": "RuntimeError: out of memory"}
     (tmp_path / "job.py").write_text("import time\ntime.sleep(100)")
     assert script.run_job(script.Job("hangs", limit=1), options, 100.0) == {"failed": "took longer than 1 s"}
+
+
+@pytest.mark.slow
+def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None:
+    arguments = ["--engines", "transformers", "--questions", "4", "--samples", "8", "--repeats", "1"]
+    output = run(
+        "engine_throughput.py", *arguments, "--reference-responses", "4", "--json", str(tmp_path / "rows.json"),
+        folder=tmp_path,
+    )  # fmt: skip
+    rows = {(row["engine"], row["sampling"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    loop, ours = rows["reference's loop", "EDT 0.8/0.8/1.0"], rows["transformers", "EDT 0.8/0.8/1.0"]
+    assert (loop["responses"], ours["responses"]) == (4, 32)
+    assert 4 <= loop["tokens"] <= 4 * 96
+    assert ours["tokens_per_second"] > 2 * loop["tokens_per_second"]
+    assert "EDT of the reference's loop, transformers" in output

@@ -33,6 +33,11 @@ WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}
 ONE_QUESTION = [QuestionSource("word_problems", split="validation", limit=1)]
 
 
+# Of a weight after six steps of at most 1e-2. Sums in another order differ by 1e-7 of a gradient; where a gradient is
+# nearly nothing, Adam makes much of that: one weight in 512 was seen to differ by 4e-5, the median by 1e-8.
+TOLERANCE = 1e-4
+
+
 @pytest.fixture(scope="module")
 def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
     return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
@@ -121,7 +126,7 @@ def test_uneven_processes_train_and_measure_like_one(one: dict[str, Any], two: l
         assert _printed(first[key]) == _printed(one[key]) == _printed(second[key])
     assert len(first["losses"]) == 6
     assert first["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert largest_difference(first["state"], one["state"]) < 1e-5
+    assert largest_difference(first["state"], one["state"]) < TOLERANCE
     assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)
     assert first["metrics"] == second["metrics"]
     assert one["metrics"]["val/calibration/ECE"] != one["before"]["val/calibration/ECE"]
@@ -135,7 +140,7 @@ def _printed(metrics: dict[str, float]) -> dict[str, str]:
 def test_fsdp2_goes_on_from_a_checkpoint(two: list[dict[str, Any]], source: str) -> None:
     resumed, whole = two[0][f"resumed from {source}"], two[0][source]
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-5)
-    assert largest_difference(resumed["state"], whole["state"]) < (1e-5 if source == "ddp" else 1e-12)
+    assert largest_difference(resumed["state"], whole["state"]) < (TOLERANCE if source == "ddp" else 1e-12)
 
 
 @pytest.mark.usefixtures("two")
@@ -149,7 +154,7 @@ def test_checkpoints_are_those_of_one_process(one: dict[str, Any], folder: Path)
     assert max(sizes.values()) < 1.1 * min(sizes.values())
     reference = kept["auto"]["optimizer_states"][0]
     for name in ("ddp", "fsdp2"):
-        assert largest_difference(kept[name]["state_dict"], kept["auto"]["state_dict"]) < 1e-5
+        assert largest_difference(kept[name]["state_dict"], kept["auto"]["state_dict"]) < TOLERANCE
         assert kept[name]["lr_schedulers"] == kept["auto"]["lr_schedulers"]
         states = kept[name]["optimizer_states"][0]
         assert states["param_groups"] == reference["param_groups"]
@@ -172,7 +177,7 @@ def test_another_number_of_processes_goes_on(
     (sharded,) = run_processes(resume_in_fsdp2, folder / "alone", pool, store_dir, folder, checkpoint, count=1)
     for resumed in (alone, sharded):
         assert resumed["losses"] == pytest.approx(one["losses"][4:], rel=1e-5)
-        assert largest_difference(resumed["state"], one["state"]) < 1e-5
+        assert largest_difference(resumed["state"], one["state"]) < TOLERANCE
     loaded = SelfCalibrationModule.load_from_checkpoint(folder / "fsdp2" / "step=6.ckpt")
     assert largest_difference(gather_trained(loaded), two[0]["fsdp2"]["state"]) == 0.0
 

@@ -19,8 +19,10 @@ class ResumeState:
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] | None = None
 
-    def save(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    def save(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
         """Add the random states of all processes. A collective, as writing a checkpoint is."""
+        if trainer is None:
+            return
         checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
 
     def load(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:

@@ -388,7 +388,7 @@ class SelfCalibrationModule(LightningModule):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
         checkpoint[IDENTITY_KEY] = dict(self.identity)
-        self._resume.save(checkpoint, self.trainer)
+        self._resume.save(checkpoint, self._trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another base model, or one that does not hold every trained parameter.

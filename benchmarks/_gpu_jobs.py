@@ -197,8 +197,7 @@ def _rows(setting: Setting, count: int) -> TrainingRows:
 
 
 def _preset_rows(setting: Setting) -> TrainingRows:
-    draw = draw_preset(setting.lengths)
-    return draw.rows(0, draw.micro_batches, vocab_size=SIZES[setting.size]["vocab_size"])
+    return draw_preset(setting.lengths).rows(0, vocab_size=SIZES[setting.size]["vocab_size"])
 
 
 def _step(module: Any, work: list[Work], optimizer: torch.optim.Optimizer, device: str, dtype: torch.dtype) -> None:

@@ -179,19 +179,16 @@ class PresetDraw:
             "separate_tokens": separate / rows,
         }
 
-    def rows(self, step: int, count: int, *, vocab_size: int) -> TrainingRows:
-        """Return the rows of ``count`` micro-batches of a step, with tokens; the first, heaviest one is left out."""
-        places, calibration, generation = self.steps[step]
-        dealt = self.dealer()(places, self.micro_batches)[1 : 1 + count]
-        kept = np.concatenate([one.places[one.real] for one in dealt])
-        rows = places[kept]
+    def rows(self, step: int, *, vocab_size: int) -> TrainingRows:
+        """Return the rows of a step, with tokens."""
+        rows, calibration, generation = self.steps[step]
         suffix = self.lengths[rows] - self.prompt[rows]
         prompt_by_question = np.zeros(int(self.question.max()) + 1, dtype=int)
         prompt_by_question[self.question[rows]] = self.prompt[rows]
         stored = random_responses(
             prompt_by_question, suffix - SUFFIX, self.question[rows], vocab_size=vocab_size, seed=step
         )
-        return TrainingRows(stored, self.question[rows], calibration[kept], generation[kept])
+        return TrainingRows(stored, self.question[rows], calibration, generation)
 
 
 SUFFIX = 15  # tokens of the confidence query in the bundled model's format

@@ -14,7 +14,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Training throughput",
         "",
-        "CPU seconds of one thread for forward, backward and AdamW, float32, LoRA r 32 on q and v: medians, all ways "
+        "CPU time of one thread for forward, backward and AdamW, float32, LoRA r 32 on q and v: medians, all ways "
         "taking turns on the same responses. `x ref` and `x bucketing`: how many times faster than the reference way "
         "(padded to 1024, batch one, a forward pass for each loss) and than batches of like length.",
         f"TRL/PEFT: {report['collator']}. torch {report['torch']}, {report['machine']['cores']} cores.",
@@ -48,8 +48,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _ways_table(cells: list[dict[str, Any]], memory: dict[str, dict[str, float]]) -> list[str]:
     lines = [
-        "| model | prompt + response | N | way | ms per response | slots per response | x ref | x bucketing | MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | prompt + response | N | way | ms per response | slots each | x ref | x bucketing | MiB | passes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
         ways = cell["ways"]
@@ -58,7 +58,8 @@ def _ways_table(cells: list[dict[str, Any]], memory: dict[str, dict[str, float]]
             ratios = " | ".join(f"{_ratio(ways, base, name):.1f}" for base in ("reference", "bucketing"))
             lines.append(
                 f"| {cell['size']} | {_lengths(cell)} | {cell['samples']} | {name} | "
-                f"{1e3 * way['seconds_per_response']:.0f} | {way['slots'] / way['rows']:.0f} | {ratios} | {peak} |"
+                f"{1e3 * way['seconds_per_response']:.0f} | {way['slots'] / way['rows']:.0f} | {ratios} | {peak} | "
+                f"{len(way['passes'])} |"
             )
     return lines
 

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/training_throughput.py [--quick] [--fresh]
 
 Every number is the CPU time of this process, one thread, for forward, backward and the AdamW step over the same
-responses through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of five passes,
-the ways taking turns. Before any is timed, all ways must give the same loss and gradient. Measurements are kept as
-they are made in ``--cells``: a run that was stopped goes on where it was. About 25 minutes on an idle core; the
-results go to ``benchmarks/results/training_throughput.{json,md}``.
+responses through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of five passes
+(fewer where the report says so), the ways taking turns. Before any is timed, all ways must give the same loss and
+gradient. Measurements are kept as they are made in ``--cells``: a run that was stopped goes on where it was. About
+25 minutes on an idle core; the results go to ``benchmarks/results/training_throughput.{json,md}``.
 
 The reference way costs the same for every sequence, being padded to 1024: a few are timed and the others counted in.
 With `pip install --no-deps trl` TRL's own collator is measured, else transformers', which does the same.
@@ -21,7 +21,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 CELLS = Path("runs/training_throughput.jsonl")
 CORE = ("reference", "bucketing", "shared prefix")
 REFERENCE_ROWS = 4  # of the reference way, that are timed
-PRESET_MICRO_BATCHES = 2  # of about 16 responses, as the preset has them
+BATCH = 8  # rows of a batch; of the preset it is 16
+PRESET_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class Cell:
         mix: Name of the length mix.
         lengths: Mean tokens of prompt and response.
         samples: Responses to a question.
-        rows: Responses in all; 0 takes two micro-batches of the preset's draw.
+        rows: Responses in all, which make an optimiser step; 0 takes a step of the preset's draw.
         ways: The ways that are compared.
-        repeats: Passes of each.
+        repeats: Passes of each way in ``CORE``.
+        other_repeats: Passes of each other way.
     """
 
     section: str
@@ -64,27 +66,32 @@ class Cell:
     samples: int
     rows: int
     ways: tuple[str, ...] = CORE
-    repeats: int = field(default=5, compare=False)
+    repeats: int = 5
+    other_repeats: int = 5
 
     @property
     def key(self) -> str:
         """What the measurements are kept under."""
         return "/".join(map(str, (self.section, self.size, *self.lengths, self.samples, self.rows)))
 
+    def passes(self, way: str) -> int:
+        """Return how often a way is measured."""
+        return self.repeats if way in CORE else self.other_repeats
+
 
 def full_plan() -> list[Cell]:
-    """Return what the report measures, dearest questions first."""
-    plan = []
-    for size, rows in (("30M", 16), ("3M", 32)):
-        for mix, lengths in MIXES.items():
-            ways = tuple(WAYS) if size == "3M" or mix == "equal" else CORE
-            plan.append(Cell("kept", size, mix, lengths, 8, rows, ways))
-    for size, repeats in (("30M", 3), ("3M", 5)):
-        for mix, lengths in MIXES.items():
-            plan.append(Cell("preset", size, mix, lengths, 32, 0, CORE[1:], repeats))
+    """Return what the report measures. Bucketing needs the 64 rows of a step to sort; with fewer it pads more."""
     equal = MIXES["equal"]
-    plan += [Cell("samples", "3M", "equal", equal, n, 32, CORE[1:], 3) for n in (1, 2, 4, 8, 16, 32)]
-    plan += [Cell("samples", "30M", "equal", equal, 32, 32, CORE[1:], 3)]
+    plan = [
+        Cell("kept", size, mix, lengths, 8, 64 if size == "3M" or mix == "equal" else 32,
+             tuple(WAYS) if mix == "equal" else CORE, other_repeats=5 if size == "3M" else 1)
+        for size in ("30M", "3M")
+        for mix, lengths in MIXES.items()
+    ]  # fmt: skip
+    plan += [Cell("preset", "30M", "equal", equal, 32, 0, CORE[1:], 3)]
+    plan += [Cell("preset", "3M", mix, lengths, 32, 0, CORE[1:], 5) for mix, lengths in MIXES.items()]
+    plan += [Cell("samples", "3M", "equal", equal, n, 64, CORE[1:], 3) for n in (1, 2, 4, 8, 16, 32)]
+    plan += [Cell("samples", "30M", "equal", equal, 32, 64, CORE[1:], 2)]
     plan += [Cell("length", "3M", "equal", Lengths(n, n), 8, 16, CORE[1:], 3) for n in (56, 120, 248, 424)]
     return plan
 
@@ -94,7 +101,7 @@ def quick_plan() -> list[Cell]:
     short = Lengths(20, 10)
     ways = tuple(WAYS)
     return [
-        Cell("kept", "tiny", "equal", short, 4, 8, ways, 2),
+        Cell("kept", "tiny", "equal", short, 4, 8, ways, 2, 1),
         Cell("preset", "tiny", "equal", short, 32, 0, CORE[1:], 1),
         Cell("samples", "tiny", "equal", short, 2, 8, CORE[1:], 1),
         Cell("length", "tiny", "equal", Lengths(10, 10), 4, 8, CORE[1:], 1),
@@ -114,7 +121,7 @@ class Bench:
         """Return the responses of a cell."""
         vocab_size = SIZES[cell.size]["vocab_size"]
         if cell.section == "preset":
-            return self.draw(cell.lengths).rows(0, PRESET_MICRO_BATCHES, vocab_size=vocab_size)
+            return self.draw(cell.lengths).rows(0, vocab_size=vocab_size)
         return make_rows(cell.lengths, questions=cell.rows // cell.samples, samples=cell.samples, vocab_size=vocab_size)
 
     def work(self, cell: Cell, way: str) -> tuple[list[Work], TrainingRows]:
@@ -122,7 +129,9 @@ class Bench:
         rows = self.rows(cell)
         if way == "reference":
             rows = rows.first(REFERENCE_ROWS)
-        size = -(-len(rows) // PRESET_MICRO_BATCHES) if cell.section == "preset" else max(8, cell.samples)
+        # A packed row holds all responses to a question.
+        size = max(BATCH, cell.samples) if way == "shared prefix" else BATCH
+        size = PRESET_BATCH if cell.section == "preset" else size
         return WAYS[way](rows, self.chat, size, "cpu"), rows
 
     def check(self, size: str, *, rows: int = 4) -> dict[str, float]:
@@ -155,8 +164,8 @@ class Bench:
 
         for way in cell.ways:
             self.measured.once(f"{cell.key}/{way}/counts", lambda way=way: _counts(*of(way), self.rows(cell)))
-        for repeat in range(cell.repeats):
-            for way in cell.ways:
+        for repeat in range(max(cell.repeats, cell.other_repeats)):
+            for way in (way for way in cell.ways if repeat < cell.passes(way)):
                 key = f"{cell.key}/{way}/{repeat}"
                 if key not in self.measured:
                     seconds = one_step(self.module(cell.size), of(way)[0])
@@ -168,7 +177,7 @@ class Bench:
         ways = {}
         for way in cell.ways:
             counts = self.measured[f"{cell.key}/{way}/counts"]
-            passes = [self.measured[f"{cell.key}/{way}/{repeat}"] for repeat in range(cell.repeats)]
+            passes = [self.measured[f"{cell.key}/{way}/{repeat}"] for repeat in range(cell.passes(way))]
             per_response = statistics.median(passes) * counts["scale"] / counts["rows"]
             ways[way] = {"seconds_per_response": per_response, "passes": passes, **counts}
         if cell.section == "preset":

@@ -153,6 +153,11 @@ class Bench:
         module = self.module(cell.size)
         return peak_memory_of(lambda: max(work, key=lambda one: one.slots).loss(module).backward()) / MIB
 
+    def is_measured(self, cell: Cell) -> bool:
+        """Return whether a cell lacks nothing."""
+        wanted = [f"{cell.key}/{way}/{repeat}" for way in cell.ways for repeat in range(cell.passes(way))]
+        return all(key in self.measured for key in wanted)
+
     def measure(self, cell: Cell) -> None:
         """Measure what a cell still lacks: each way once, then each once more, and so on."""
         prepared: dict[str, tuple[list[Work], TrainingRows]] = {}
@@ -223,6 +228,7 @@ def main() -> None:
     """Measure what is missing, then print and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
+    parser.add_argument("--measured", action="store_true", help="report what is measured so far, and measure no more")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
     parser.add_argument("--cells", type=Path, default=None, help=f"where measurements are kept; default {CELLS}")
     parser.add_argument("--output", type=Path, default=None, help="folder of the report; default benchmarks/results")
@@ -233,11 +239,14 @@ def main() -> None:
         cells.unlink(missing_ok=True)
     plan = quick_plan() if options.quick else full_plan()
     bench = Bench(Measurements(cells))
+    whole = plan
+    if options.measured:
+        plan = [cell for cell in plan if bench.is_measured(cell)]
     started = time.process_time()
     sizes = list(dict.fromkeys(cell.size for cell in plan))
     errors, memory = {}, {}
     for size in sizes:
-        kept = next(cell for cell in plan if (cell.section, cell.size, cell.mix) == ("kept", size, "equal"))
+        kept = next(cell for cell in whole if (cell.section, cell.size, cell.mix) == ("kept", size, "equal"))
         # Memory first: the children are forked from a process whose heap holds little else than the model.
         memory[size] = {
             way: bench.measured.once(f"memory/{kept.key}/{way}", lambda way=way, kept=kept: bench.memory(kept, way))

@@ -172,6 +172,7 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
     found = 0
     for path in TRAINING:
         document = yaml.safe_load(path.read_text())
+        made: dict[str, list[str]] = {}
         for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
             verb, *arguments = shlex.split(line)
             given = _given(verb, arguments, monkeypatch)
@@ -179,12 +180,14 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
             assert given["model"] == document["model"]["init_args"]["base_model"]
             assert given["store_dir"] == data["store_dir"]
             assert given["num_samples"] == data["num_samples"]
-            assert set(given["task"]) <= {source["task"] for source in sources}
+            made.setdefault(given["split"], []).extend(given["task"])
             drawn = [source for source in sources if source["task"] in given["task"]]
             assert all(source["limit"] <= given["limit"] and "offset" not in source for source in drawn)
             sampling = SamplingSettings(*(given[name] for name in SAMPLING))
             assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
             found += 1
+        for split, tasks in made.items():
+            assert sorted(tasks) == sorted(source["task"] for source in document["data"]["init_args"][split])
     assert found == 7
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.imports import keep_bitsandbytes_quiet
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     # Libraries show a bar for loading weights, which small models do in a blink: show bars that last. Read by tqdm
     # when it is imported.
     os.environ.setdefault("TQDM_DELAY", "3")
+    keep_bitsandbytes_quiet()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 
 _CPU_HINTS = {"vllm": " On a machine without a GPU run `make setup-vllm`."}
@@ -40,3 +41,15 @@ def require(module: str, *, extra: str) -> ModuleType:
             f"Install it with `pip install 'selfcal-lightning[{extra}]'`.{_CPU_HINTS.get(extra, '')}"
         )
     return importlib.import_module(module)
+
+
+def keep_bitsandbytes_quiet() -> None:
+    """Keep its advice to install `kernels` off the terminal; call before anything imports it, as PEFT does.
+
+    On CPUs with AVX512-BF16 it would download compiled code for packed weights, which this project turns off.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "kernels-community" not in record.getMessage()

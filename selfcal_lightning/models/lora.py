@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.models.quantization import keep_bitsandbytes_quiet, quantized_layers
+from selfcal_lightning.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel

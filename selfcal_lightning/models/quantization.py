@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from selfcal_lightning.imports import require
+from selfcal_lightning.imports import keep_bitsandbytes_quiet, require
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.causal_lm import load_causal_lm
 
@@ -24,7 +23,6 @@ OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
 # What a checkpoint without these settings was trained with.
 PLAIN_SETTINGS = {"quantization": None, "optimizer": "adamw"}
 CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
-_CPU_LOGGER = "bitsandbytes.backends.cpu.ops"
 
 
 def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
@@ -186,15 +184,3 @@ def import_bitsandbytes() -> ModuleType:
     """
     keep_bitsandbytes_quiet()
     return require("bitsandbytes", extra="qlora")
-
-
-def keep_bitsandbytes_quiet() -> None:
-    """Keep its advice to install `kernels` off the terminal; call before anything imports it, as PEFT does.
-
-    On CPUs with AVX512-BF16 it would download compiled code for the packed weights that are turned off here.
-    """
-    logging.getLogger(_CPU_LOGGER).addFilter(_is_no_advice)
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    return "kernels-community" not in record.getMessage()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from selfcal_lightning.datamodules.mixture import EpochDraw, IntArray
+
+if TYPE_CHECKING:
+    from selfcal_lightning.datamodules.tuples import TupleTable
 
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
@@ -74,7 +77,11 @@ class DealByPrompt:
     token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
+        """Return the micro-batches of ``rows``, row numbers of the table.
+
+        Raises:
+            ValueError: One of them exceeds the budget.
+        """
         trees = self._trees(rows)
         even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
         pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
@@ -87,7 +94,18 @@ class DealByPrompt:
             heapq.heappush(heap, (load + loads[piece], index))
         order = [index for _, index in sorted(heap, key=lambda pair: (-pair[0], pair[1]))]
         filler = Dealt(np.array([np.argmin(self.lengths[rows])]), np.zeros(1, dtype=bool))
-        return [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
+        dealt = [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
+        self._check(max(self.tokens(rows[places]) for places, _ in dealt))
+        return dealt
+
+    def _check(self, largest: int) -> None:
+        if self.token_budget is not None and largest > self.token_budget:
+            factor = -(-largest // self.token_budget)
+            raise ValueError(
+                f"Expected every micro-batch to fit the `token_budget` of {self.token_budget:,}, but got one of "
+                f"{largest:,} tokens. Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` "
+                f"by {factor} (the same optimiser steps), or raise `token_budget`."
+            )
 
     def tokens(self, rows: IntArray) -> int:
         """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
@@ -108,6 +126,20 @@ class DealByPrompt:
             if fits or count == len(tree):
                 return pieces
             count += 1
+
+
+def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, token_budget: int | None) -> Dealer:
+    """Return what deals the rows of ``table``.
+
+    Args:
+        table: The rows that can be drawn.
+        batch_size: Rows of a micro-batch, on average where responses share their prompt.
+        shared_prefix: Whether the responses to a question share their prompt.
+        token_budget: Most tokens of a micro-batch that shares prompts; None sets no limit.
+    """
+    if shared_prefix:
+        return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
+    return DealByLength(table.length, batch_size)
 
 
 def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
@@ -160,28 +192,6 @@ def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[Int
         f"responses share their prompt: {rows / max(prompts, 1):.1f} to a prompt, {1 - packed / max(separate, 1):.0%} "
         f"fewer tokens than in sequences of their own; the largest micro-batch has {largest:,} tokens"
     )
-
-
-def check_budget(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt) -> None:
-    """Raise ValueError where a micro-batch exceeds the token budget, before training begins.
-
-    Args:
-        micro_batches: The micro-batches of every step.
-        steps: The rows of every step.
-        dealer: What dealt them.
-    """
-    if dealer.token_budget is None:
-        return
-    largest = max(
-        dealer.tokens(step[dealt.places]) for step, micro in zip(steps, micro_batches, strict=True) for dealt in micro
-    )
-    if largest > dealer.token_budget:
-        factor = -(-largest // dealer.token_budget)
-        raise ValueError(
-            f"Expected every micro-batch to fit the `token_budget` of {dealer.token_budget:,}, but got one of "
-            f"{largest:,} tokens. Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by "
-            f"{factor} (the same optimiser steps), or raise `token_budget`."
-        )
 
 
 def _real(places: IntArray) -> Dealt:

@@ -20,7 +20,7 @@ from selfcal_lightning.datamodules.checks import (
     check_trainer,
 )
 from selfcal_lightning.datamodules.collate import SSCCollator, shares_prefix
-from selfcal_lightning.datamodules.dealing import DealByLength, DealByPrompt, Packing, check_budget, packed_summary
+from selfcal_lightning.datamodules.dealing import Packing, make_dealer
 from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
@@ -41,7 +41,7 @@ from selfcal_lightning.datamodules.ssc_sampler import (
     steps_per_epoch,
     validation_batches,
 )
-from selfcal_lightning.datamodules.summary import describe_draw
+from selfcal_lightning.datamodules.summary import describe_epoch
 from selfcal_lightning.datamodules.tuples import PTrueName, TargetName, TupleDataset, TupleTable, build_table
 from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
@@ -90,7 +90,7 @@ class SSCDataModule(LightningDataModule):
             always makes such batches.
         group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
             make an optimiser step. 1 draws every response on its own.
-        token_budget: Most tokens of a packed micro-batch, checked before training begins; None sets no limit.
+        token_budget: Most tokens of a packed micro-batch, checked before an epoch begins; None sets no limit.
         pad_to_multiple_of: Sequences are padded to a multiple of it.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
@@ -229,11 +229,8 @@ class SSCDataModule(LightningDataModule):
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
-        return (
-            self.round
-            if self.regenerate_every_n_epochs is None
-            else round_of_epoch(epoch, self.regenerate_every_n_epochs)
-        )
+        every = self.regenerate_every_n_epochs
+        return self.round if every is None else round_of_epoch(epoch, every)
 
     @property
     def rows_per_step(self) -> int:
@@ -267,8 +264,7 @@ class SSCDataModule(LightningDataModule):
         store, collator = self._store(), self.collator()
         newest = self.round_of(self.trainer.current_epoch if self.trainer else 0)
         rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
-        table, reasons = self._build(store, collator, "train", rounds)
-        table = keep_targets(table, reasons, target=self.target)
+        table = keep_targets(*self._build(store, collator, "train", rounds), target=self.target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
         confident = table.confident(self.eta)
         pools = build_pools(
@@ -278,14 +274,11 @@ class SSCDataModule(LightningDataModule):
             tasks=mixture.shares,
             num_buckets=self.num_buckets,
         )
-        deal: DealByLength | DealByPrompt = DealByLength(table.length, self.batch_size)
-        if collator.shared_prefix:
-            deal = DealByPrompt(table.index.question_index, table.prompt_length, table.length, self.token_budget)
         sampler = self._order.sampler(
             mixture,
             pools,
             table,
-            deal,
+            make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget),
             group_size=self.group_size,
             confident=confident,
             eta=self.eta,
@@ -293,12 +286,7 @@ class SSCDataModule(LightningDataModule):
             batch_size=self.batch_size,
             trainer=self.trainer,
         )
-        draw = sampler.draw(self.trainer.current_epoch if self.trainer else 0)
-        rank_zero_info(describe_draw(table, pools, draw))
-        if isinstance(deal, DealByPrompt):
-            rows, dealt = sampler.steps(draw)
-            check_budget(dealt, rows, deal)
-            rank_zero_info(packed_summary(dealt, rows, deal))
+        rank_zero_info(describe_epoch(table, pools, sampler, self.trainer.current_epoch if self.trainer else 0))
         hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
         return self._loader(TupleDataset(store, table), sampler, collator)
 

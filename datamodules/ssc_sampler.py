@@ -149,9 +149,10 @@ class OptimizerStepSampler:
         """Yield this process's micro-batches of ``epoch`` from number ``start`` on."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
+        _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
         for step in range(start // self._accumulate, self._num_steps):
             first = start - step * self._accumulate if step == start // self._accumulate else 0
-            yield from self._plan(draw, slice(edges[step], edges[step + 1]), step)[first:]
+            yield from self._plan(draw, slice(edges[step], edges[step + 1]), dealt[step], step)[first:]
 
     def steps(self, draw: EpochDraw) -> tuple[list[IntArray], list[list[Dealt]]]:
         """Return the rows of every step, and how they are dealt to the micro-batches of all processes."""
@@ -167,11 +168,10 @@ class OptimizerStepSampler:
             )
         return np.arange(self._num_steps + 1) * len(draw.rows) // self._num_steps
 
-    def _plan(self, draw: EpochDraw, places: slice, step: int) -> list[MicroBatch]:
+    def _plan(self, draw: EpochDraw, places: slice, dealt: list[Dealt], step: int) -> list[MicroBatch]:
         rows = draw.rows[places]
         calibration, generation = draw.calibration_weight[places], draw.generation_weight[places]
         world = self._world_size
-        dealt = self.deal(rows, self._accumulate * world)
         # A run that is cut short by limit_train_batches steps on what it has: the totals count just that.
         run = dealt[: max(self._limit - step * self._accumulate, 0) * world]
         totals = [sum(float((weight[at] * real).sum()) for at, real in run) for weight in (calibration, generation)]

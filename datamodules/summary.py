@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from selfcal_lightning.datamodules.dealing import DealByPrompt, packed_summary
 from selfcal_lightning.datamodules.mixture import EpochDraw, TaskDraw, TaskPools
+from selfcal_lightning.datamodules.ssc_sampler import OptimizerStepSampler
 from selfcal_lightning.datamodules.tuples import TupleTable
+
+
+def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
+    """Return what an epoch draws, and what it saves where responses share their prompt.
+
+    Args:
+        table: The rows that can be drawn, with the counts of those that cannot.
+        pools: The pools of every task.
+        sampler: What draws and deals the rows.
+        epoch: The epoch, from 0.
+    """
+    draw = sampler.draw(epoch)
+    text = describe_draw(table, pools, draw)
+    if isinstance(sampler.deal, DealByPrompt):
+        rows, dealt = sampler.steps(draw)
+        text += "\n" + packed_summary(dealt, rows, sampler.deal)
+    return text
 
 
 def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:

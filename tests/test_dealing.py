@@ -9,7 +9,6 @@ import pytest
 
 from selfcal_lightning.datamodules.dealing import (
     DealByPrompt,
-    check_budget,
     group_by_question,
     packed_summary,
 )
@@ -102,12 +101,12 @@ def test_one_question_is_cut_between_two_micro_batches_when_there_is_nothing_els
     assert [len(places) for places, _ in deal(np.arange(8), 2)] == [4, 4]
 
 
-def test_the_budget_cuts_trees_and_is_checked_before_training() -> None:
+def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
     deal = DealByPrompt(np.zeros(8, dtype=np.int64), np.full(8, 10), np.full(8, 30), token_budget=100)
     rows = np.arange(8)
     with pytest.raises(ValueError, match=r"170 tokens\. Divide `batch_size` by 2 and multiply"):
-        check_budget([DealByPrompt(deal.question, deal.prompt, deal.lengths)(rows, 1)], [rows], deal)
-    check_budget([deal(rows, 2)], [rows], deal)
+        deal(rows, 1)
+    assert [deal.tokens(rows[places]) for places, _ in deal(rows, 2)] == [90, 90]
 
 
 def test_the_summary_says_what_is_saved() -> None:

@@ -57,6 +57,24 @@ def squared_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(first, second, reduction="none")
 
 
+def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+    """Return what some examples add to the weighted mean over a whole optimiser step.
+
+    Args:
+        values: One loss per example [B].
+        weight: Their weights [B].
+        total: Sum of the weights over the step, a scalar; where it is 0, so is the share.
+
+    Returns:
+        ``sum(weight * values) / total``, a scalar.
+
+    Example:
+        >>> share_of_step(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]), torch.tensor(2.0))
+        tensor(0.5000)
+    """
+    return (weight * values).sum() / torch.where(total > 0, total, torch.ones_like(total))
+
+
 def sequence_negative_log_likelihood(logits: Tensor, token_ids: Tensor, mask: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of the masked tokens of each row, in nats.
 

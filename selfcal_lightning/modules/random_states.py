@@ -1,4 +1,4 @@
-"""The global random states of all processes, in a checkpoint and back.
+"""The global random states of all processes, in a checkpoint and back; and a stream of its own for dropout.
 
 The project's own draws are keyed by what they are for (rows by seed and epoch, dropout by seed, epoch, batch and rank,
 samples by seed, round and question) and need none of this. It is for what a user adds, such as a callback with noise.
@@ -6,8 +6,10 @@ samples by seed, round and question) and need none of this. It is for what a use
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -53,3 +55,13 @@ def restore_of_rank(states: Sequence[Mapping[str, Any]], rank: int, world_size: 
     """Restore this process's states, unless they are those of another number of processes."""
     if len(states) == world_size:
         restore_random_states(states[rank], device)
+
+
+@contextmanager
+def dropout_stream(seed: int, epoch: int, batch_idx: int, rank: int, *, device: torch.device) -> Iterator[None]:
+    """Draw dropout from (seed, epoch, batch, rank), so that a resumed run drops what the unbroken one does."""
+    key = f"dropout/{seed}/{epoch}/{batch_idx}/{rank}"
+    derived = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(derived)
+        yield

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,12 +16,13 @@ from torch import Tensor
 from selfcal_lightning.functional.losses import (
     calibration_loss,
     packed_negative_log_likelihood,
+    share_of_step,
     squared_calibration_loss,
 )
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
-from selfcal_lightning.models.identity import base_model_identity, same_base_model
+from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.quantization import (
     OptimizerName,
@@ -37,7 +36,9 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.checks import check_base_model, check_loss_settings, check_trained
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
+from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
@@ -126,16 +127,7 @@ class SelfCalibrationModule(LightningModule):
             lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
-        if omega < 0.0:
-            raise ValueError(f"Expected `omega` to be at least 0, but got {omega}.")
-        if beta <= 0.0:
-            raise ValueError(f"Expected `beta` to be positive, but got {beta}.")
-        if loss not in {"smooth_l1", "squared"}:
-            raise ValueError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
-        if p_true not in {"normalised", "raw"}:
-            raise ValueError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
-        if warmup_steps < 0:
-            raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+        check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
@@ -176,16 +168,15 @@ class SelfCalibrationModule(LightningModule):
         if self.model is not None:
             return
         self.check_support()
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        self.chat = ChatFormat(tokenizer, query=self.query)
+        self.chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
-        device = self.device if self._trainer is None else self.trainer.strategy.root_device
+        strategy = None if self._trainer is None else self.trainer.strategy
+        device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
         self.identity = base_model_identity(self.base_model, revision=self.revision)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
-        strategy = None if self._trainer is None else self.trainer.strategy
         if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(
                 self.base_model,
@@ -247,7 +238,8 @@ class SelfCalibrationModule(LightningModule):
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
-        with self._dropout_stream(batch_idx):
+        at = (self.current_epoch, batch_idx, self.global_rank)
+        with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
         self._step_log.add(batch, calibration, generation, confidence)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
@@ -255,10 +247,7 @@ class SelfCalibrationModule(LightningModule):
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
-        if self.omega > 0.0:
-            asked = (batch.generation_weight > 0)[batch.label_row]
-        else:
-            asked = torch.zeros_like(batch.label_row, dtype=torch.bool)
+        asked = (self.omega * batch.generation_weight > 0)[batch.label_row]
         # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
         wanted = torch.cat((batch.query_position, batch.label_position[asked]))
         positions, place = torch.unique(wanted, return_inverse=True)
@@ -267,11 +256,8 @@ class SelfCalibrationModule(LightningModule):
         confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
         weight = batch.calibration_weight
         target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
-        if self.loss == "smooth_l1":
-            per_row = calibration_loss(confidence, target, beta=self.beta)
-        else:
-            per_row = squared_calibration_loss(confidence, target)
-        calibration = (weight * per_row).sum() / _at_least_something(batch.calibration_total)
+        loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
+        calibration = share_of_step(loss(confidence, target), weight, batch.calibration_total)
 
         nll = packed_negative_log_likelihood(
             logits[place[batch.batch_size :]],
@@ -279,17 +265,8 @@ class SelfCalibrationModule(LightningModule):
             batch.label_row[asked],
             num_rows=batch.batch_size,
         )
-        generation = (batch.generation_weight * nll).sum() / _at_least_something(batch.generation_total)
+        generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
         return calibration, generation, confidence
-
-    @contextmanager
-    def _dropout_stream(self, batch_idx: int) -> Iterator[None]:
-        """Draw dropout from (seed, epoch, batch, rank), so that a resumed run drops what the unbroken one does."""
-        key = f"dropout/{self.seed}/{self.current_epoch}/{batch_idx}/{self.global_rank}"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
@@ -396,29 +373,11 @@ class SelfCalibrationModule(LightningModule):
         Raises:
             ValueError: In both cases, naming what was expected and what was found.
         """
-        stored = checkpoint.get(IDENTITY_KEY)
-        if stored is None:
-            raise ValueError(f"Expected a checkpoint of {type(self).__name__}, but got one without {IDENTITY_KEY!r}.")
-        if not same_base_model(stored, self.identity):
-            raise ValueError(
-                f"Expected a checkpoint of the base model {self.base_model!r} ({self.identity}), but got one of "
-                f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
-            )
+        check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model)
+        hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            check_resumed(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}), self.hparams)
-        found = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-        wanted = {name: tuple(value.shape) for name, value in self._trained().items()}
-        differing = [
-            f"{name}: {wanted.get(name, 'not trained')} here, {found.get(name, 'absent')} in the checkpoint"
-            for name in sorted(wanted.keys() | found.keys())
-            if wanted.get(name) != found.get(name)
-        ]
-        if differing:
-            raise ValueError(
-                f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
-                f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
-                f"checkpoint: {checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}).get('lora')}."
-            )
+            check_resumed(hyper_parameters, self.hparams)
+        check_trained(checkpoint["state_dict"], self._trained(), lora=hyper_parameters.get("lora"))
         self._resume.load(checkpoint, self._trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -439,8 +398,3 @@ class SelfCalibrationModule(LightningModule):
             "quantization": self.quantization,
             "hyper_parameters": dict(self.hparams),
         }
-
-
-def _at_least_something(total: Tensor) -> Tensor:
-    """Return ``total``, or 1 where it is 0: a step without such rows contributes 0 / 1."""
-    return torch.where(total > 0, total, torch.ones_like(total))

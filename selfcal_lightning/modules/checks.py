@@ -1,0 +1,64 @@
+"""What a SelfCalibrationModule refuses: settings out of range, and checkpoints of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from selfcal_lightning.models.identity import same_base_model
+
+
+def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, warmup_steps: int) -> None:
+    """Raise ValueError where one of them is out of range."""
+    if omega < 0.0:
+        raise ValueError(f"Expected `omega` to be at least 0, but got {omega}.")
+    if beta <= 0.0:
+        raise ValueError(f"Expected `beta` to be positive, but got {beta}.")
+    if loss not in {"smooth_l1", "squared"}:
+        raise ValueError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
+    if p_true not in {"normalised", "raw"}:
+        raise ValueError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
+    if warmup_steps < 0:
+        raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+
+
+def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:
+    """Raise ValueError where a checkpoint is not of this base model.
+
+    Args:
+        stored: What the checkpoint says of its base model; None where it says nothing.
+        identity: What is known of the model here.
+        base_model: Its name or folder.
+    """
+    if stored is None:
+        raise ValueError("Expected a checkpoint of SelfCalibrationModule, but got one that names no base model.")
+    if not same_base_model(stored, identity):
+        raise ValueError(
+            f"Expected a checkpoint of the base model {base_model!r} ({identity}), but got one of "
+            f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
+        )
+
+
+def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, lora: Any) -> None:
+    """Raise ValueError unless a checkpoint holds just the parameters that are trained here.
+
+    Args:
+        state: Tensors of the checkpoint.
+        trained: Trained parameters of the module.
+        lora: Adapter settings of the checkpoint, for the message.
+    """
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    wanted = {name: tuple(value.shape) for name, value in trained.items()}
+    differing = [
+        f"{name}: {wanted.get(name, 'not trained')} here, {found.get(name, 'absent')} in the checkpoint"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
+            f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
+            f"checkpoint: {lora}."
+        )

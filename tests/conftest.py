@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from ssc_pools import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -43,3 +46,17 @@ def tiny_model() -> str:
     if (BUNDLED / "model.safetensors").exists():
         return str(BUNDLED)
     return str(SHARED / "data" / "trial_model")
+
+
+@pytest.fixture(scope="module")
+def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    """A maker of sample stores and of data modules that read them."""
+    from ssc_pools import Pool
+
+    return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
+
+
+@pytest.fixture(scope="module")
+def store_dir(pool: Pool) -> str:
+    """Twelve training and five validation questions with eight samples each."""
+    return pool.write()

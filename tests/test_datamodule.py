@@ -17,16 +17,6 @@ from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoi
 from selfcal_lightning.records import Question
 
 
-@pytest.fixture(scope="module")
-def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(pool: Pool) -> str:
-    return pool.write()
-
-
 def test_an_epoch_has_the_number_of_steps_that_the_settings_say(pool: Pool, store_dir: str) -> None:
     data = pool.data(store_dir, total_tuples=23)
     seen = fit(data, max_epochs=2, accumulate_grad_batches=3).seen

@@ -12,16 +12,6 @@ from ssc_pools import FileRecorder, Pool, Recorder, fit, read_ranks
 from selfcal_lightning.datamodules.questions import QuestionSource
 
 
-@pytest.fixture(scope="module")
-def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(pool: Pool) -> str:
-    return pool.write()
-
-
 @pytest.mark.parametrize(
     ("accumulate", "num_workers", "ask_for_schedule", "settings"),
     [

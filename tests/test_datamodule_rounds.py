@@ -27,11 +27,6 @@ RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
 
 
 @pytest.fixture(scope="module")
-def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
-
-
-@pytest.fixture(scope="module")
 def store_dir(pool: Pool) -> str:
     """Three rounds, all with other targets, since every later one has fewer readable answers."""
     for round in range(3):

@@ -33,17 +33,6 @@ WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}
 ONE_QUESTION = [QuestionSource("word_problems", split="validation", limit=1)]
 
 
-@pytest.fixture(scope="module")
-def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
-
-
-@pytest.fixture(scope="module")
-def store_dir(pool: Pool) -> str:
-    """Twelve training and five validation questions with eight samples each."""
-    return pool.write()
-
-
 class Run:
     """The same two epochs of three uneven steps, by one process or by several."""
 

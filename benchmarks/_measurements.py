@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+MADE_WITH = "made with"
 
 
 class Measurements:
-    """Measured values by key, one JSON line each in ``path``; what is there already is not measured again."""
+    """Measured values by key, one JSON line each in ``path``; what is there already is not measured again.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: JSON lines file.
+        made_with: What the values depend on, such as versions. Values made with something else are refused.
+    """
+
+    def __init__(self, path: Path, made_with: Mapping[str, Any]) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -26,6 +33,12 @@ class Measurements:
             except json.JSONDecodeError:
                 continue  # the line that a kill cut short
             self._values[key] = value
+        if self._values and self._values.get(MADE_WITH) != made_with:
+            raise SystemExit(
+                f"Expected the measurements in {path} to be made with {dict(made_with)}, but they were made with "
+                f"{self._values.get(MADE_WITH)}. Start anew with --fresh, or name another file with --cells."
+            )
+        self.once(MADE_WITH, lambda: dict(made_with))
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -40,6 +53,14 @@ class Measurements:
             with self.path.open("a") as file:
                 file.write(json.dumps([key, self._values[key]]) + "\n")
         return self._values[key]
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """Return a short digest of some files."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def peak_memory_of(function: Callable[[], Any]) -> int:

@@ -6,7 +6,7 @@ Every number is the CPU time of this process, one thread, for forward, backward 
 responses through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of five passes
 (fewer where the report says so), the ways taking turns. Before any is timed, all ways must give the same loss and
 gradient. Measurements are kept as they are made in ``--cells``: a run that was stopped goes on where it was. About
-25 minutes on an idle core; the results go to ``benchmarks/results/training_throughput.{json,md}``.
+50 minutes on an idle core; the results go to ``benchmarks/results/training_throughput.{json,md}``.
 
 The reference way costs the same for every sequence, being padded to 1024: a few are timed and the others counted in.
 With `pip install --no-deps trl` TRL's own collator is measured, else transformers', which does the same.
@@ -15,6 +15,7 @@ With `pip install --no-deps trl` TRL's own collator is measured, else transforme
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -27,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measurements import MIB, Measurements, peak_memory_of
+import transformers
+from _measurements import MIB, Measurements, digest_of, peak_memory_of
 from _training_rows import MIXES, SIZES, Lengths, PresetDraw, TrainingRows, bundled_chat, draw_preset, random_module
 from _training_rows import random_rows as make_rows
 from _training_tables import markdown
@@ -83,13 +85,15 @@ def full_plan() -> list[Cell]:
     """Return what the report measures. Bucketing needs the 64 rows of a step to sort; with fewer it pads more."""
     equal = MIXES["equal"]
     plan = [
-        Cell("kept", size, mix, lengths, 8, 64 if size == "3M" or mix == "equal" else 32,
-             tuple(WAYS) if mix == "equal" else CORE, other_repeats=5 if size == "3M" else 1)
+        Cell("kept", size, mix, lengths, 8, 64, tuple(WAYS), other_repeats=5 if size == "3M" else 1)
         for size in ("30M", "3M")
         for mix, lengths in MIXES.items()
-    ]  # fmt: skip
-    plan += [Cell("preset", "30M", "equal", equal, 32, 0, CORE[1:], 3)]
-    plan += [Cell("preset", "3M", mix, lengths, 32, 0, CORE[1:], 5) for mix, lengths in MIXES.items()]
+    ]
+    plan += [
+        Cell("preset", size, mix, lengths, 32, 0, CORE[1:], 3 if size == "30M" else 5)
+        for size in ("30M", "3M")
+        for mix, lengths in MIXES.items()
+    ]
     plan += [Cell("samples", "3M", "equal", equal, n, 64, CORE[1:], 3) for n in (1, 2, 4, 8, 16, 32)]
     plan += [Cell("samples", "30M", "equal", equal, 32, 64, CORE[1:], 2)]
     plan += [Cell("length", "3M", "equal", Lengths(n, n), 8, 16, CORE[1:], 3) for n in (56, 120, 248, 424)]
@@ -148,10 +152,13 @@ class Bench:
         return errors
 
     def memory(self, cell: Cell, way: str) -> float:
-        """Return the peak memory of one batch's forward and backward pass beyond the model's own, in MiB."""
+        """Return the peak memory of one batch's forward and backward pass beyond the model's own, in MiB.
+
+        The median of three: what the allocator keeps differs from run to run by up to a quarter.
+        """
         work, _ = self.work(cell, way)
-        module = self.module(cell.size)
-        return peak_memory_of(lambda: max(work, key=lambda one: one.slots).loss(module).backward()) / MIB
+        module, largest = self.module(cell.size), max(work, key=lambda one: one.slots)
+        return statistics.median(peak_memory_of(lambda: largest.loss(module).backward()) / MIB for _ in range(3))
 
     def is_measured(self, cell: Cell) -> bool:
         """Return whether a cell lacks nothing."""
@@ -191,6 +198,15 @@ class Bench:
             statistics_ = {"responses_per_prompt": float(cell.samples)}
         plain = {"section": cell.section, "size": cell.size, "mix": cell.mix, "samples": cell.samples}
         return {**plain, "lengths": list(cell.lengths), **statistics_, "ways": ways}
+
+
+def made_with() -> dict[str, Any]:
+    """Return what the measurements depend on."""
+    here = Path(__file__).resolve()
+    sources = [*here.parent.glob("_training_*.py"), here]
+    for module in ("functional", "models", "modules", "datamodules"):
+        sources += Path(importlib.import_module(f"selfcal_lightning.{module}").__file__).parent.glob("*.py")
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "code": digest_of(sources)}
 
 
 def _counts(work: list[Work], rows: TrainingRows, all_rows: TrainingRows) -> dict[str, float]:
@@ -238,7 +254,7 @@ def main() -> None:
     if options.fresh:
         cells.unlink(missing_ok=True)
     plan = quick_plan() if options.quick else full_plan()
-    bench = Bench(Measurements(cells))
+    bench = Bench(Measurements(cells, made_with()))
     whole = plan
     if options.measured:
         plan = [cell for cell in plan if bench.is_measured(cell)]

@@ -60,9 +60,10 @@ class DealByLength:
 class DealByPrompt:
     """Micro-batches of like numbers of tokens, in which the responses to a question stand together.
 
-    The responses to one question form a tree, its prompt counted once. A tree that exceeds an even part of the step's
-    tokens, or the budget, is cut in pieces; then each tree, the heaviest first, goes to the micro-batch that has the
-    fewest tokens. One that gets none holds the step's shortest row as a filler.
+    The responses to one question form a tree, its prompt counted once. A tree that would fill several even parts of
+    the step's tokens is cut into as many pieces, and into more where the budget asks it; then each piece, the heaviest
+    first, goes to the micro-batch that has the fewest tokens. One that gets none holds the step's shortest row as a
+    filler.
 
     Attributes:
         question: Number of each row's question, [R].
@@ -118,8 +119,12 @@ class DealByPrompt:
         return np.split(order, np.flatnonzero(np.diff(question[order])) + 1)
 
     def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
-        """Cut a tree into pieces of like size, one for each even part that it fills, more where the budget asks it."""
-        count = min(-(-self.tokens(rows[tree]) // even), len(tree))
+        """Cut a tree into pieces of like size, as many as the even parts that it comes nearest to filling.
+
+        Not one for each part that it touches: of trees of like size the larger half would be cut in two, and their
+        prompts be encoded twice.
+        """
+        count = min(max(round(self.tokens(rows[tree]) / even), 1), len(tree))
         while True:
             pieces = [tree[start::count] for start in range(count)]
             fits = self.token_budget is None or max(self.tokens(rows[piece]) for piece in pieces) <= self.token_budget

@@ -96,6 +96,14 @@ def test_tokens_count_a_prompt_once() -> None:
     assert deal.question[np.array([2, 1, 0])[places]].tolist() == [0, 0, 1]
 
 
+def test_questions_of_like_size_stay_whole() -> None:
+    rng = np.random.default_rng(0)
+    question, prompt = np.repeat(np.arange(8), 8), np.full(64, 190)
+    deal = DealByPrompt(question, prompt, prompt + rng.integers(20, 80, 64))
+    dealt = deal(rng.permutation(64), 8)
+    assert sorted(len(places) for places, _ in dealt) == [8] * 8
+
+
 def test_one_question_is_cut_between_two_micro_batches_when_there_is_nothing_else() -> None:
     deal = DealByPrompt(np.zeros(8, dtype=np.int64), np.full(8, 10), np.full(8, 30))
     assert [len(places) for places, _ in deal(np.arange(8), 2)] == [4, 4]

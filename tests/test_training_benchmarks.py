@@ -99,11 +99,19 @@ def test_the_preset_draws_several_responses_to_a_prompt(benchmarks: ModuleType) 
 def test_measurements_are_kept_and_half_a_line_is_not(benchmarks: ModuleType, tmp_path: Path) -> None:
     measurements = benchmarks.import_module("_measurements").Measurements
     path = tmp_path / "cells.jsonl"
-    assert measurements(path).once("a", lambda: 1.5) == 1.5
+    assert measurements(path, {"torch": "1"}).once("a", lambda: 1.5) == 1.5
     path.write_text(path.read_text() + '["b", 2')
-    again = measurements(path)
+    again = measurements(path, {"torch": "1"})
     assert again.once("a", lambda: 9.0) == 1.5
     assert "b" not in again
+
+
+def test_measurements_of_other_code_are_not_mixed_in(benchmarks: ModuleType, tmp_path: Path) -> None:
+    measurements = benchmarks.import_module("_measurements").Measurements
+    path = tmp_path / "cells.jsonl"
+    measurements(path, {"torch": "1"}).once("a", lambda: 1.5)
+    with pytest.raises(SystemExit, match=r"made with \{'torch': '2'\}.*--fresh"):
+        measurements(path, {"torch": "2"})
 
 
 def test_peak_memory_is_that_of_the_function_alone(benchmarks: ModuleType) -> None:

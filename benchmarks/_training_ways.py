@@ -176,7 +176,12 @@ def _ours(
     work = []
     for places, real in dealt:
         batch = collator(rows.tuples(np.asarray(places), real))
-        work.append(Work(_module_loss(batch.to(device)), batch.input_ids.numel(), batch_load(batch)))
+        moved = batch.to(device)
+        if device == "cuda" and not shared_prefix:
+            moved.attention_mask = (
+                None  # causal attention does not see padding on the right; without it, flash kernels run
+            )
+        work.append(Work(_module_loss(moved), batch.input_ids.numel(), batch_load(batch)))
     return work
 
 

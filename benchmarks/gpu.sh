@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU set in one call of at most ten minutes; results go to $OUT, or to benchmarks/results (runs/ with --small).
-# Nothing needs to be installed but torch, transformers, peft and lightning: the package is put together from symbolic
-# links (pyproject.toml installs datamodules/, callbacks/ and configs/ as parts of selfcal_lightning).
+# Nothing needs to be installed but torch, transformers, peft, lightning and pyarrow: the package is put together from
+# symbolic links (pyproject.toml installs datamodules/, callbacks/ and configs/ as parts of selfcal_lightning).
 # bash benchmarks/gpu.sh --device cpu --small   goes through all of it on a CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."

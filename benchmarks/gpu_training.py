@@ -63,20 +63,20 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"# Training on {results['device']}",
         "",
-        f"torch {results['torch']}, transformers {results['transformers']}; {results['model']}. Rate of bfloat16 "
-        f"matrix products: {rate / 1e12:.0f} TFLOP/s." if rate else "The matrix rate was not measured.",
+        f"torch {results['torch']}, transformers {results['transformers']}; {results['model']}. "
+        + (f"Rate of bfloat16 matrix products: {_teraflops(results['jobs']['matrix rate'])}." if rate else "No rate."),
         "",
         "| job | responses/s | tokens/s | padding | peak GiB | utilisation, own tokens | of the work | first pass s |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, found in results["jobs"].items():
         if "seconds" in found:
-            shares = [found[key] / rate if rate else float("nan") for key in
-                      ("flops_per_second", "needed_flops_per_second")]  # fmt: skip
+            keys = ("flops_per_second", "needed_flops_per_second")
+            shares = [f"{found[key] / rate:.1%}" if rate else "" for key in keys]
             peak = "" if found["peak_gib"] is None else f"{found['peak_gib']:.1f}"
             lines.append(
                 f"| {name} | {found['responses_per_second']:.1f} | {found['tokens_per_second']:.0f} | "
-                f"{1 - found['tokens'] / found['slots']:.0%} | {peak} | {shares[0]:.1%} | {shares[1]:.1%} | "
+                f"{1 - found['tokens'] / found['slots']:.0%} | {peak} | {shares[0]} | {shares[1]} | "
                 f"{found['first_pass_seconds']:.1f} |"
             )
     for name, found in results["jobs"].items():
@@ -89,6 +89,11 @@ def table(results: dict[str, Any]) -> str:
                 for dtype, difference in found.items()
             ]
     return "\n".join(lines) + "\n"
+
+
+def _teraflops(rate: dict[str, float]) -> str:
+    middle, slow, fast = (rate[key] / 1e12 for key in ("flops_per_second", "slowest_tenth", "fastest_tenth"))
+    return f"{middle:.0f} TFLOP/s (tenths: {slow:.0f} to {fast:.0f})"
 
 
 def main() -> None:
@@ -112,18 +117,22 @@ def main() -> None:
     started = time.monotonic()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "transformers": transformers.__version__}
-    results |= {"model": f"Llama, {setting.size}, {setting.rows} responses a step", "jobs": {}}
+    results |= {"model": f"Llama, {setting.size}, {setting.rows} responses a step"}
     output = options.output or Path("runs" if options.small else "benchmarks/results")
     output.mkdir(parents=True, exist_ok=True)
+    kept = output / ("gpu_training_small.json" if options.small else "gpu_training.json")
+    earlier = json.loads(kept.read_text()) if options.only and kept.exists() else {}
+    # Part of the set is added to what the same device and versions gave before.
+    same = {name: value for name, value in earlier.items() if name != "jobs"} == results
+    results["jobs"] = earlier["jobs"] if same else {}
     for job in JOBS:
         left = 60 * options.minutes - (time.monotonic() - started)
         if options.only not in job.name:
             continue
         results["jobs"][job.name] = run_job(job, options, left) if left > 10 else {"failed": "no time was left"}
         print(job.name, json.dumps(results["jobs"][job.name]), flush=True)
-        stem = "gpu_training_small" if options.small else "gpu_training"
-        (output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
-        (output / f"{stem}.md").write_text(table(results))
+        kept.write_text(json.dumps(results, indent=1) + "\n")
+        kept.with_suffix(".md").write_text(table(results))
     print(table(results))
 
 

@@ -199,14 +199,21 @@ def test_training_throughput_goes_through_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
-    output = run("gpu_training.py", "--device", "cpu", "--small", "--seconds", "0.1", "--only", "segments",
-                 "--output", str(tmp_path), folder=tmp_path)  # fmt: skip
+    """By its own command, which installs nothing."""
+    arguments = ["--device", "cpu", "--small", "--seconds", "0.1", "--only"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    for only in ("segments", "matrix rate"):
+        command = ["bash", str(BENCHMARKS / "gpu.sh"), *arguments, only]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500)
+        assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu_training_small.json").read_text())["jobs"]
-    assert found.keys() == {"equality, segments", "segments", "segments, checkpointing", "segments, preset's draw"}
+    segments = {"equality, segments", "segments", "segments, checkpointing", "segments, preset's draw"}
+    assert found.keys() == {*segments, "matrix rate"}
     assert found["equality, segments"]["float32"]["max"] < 1e-4 < found["equality, segments"]["bfloat16"]["max"] < 0.5
     assert found["segments"]["flops_per_second"] == found["segments"]["needed_flops_per_second"]
     assert all("seconds" in result for name, result in found.items() if name.startswith("segments"))
-    assert "| segments, checkpointing |" in output
+    assert "| segments, checkpointing |" in done.stdout
+    assert "TFLOP/s (tenths:" in done.stdout
 
 
 def test_a_job_that_fails_or_hangs_costs_only_itself(

@@ -1,9 +1,10 @@
 """Generation throughput of the vLLM and the transformers engine, with the P(True) query, in one run.
 
-Run: python benchmarks/engine_throughput.py [--model DIR] [--questions 32] [--samples 16] [--json out.json]
+    python benchmarks/engine_throughput.py [--model DIR] [--questions 32] [--samples 16] [--output FOLDER]
 
 EDT stands beside plain sampling on each engine, and beside the reference system's loop, which has no cache and takes
-one response at a time: of the same responses it makes the first few.
+one response at a time: of the same responses it makes a few, spread over the questions, after the engines. Figures go
+to ``engine_throughput.{json,md}`` in ``--output``.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for engine in engines.values():
         engine.close()
     if options.reference_responses:
-        requests[REFERENCE] = requests[EDT][: options.reference_responses]
+        # Spread over the questions: without a cache the loop's rate depends on the length of the prompt.
+        step = max(len(requests[EDT]) // options.reference_responses, 1)
+        requests[REFERENCE] = requests[EDT][::step][: options.reference_responses]
         passes[REFERENCE, EDT] = reference_passes(options.model, chat, requests[REFERENCE], options.repeats)
     return [
         {
@@ -108,30 +111,33 @@ def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Eng
     )
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table and the ratios."""
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table and the ratios."""
     rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
     base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
-    print(f"| engine | sampling | responses | tokens | s (median) | tokens/s | of {base} |")
-    print("|---|---|---|---|---|---|---|")
+    lines = [
+        f"| engine | sampling | responses | tokens | s (median) | tokens/s | of {base} |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         ratio = row["tokens_per_second"] / rates[base, row["sampling"]]
-        print(
+        lines.append(
             f"| {row['engine']} | {row['sampling']} | {row['responses']} | {row['tokens']} | {row['seconds']:.2f} | "
             f"{row['tokens_per_second']:.0f} | {ratio:.3g} |"
         )
     for engine in dict.fromkeys(row["engine"] for row in rows if row["engine"] != REFERENCE):
-        print(f"EDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
+        lines.append(f"\nEDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
         if (REFERENCE, EDT) in rates:
-            print(f"EDT of the {REFERENCE}, {engine}: {rates[engine, EDT] / rates[REFERENCE, EDT]:.1f}")
+            lines.append(f"\nEDT of the {REFERENCE}, {engine}: {rates[engine, EDT] / rates[REFERENCE, EDT]:.1f}")
     for row in rows:
         if row["engine"] == "vllm" and row["sampling"] == EDT:
-            print(f"prefix-cache hit rate of the P(True) pass, vllm: {row['query_hit_rate']:.2f}")
+            lines.append(f"\nprefix-cache hit rate of the P(True) pass, vllm: {row['query_hit_rate']:.2f}")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Parse the options, measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = BUNDLED if (BUNDLED / "model.safetensors").exists() else TRIAL
     parser.add_argument("--model", default=str(default))
     parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
@@ -144,13 +150,22 @@ def main() -> None:
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="cache of the vLLM engine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None, help="file to write the rows to")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = run(options)
-    show(rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"options": vars(options), "rows": rows}, indent=2, default=str))
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    options.output.mkdir(parents=True, exist_ok=True)
+    model = "the bundled model" if options.model == str(BUNDLED) else options.model
+    report = {"torch": torch.__version__, "options": {**plain, "model": model}, "rows": rows}
+    (options.output / "engine_throughput.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = (
+        f"Generation with P(True) on {model}: {options.questions} questions x {options.samples} responses of at most "
+        f"{options.max_new_tokens} tokens, float32, {options.threads} thread(s), median of {options.repeats}; by "
+        "`python benchmarks/engine_throughput.py`.\n\n" + as_markdown(rows)
+    )
+    (options.output / "engine_throughput.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

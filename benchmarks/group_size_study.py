@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from report import run
 from rounds_study import (
     BASE,
@@ -31,6 +30,7 @@ from rounds_study import (
     estimate,
     folder_of,
     sample_test,
+    settle,
     show,
     test_values,
 )
@@ -84,13 +84,12 @@ def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
     """Fit, export and sample the test questions of one arm with one seed."""
     folder = folder_of(options, arm, seed)
     merged = folder / "calibrated"
+    config = configuration(options, arm, seed)
+    config["data"]["init_args"] |= {"packing": "off", "group_size": ARMS[arm]}
+    settle(folder / "config.yaml", config)
     if not (merged / "config.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
         if arm != FIRST and not (folder / "samples").exists():
             copy_atomically(folder_of(options, FIRST, seed) / "samples", folder / "samples")
-        config = configuration(options, arm, seed)
-        config["data"]["init_args"] |= {"packing": "off", "group_size": ARMS[arm]}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         run(options, folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
         run(options, folder / "log.txt", "export", "--adapter", str(folder / "adapter"), "--output_dir", str(merged))
     sample_test(options, arm, seed, str(merged))

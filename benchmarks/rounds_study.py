@@ -116,14 +116,22 @@ def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
     """Fit, export and sample the test questions of one arm with one seed."""
     folder = folder_of(options, arm, seed)
     merged = folder / "calibrated"
+    settle(folder / "config.yaml", configuration(options, arm, seed))
     if not (merged / "config.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
         if arm != ONE and not (folder / "samples").exists():
             copy_atomically(folder_of(options, ONE, seed) / "samples", folder / "samples")
-        (folder / "config.yaml").write_text(yaml.safe_dump(configuration(options, arm, seed), sort_keys=False))
         run(options, folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
         run(options, folder / "log.txt", "export", "--adapter", str(folder / "adapter"), "--output_dir", str(merged))
     sample_test(options, arm, seed, str(merged))
+
+
+def settle(path: Path, config: dict[str, Any]) -> None:
+    """Write a job's configuration, or stop where what lies there was made with another one."""
+    text = yaml.safe_dump(config, sort_keys=False)
+    if path.exists() and path.read_text() != text:
+        raise SystemExit(f"Expected {path} to be what this study trains with, but it differs. Name a new --output.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def copy_atomically(source: Path, target: Path) -> None:

@@ -38,7 +38,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     if not is_installed(module):
         raise ImportError(
             f"Expected `{module.partition('.')[0]}` to be installed, but it is not. "
-            f"Install it with `pip install 'selfcal-lightning[{extra}]'`.{_CPU_HINTS.get(extra, '')}"
+            f"Install it with `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
         )
     return importlib.import_module(module)
 

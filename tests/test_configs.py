@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import re
 import shlex
 import subprocess
@@ -12,8 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from command_lines import ON_CPU, given_to, instantiated
 
-from selfcal_lightning.cli import FUNCTION_VERBS, run_function
+from selfcal_lightning.cli import FUNCTION_VERBS
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,11 +80,8 @@ def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
 def test_training_config_instantiates(
     path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lightning.pytorch import LightningDataModule, LightningModule
-
     from selfcal_lightning.callbacks.generation import SSCGeneration
     from selfcal_lightning.datamodules.ssc import SSCDataModule
-    from selfcal_lightning.lightning_cli import SelfCalibrationCLI
     from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
     from selfcal_lightning.modules.support import way_of
@@ -93,15 +89,11 @@ def test_training_config_instantiates(
     monkeypatch.chdir(tmp_path)
     for name, value in SLURM.items() if "SLURMEnvironment" in path.read_text() else ():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
-    cli = SelfCalibrationCLI(
-        LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        args=["fit", "--config", str(path), "--model.init_args.base_model", tiny_model, "--trainer.accelerator", "cpu",
-              "--trainer.precision", "32-true"],
-    )  # fmt: skip
+    cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch)
     assert isinstance(cli.model, SelfCalibrationModule)
     assert isinstance(cli.datamodule, SSCDataModule)
+    trained_in = (cli.model.quantization, cli.model.optimizer_name)
+    assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
@@ -122,23 +114,6 @@ def test_training_config_instantiates(
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
         assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
         assert not {source["split"] for source in data["train"]} - {"train"}
-
-
-def test_samples_made_beforehand_are_those_that_qlora_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands in the comments fill the store with what the settings below them read."""
-    path = ROOT / "configs" / "train" / "llama-3.1-70b-instruct-qlora.yaml"
-    document = yaml.safe_load(path.read_text())
-    model, data = document["model"]["init_args"], document["data"]["init_args"]
-    assert (model["quantization"], model["optimizer"]) == ("nf4", "paged_adamw_8bit")
-    lines = [line.removeprefix("#   selfcal ") for line in path.read_text().splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("generate ")]
-    made = []
-    for verb, *arguments in commands:
-        given = _given(verb, arguments, monkeypatch)
-        assert (given["engine"], given["engine_args"]) == ("vllm", {"tensor_parallel_size": 4})
-        made += [(task, given["split"], given["limit"]) for task in given["task"]]
-    wanted = [(source["task"], source["split"], source["limit"]) for source in [*data["train"], *data["validation"]]]
-    assert sorted(made) == sorted(wanted)
 
 
 def test_launchers_start_the_processes_that_the_trainer_expects() -> None:
@@ -175,7 +150,7 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
         made: dict[str, list[str]] = {}
         for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
             verb, *arguments = shlex.split(line)
-            given = _given(verb, arguments, monkeypatch)
+            given = given_to(verb, arguments, monkeypatch)
             data, sources = document["data"]["init_args"], document["data"]["init_args"][given["split"]]
             assert given["model"] == document["model"]["init_args"]["base_model"]
             assert given["store_dir"] == data["store_dir"]
@@ -196,20 +171,4 @@ SAMPLING = ("temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens")
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p not in TRAINING], ids=lambda path: path.name)
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _given(_command(path)[0], ["--config", str(path)], monkeypatch)
-
-
-def _given(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what a verb's function would be called with."""
-    room, name, _ = FUNCTION_VERBS[verb]
-    module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
-    called: dict[str, Any] = {}
-
-    @functools.wraps(getattr(module, name))
-    def record(*args: Any, **kwargs: Any) -> None:
-        called.update(kwargs, args=args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, record)
-        run_function(verb, arguments)
-    return called
+    assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)

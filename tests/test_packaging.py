@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = ("vllm", "bitsandbytes", "openai")
+EXTRAS = ("vllm", "bitsandbytes", "aiohttp")
 
 
 def test_package_list_matches_the_folders() -> None:

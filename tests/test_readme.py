@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
 from selfcal_lightning.tasks.registry import TASKS
@@ -15,6 +17,9 @@ from selfcal_lightning.tasks.registry import TASKS
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+BASH = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
+COMMANDS = [line for line in BASH.splitlines() if line.startswith("selfcal ")]
 
 
 def test_make_targets_exist() -> None:
@@ -25,15 +30,25 @@ def test_make_targets_exist() -> None:
 
 
 def test_files_exist() -> None:
-    files = set(re.findall(r"(?:configs|benchmarks|tests|scripts)/[\w./-]+\.(?:yaml|py)", README))
-    assert len(files) >= 8
+    files = set(re.findall(r"(?:configs|benchmarks|tests|scripts)/[\w./-]+\.(?:yaml|py|sh|sbatch|md|json)\b", README))
+    assert len(files) >= 12
     assert {file for file in files if not (ROOT / file).is_file()} == set()
 
 
 def test_verbs_exist() -> None:
-    verbs = set(re.findall(r"selfcal ([a-z-]+)", "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))))
+    verbs = set(re.findall(r"selfcal ([a-z-]+)", BASH))
     assert verbs >= {"fit", "export", "evaluate"}
     assert verbs <= {*TRAINER_VERBS, *FUNCTION_VERBS}
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
+def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verb, *arguments = shlex.split(line.replace("configs/", f"{ROOT}/configs/"), comments=True)[1:]
+    monkeypatch.chdir(tmp_path)
+    if verb in FUNCTION_VERBS:
+        assert given_to(verb, arguments, monkeypatch)
+    else:
+        assert instantiated([verb, *arguments, *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch).model
 
 
 def test_every_task_is_in_the_table() -> None:

@@ -232,10 +232,11 @@ def test_a_job_that_fails_or_hangs_costs_only_itself(
 def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None:
     arguments = ["--engines", "transformers", "--questions", "4", "--samples", "8", "--repeats", "1"]
     output = run(
-        "engine_throughput.py", *arguments, "--reference-responses", "4", "--json", str(tmp_path / "rows.json"),
+        "engine_throughput.py", *arguments, "--reference-responses", "4", "--output", str(tmp_path),
         folder=tmp_path,
     )  # fmt: skip
-    rows = {(row["engine"], row["sampling"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    report = json.loads((tmp_path / "engine_throughput.json").read_text())
+    rows = {(row["engine"], row["sampling"]): row for row in report["rows"]}
     loop, ours = rows["reference's loop", "EDT 0.8/0.8/1.0"], rows["transformers", "EDT 0.8/0.8/1.0"]
     assert (loop["responses"], ours["responses"]) == (4, 32)
     assert 4 <= loop["tokens"] <= 4 * 96

@@ -27,12 +27,14 @@ from rounds_study import (
     RESULTS,
     configuration,
     copy_atomically,
+    describe_training,
     estimate,
     folder_of,
     sample_test,
     settle,
     show,
     test_values,
+    training_of,
 )
 
 ARMS = {"one by one": 1, "groups of 4": 4, "groups of 8": 8}
@@ -109,7 +111,9 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
             difference = values - columns[FIRST]
             arms[arm]["difference"] = {name: estimate(difference[:, i], draws) for i, name in enumerate(METRICS)}
     names = ("questions", "responses", "tuples", "test", "num_samples", "seeds")
-    return {"sizes": {name: getattr(options, name) for name in names}, "arms": arms}
+    sizes = {name: getattr(options, name) for name in names}
+    training = training_of(configuration(options, FIRST, options.seeds[0]))
+    return {"sizes": sizes, "training": {**training, "group_size": list(ARMS.values())}, "arms": arms}
 
 
 def as_markdown(study: dict[str, Any]) -> str:
@@ -119,8 +123,9 @@ def as_markdown(study: dict[str, Any]) -> str:
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). "
         f"{sizes['questions']} training questions x {sizes['responses']} responses, {sizes['tuples']:,} tuples, 32 "
-        f"to a step; {sizes['test']} in-domain test questions x {sizes['num_samples']} responses, each model on its "
-        f"own samples; means over seeds {sizes['seeds']}, 95 % intervals over questions and seeds.",
+        f"to a step, {describe_training(study)}; {sizes['test']} in-domain test questions x {sizes['num_samples']} "
+        f"responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % intervals over questions "
+        "and seeds.",
         "",
         "| training rows | " + " | ".join(METRICS) + " |",
         rule,

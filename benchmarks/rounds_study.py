@@ -194,7 +194,14 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
             arms[arm]["cost"] = cost_of(options, arm)
             arms[arm]["rounds"] = [drift(options, arm, number) for number in range(ARMS[arm][0])]
     names = ("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
-    return {"sizes": {name: getattr(options, name) for name in names}, "arms": arms}
+    sizes = {name: getattr(options, name) for name in names}
+    return {"sizes": sizes, "training": training_of(configuration(options, ONE, options.seeds[0])), "arms": arms}
+
+
+def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide how rows are drawn and computed."""
+    data = config["data"]["init_args"]
+    return {"precision": config["trainer"]["precision"], **{name: data[name] for name in ("packing", "group_size")}}
 
 
 def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
@@ -247,9 +254,9 @@ def as_markdown(study: Mapping[str, Any]) -> str:
     sizes, arms = study["sizes"], study["arms"]
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). "
-        f"{sizes['questions']} training questions; {sizes['test']} in-domain test questions x {sizes['num_samples']} "
-        f"responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % intervals over questions "
-        "and seeds.",
+        f"{sizes['questions']} training questions, {describe_training(study)}; {sizes['test']} in-domain questions "
+        f"x {sizes['num_samples']} responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % "
+        "intervals over questions and seeds.",
         "",
         "| arm | responses sampled | tuples | " + " | ".join(METRICS) + " |",
         "|---|---:|---:|" + "---:|" * len(METRICS),
@@ -270,6 +277,11 @@ def as_markdown(study: Mapping[str, Any]) -> str:
             cells = " | ".join(f"{values[name]:.3f}" if name in values else "" for name in DRIFT)
             lines.append(f"| {arm} | {number} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def describe_training(study: Mapping[str, Any]) -> str:
+    """Return the training settings in words."""
+    return ", ".join(f"`{name}: {value}`" for name, value in study["training"].items())
 
 
 def show(entry: Mapping[str, float | None]) -> str:

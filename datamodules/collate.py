@@ -178,7 +178,7 @@ class SSCCollator:
             tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
             own = len(ids)
             # The first token of a response is asked of the prompt's last position, which all branches share.
-            asked.append([tree.start + tree.prompt - 1, *range(own, own + row.response_end - start - 1)])
+            asked.append([tree.start + tree.prompt - 1, *range(own, own + len(branch))][: row.response_end - start])
             ids.extend(branch)
             ends.append(len(ids))
         padding = self._rounded(len(ids)) - len(ids)

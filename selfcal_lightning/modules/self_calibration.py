@@ -209,7 +209,8 @@ class SelfCalibrationModule(LightningModule):
         self._check_packing()
 
     def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
+        """Refuse a model that packed rows would score wrongly, and leave the time of validation out of the speed."""
+        self._step_log.pause()
         self._check_packing()
 
     def on_test_start(self) -> None:
@@ -241,7 +242,8 @@ class SelfCalibrationModule(LightningModule):
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
-        self._step_log.add(batch, calibration, generation, confidence)
+        eta = getattr(self.trainer.datamodule, "eta", None)
+        self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
         return (calibration + self.omega * generation) * scale
 
@@ -294,8 +296,8 @@ class SelfCalibrationModule(LightningModule):
         self._step_log.restart()
 
     def on_validation_end(self) -> None:
-        """Leave the time of a validation out of the tokens per second."""
-        self._step_log.restart(keep_sums=True)
+        """Count the time of training again."""
+        self._step_log.go_on()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the losses of the step, in full for the loggers and in short for the progress bar."""

@@ -42,13 +42,21 @@ class DealByLength:
     Attributes:
         lengths: Tokens of every row of the table, [R].
         batch_size: Rows of a micro-batch.
+        token_budget: Most tokens of a micro-batch, its rows padded to the longest; None sets no limit.
     """
 
     lengths: IntArray
     batch_size: int
+    token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
+        """Return the micro-batches of ``rows``, row numbers of the table.
+
+        Raises:
+            ValueError: One of them exceeds the budget.
+        """
+        longest = int(self.lengths[rows].max())
+        _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
         order = np.argsort(-self.lengths[rows], kind="stable")
         real = np.arange(num_bins * self.batch_size) < len(rows)
         order = np.concatenate([order, np.repeat(order[-1:], len(real) - len(rows))])
@@ -95,17 +103,9 @@ class DealByPrompt:
         order = [index for _, index in sorted(heap, key=lambda pair: (-pair[0], pair[1]))]
         filler = Dealt(np.array([np.argmin(self.lengths[rows])]), np.zeros(1, dtype=bool))
         dealt = [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
-        self._check(max(self.tokens(rows[places]) for places, _ in dealt))
+        largest = max(self.tokens(rows[places]) for places, _ in dealt)
+        _check_budget(self.token_budget, largest=largest, longest=int(self.lengths[rows].max()))
         return dealt
-
-    def _check(self, largest: int) -> None:
-        if self.token_budget is not None and largest > self.token_budget:
-            factor = -(-largest // self.token_budget)
-            raise ValueError(
-                f"Expected every micro-batch to fit the `token_budget` of {self.token_budget:,}, but got one of "
-                f"{largest:,} tokens. Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` "
-                f"by {factor} (the same optimiser steps), or raise `token_budget`."
-            )
 
     def tokens(self, rows: IntArray) -> int:
         """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
@@ -135,11 +135,11 @@ def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, toke
         table: The rows that can be drawn.
         batch_size: Rows of a micro-batch, on average where responses share their prompt.
         shared_prefix: Whether the responses to a question share their prompt.
-        token_budget: Most tokens of a micro-batch that shares prompts; None sets no limit.
+        token_budget: Most tokens of a micro-batch, without the padding to a multiple; None sets no limit.
     """
     if shared_prefix:
         return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
-    return DealByLength(table.length, batch_size)
+    return DealByLength(table.length, batch_size, token_budget)
 
 
 def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
@@ -156,7 +156,7 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
         seed: Seed of the draw.
         epoch: Epoch, from 0.
     """
-    if group_size == 1:
+    if group_size == 1 or not len(draw.rows):
         return draw
     rng = np.random.default_rng([seed, epoch, 1])
     groups = _groups(draw.rows, question, group_size, rng)
@@ -191,6 +191,23 @@ def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[Int
     return (
         f"responses share their prompt: {rows / max(prompts, 1):.1f} to a prompt, {1 - packed / max(separate, 1):.0%} "
         f"fewer tokens than in sequences of their own; the largest micro-batch has {largest:,} tokens"
+    )
+
+
+def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
+    """Raise ValueError where the largest micro-batch of a step exceeds the budget; ``longest`` is its longest row."""
+    if token_budget is None or largest <= token_budget:
+        return
+    if longest > token_budget:
+        raise ValueError(
+            f"Expected every row to fit the `token_budget`, but got {token_budget:,} for one of {longest:,}. Raise "
+            "`token_budget`, or lower `max_length`."
+        )
+    factor = -(-largest // token_budget)
+    raise ValueError(
+        f"Expected every micro-batch to fit the `token_budget` of {token_budget:,}, but got one of {largest:,} tokens. "
+        f"Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by {factor} (the same "
+        "optimiser steps), or raise `token_budget`."
     )
 
 

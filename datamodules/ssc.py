@@ -90,8 +90,9 @@ class SSCDataModule(LightningDataModule):
             always makes such batches.
         group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
             make an optimiser step. 1 draws every response on its own.
-        token_budget: Most tokens of a packed micro-batch, checked before an epoch begins; None sets no limit.
-        pad_to_multiple_of: Sequences are padded to a multiple of it.
+        token_budget: Most tokens of a micro-batch, checked before an epoch begins; rows that are not packed count as
+            padded to the longest of their micro-batch. None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
         seed: Seed of the draw.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from module_batches import NO_DROPOUT, quiet_trainer
 from packed_rows import CANNOT_PACK, EXPERTS, FAMILIES, LATENT, SIZES, small_model
-from ssc_pools import Pool, Recorder
+from ssc_pools import Pool
 from ssc_pools import fit as fit_recorder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -140,8 +140,14 @@ def test_latent_attention_trains_packed(packing: str, pool: Pool, store_dir: str
     assert trainer.callback_metrics["train/speed/SharedShare"] > 0.1
 
 
+def test_a_mistyped_model_is_named_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
+    data = pool.data(str(tmp_path / "no-store-yet"), base_model="/no/such/model")
+    with pytest.raises(ValueError, match=r"Expected `base_model` to be a folder or a hub name .* '/no/such/model'"):
+        fit_recorder(data)
+
+
 def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
     model = model_folder("nemotron", tmp_path / "model", pool)
     data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=model)
     with pytest.raises(ValueError, match=r"does not hand the trees .*\. Set `packing: auto` to fall back"):
-        fit_recorder(data, module=Recorder())
+        fit_recorder(data)

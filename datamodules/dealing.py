@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.datamodules.mixture import EpochDraw, IntArray
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
+WORTH_PACKING = 0.05  # part of the tokens
 
 
 class Dealt(NamedTuple):
@@ -172,8 +174,38 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
     )
 
 
-def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt) -> str:
-    """Return in words what sharing prompts saves in an epoch.
+class PackedTokens(NamedTuple):
+    """What the micro-batches of an epoch hold.
+
+    Attributes:
+        rows: Responses.
+        prompts: Prompts, each counted once in every micro-batch that it is in.
+        tokens: Tokens.
+        separate_tokens: Tokens that the responses would take in sequences of their own.
+        largest: Tokens of the largest micro-batch.
+    """
+
+    rows: int
+    prompts: int
+    tokens: int
+    separate_tokens: int
+    largest: int
+
+    @property
+    def to_a_prompt(self) -> float:
+        """Responses that share a prompt, in the mean."""
+        return self.rows / max(self.prompts, 1)
+
+    @property
+    def saved(self) -> float:
+        """Part of the tokens that are not computed, in [0, 1]."""
+        return 1.0 - self.tokens / max(self.separate_tokens, 1)
+
+
+def count_packed(
+    micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
+) -> PackedTokens:
+    """Count what the micro-batches of an epoch hold.
 
     Args:
         micro_batches: The micro-batches of every step.
@@ -188,10 +220,25 @@ def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[Int
             packed, largest = packed + tokens, max(largest, tokens)
             separate += int(dealer.lengths[mine].sum())
             prompts, rows = prompts + len(np.unique(dealer.question[mine])), rows + len(mine)
+    return PackedTokens(rows, prompts, packed, separate, largest)
+
+
+def packed_summary(epoch: PackedTokens) -> str:
+    """Return in words what sharing prompts saves in an epoch."""
     return (
-        f"responses share their prompt: {rows / max(prompts, 1):.1f} to a prompt, {1 - packed / max(separate, 1):.0%} "
-        f"fewer tokens than in sequences of their own; the largest micro-batch has {largest:,} tokens"
+        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
     )
+
+
+def warn_of_little_sharing(epoch: PackedTokens) -> None:
+    """Warn where packing saves next to nothing though responses to one prompt could stand together."""
+    if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
+        rank_zero_warn(
+            f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
+            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, and "
+            "divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
+        )
 
 
 def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:

@@ -120,6 +120,22 @@ def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, po
         list(pool.data(path, token_budget=90, **settings).train_dataloader())
 
 
+def test_validation_rows_share_prompts(pool: Pool, store_dir: str) -> None:
+    """Five questions of eight responses in batches of eight: a batch holds the ends of two questions at most."""
+    batches = list(pool.data(store_dir, packing="shared_prefix", validation_batch_size=8).val_dataloader())
+    assert sum(batch.batch_size for batch in batches) == 40
+    assert max(len(batch.trees) for batch in batches) <= 2
+
+
+def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwarn: pytest.WarningsRecorder) -> None:
+    settings = {"total_tuples": 64, "max_repeats": 1}
+    for packing, batch_size in (("shared_prefix", 16), ("off", 1)):
+        pool.data(store_dir, packing=packing, batch_size=batch_size, **settings).train_dataloader()
+    assert not [one for one in recwarn if "next to nothing" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"0 % of the tokens, .* 1\.0 responses to a prompt\. Raise `batch_size`"):
+        pool.data(store_dir, packing="shared_prefix", batch_size=1, **settings).train_dataloader()
+
+
 @pytest.mark.parametrize("group_size", [1, 8])
 def test_an_epoch_without_rows_says_what_to_do(group_size: int, pool: Pool, store_dir: str) -> None:
     settings = {"fill": False, "total_tuples": 20, "generation_ratio": 0.9, "eta": 1.0, "group_size": group_size}

@@ -11,6 +11,7 @@ import pytest
 from selfcal_lightning.datamodules.dealing import (
     DealByLength,
     DealByPrompt,
+    count_packed,
     group_by_question,
     packed_summary,
 )
@@ -138,7 +139,10 @@ def test_the_budget_holds_for_padded_rows_too() -> None:
 def test_the_summary_says_what_is_saved() -> None:
     deal = DealByPrompt(np.repeat([0, 1], 4), np.full(8, 30), np.full(8, 40))
     rows = np.arange(8)
-    text = packed_summary([deal(rows, 2)], [rows], deal)
+    tokens = count_packed([deal(rows, 2)], [rows], deal)
+    assert tokens == (8, 2, 140, 320, 70)
+    assert tokens.saved == 1 - 140 / 320
+    text = packed_summary(tokens)
     # 320 tokens apart; 2 * 30 + 8 * 10 = 140 packed.
     assert "4.0 to a prompt, 56% fewer tokens" in text
     assert text.endswith("has 70 tokens")

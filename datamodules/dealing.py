@@ -236,8 +236,8 @@ def warn_of_little_sharing(epoch: PackedTokens) -> None:
     if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
         rank_zero_warn(
             f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
-            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, and "
-            "divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
+            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
+            "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
         )
 
 

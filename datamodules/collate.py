@@ -15,7 +15,7 @@ from selfcal_lightning.datamodules.dealing import Packing
 from selfcal_lightning.datamodules.mixture import IntArray
 from selfcal_lightning.datamodules.ssc_sampler import MicroBatch
 from selfcal_lightning.functional.prefix_trees import PrefixTree
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.segment_attention import check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts import ChatFormat
@@ -178,7 +178,7 @@ class SSCCollator:
             tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
             own = len(ids)
             # The first token of a response is asked of the prompt's last position, which all branches share.
-            asked.append([tree.start + tree.prompt - 1, *range(own, own + row.response_end - start - 1)])
+            asked.append([tree.start + tree.prompt - 1, *range(own, own + len(branch))][: row.response_end - start])
             ids.extend(branch)
             ends.append(len(ids))
         padding = self._rounded(len(ids)) - len(ids)
@@ -202,13 +202,11 @@ def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = N
         revision: Revision of the model on the hub.
 
     Raises:
-        ValueError: With "shared_prefix" a model that cannot run packed rows, naming the reason.
+        ValueError: There is no such model, or with "shared_prefix" one that cannot run packed rows, with the reason.
     """
     if packing == "off":
         return False
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(resolve_model(base_model), revision=revision)
+    config = load_config(base_model, revision=revision)
     if packing == "shared_prefix":
         check_shared_prefix(config, base_model)
         return True

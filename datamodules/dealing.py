@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.datamodules.mixture import EpochDraw, IntArray
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
+WORTH_PACKING = 0.05  # part of the tokens
 
 
 class Dealt(NamedTuple):
@@ -42,13 +44,21 @@ class DealByLength:
     Attributes:
         lengths: Tokens of every row of the table, [R].
         batch_size: Rows of a micro-batch.
+        token_budget: Most tokens of a micro-batch, its rows padded to the longest; None sets no limit.
     """
 
     lengths: IntArray
     batch_size: int
+    token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
+        """Return the micro-batches of ``rows``, row numbers of the table.
+
+        Raises:
+            ValueError: One of them exceeds the budget.
+        """
+        longest = int(self.lengths[rows].max())
+        _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
         order = np.argsort(-self.lengths[rows], kind="stable")
         real = np.arange(num_bins * self.batch_size) < len(rows)
         order = np.concatenate([order, np.repeat(order[-1:], len(real) - len(rows))])
@@ -96,17 +106,9 @@ class DealByPrompt:
         order = [index for _, index in sorted(heap, key=lambda pair: (-pair[0], pair[1]))]
         filler = Dealt(np.array([np.argmin(self.lengths[rows])]), np.zeros(1, dtype=bool))
         dealt = [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
-        self._check(max(self.tokens(rows[places]) for places, _ in dealt))
+        largest = max(self.tokens(rows[places]) for places, _ in dealt)
+        _check_budget(self.token_budget, largest=largest, longest=int(self.lengths[rows].max()))
         return dealt
-
-    def _check(self, largest: int) -> None:
-        if self.token_budget is not None and largest > self.token_budget:
-            factor = -(-largest // self.token_budget)
-            raise ValueError(
-                f"Expected every micro-batch to fit the `token_budget` of {self.token_budget:,}, but got one of "
-                f"{largest:,} tokens. Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` "
-                f"by {factor} (the same optimiser steps), or raise `token_budget`."
-            )
 
     def tokens(self, rows: IntArray) -> int:
         """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
@@ -140,11 +142,11 @@ def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, toke
         table: The rows that can be drawn.
         batch_size: Rows of a micro-batch, on average where responses share their prompt.
         shared_prefix: Whether the responses to a question share their prompt.
-        token_budget: Most tokens of a micro-batch that shares prompts; None sets no limit.
+        token_budget: Most tokens of a micro-batch, without the padding to a multiple; None sets no limit.
     """
     if shared_prefix:
         return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
-    return DealByLength(table.length, batch_size)
+    return DealByLength(table.length, batch_size, token_budget)
 
 
 def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
@@ -161,7 +163,7 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
         seed: Seed of the draw.
         epoch: Epoch, from 0.
     """
-    if group_size == 1:
+    if group_size == 1 or not len(draw.rows):
         return draw
     rng = np.random.default_rng([seed, epoch, 1])
     groups = _groups(draw.rows, question, group_size, rng)
@@ -177,8 +179,38 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
     )
 
 
-def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt) -> str:
-    """Return in words what sharing prompts saves in an epoch.
+class PackedTokens(NamedTuple):
+    """What the micro-batches of an epoch hold.
+
+    Attributes:
+        rows: Responses.
+        prompts: Prompts, each counted once in every micro-batch that it is in.
+        tokens: Tokens.
+        separate_tokens: Tokens that the responses would take in sequences of their own.
+        largest: Tokens of the largest micro-batch.
+    """
+
+    rows: int
+    prompts: int
+    tokens: int
+    separate_tokens: int
+    largest: int
+
+    @property
+    def to_a_prompt(self) -> float:
+        """Responses that share a prompt, in the mean."""
+        return self.rows / max(self.prompts, 1)
+
+    @property
+    def saved(self) -> float:
+        """Part of the tokens that are not computed, in [0, 1]."""
+        return 1.0 - self.tokens / max(self.separate_tokens, 1)
+
+
+def count_packed(
+    micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
+) -> PackedTokens:
+    """Count what the micro-batches of an epoch hold.
 
     Args:
         micro_batches: The micro-batches of every step.
@@ -193,9 +225,41 @@ def packed_summary(micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[Int
             packed, largest = packed + tokens, max(largest, tokens)
             separate += int(dealer.lengths[mine].sum())
             prompts, rows = prompts + len(np.unique(dealer.question[mine])), rows + len(mine)
+    return PackedTokens(rows, prompts, packed, separate, largest)
+
+
+def packed_summary(epoch: PackedTokens) -> str:
+    """Return in words what sharing prompts saves in an epoch."""
     return (
-        f"responses share their prompt: {rows / max(prompts, 1):.1f} to a prompt, {1 - packed / max(separate, 1):.0%} "
-        f"fewer tokens than in sequences of their own; the largest micro-batch has {largest:,} tokens"
+        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
+    )
+
+
+def warn_of_little_sharing(epoch: PackedTokens) -> None:
+    """Warn where packing saves next to nothing though responses to one prompt could stand together."""
+    if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
+        rank_zero_warn(
+            f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
+            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
+            "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
+        )
+
+
+def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
+    """Raise ValueError where the largest micro-batch of a step exceeds the budget; ``longest`` is its longest row."""
+    if token_budget is None or largest <= token_budget:
+        return
+    if longest > token_budget:
+        raise ValueError(
+            f"Expected every row to fit the `token_budget`, but got {token_budget:,} for one of {longest:,}. Raise "
+            "`token_budget`, or lower `max_length`."
+        )
+    factor = -(-largest // token_budget)
+    raise ValueError(
+        f"Expected every micro-batch to fit the `token_budget` of {token_budget:,}, but got one of {largest:,} tokens. "
+        f"Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by {factor} (the same "
+        "optimiser steps), or raise `token_budget`."
     )
 
 

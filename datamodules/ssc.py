@@ -72,7 +72,8 @@ class SSCDataModule(LightningDataModule):
         generation_ratio: Part of the tuples that are generation samples (target above ``eta``), in [0, 1]; the others
             are drawn evenly from 20 buckets of the target.
         total_tuples: Tuples in an epoch.
-        batch_size: Rows of a process in a micro-step; on average, where rows are packed.
+        batch_size: Rows of a process in a micro-step; on average, where rows are packed. Only rows of one micro-batch
+            share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         eta: Threshold of the generation loss, strict.
         target: "ssc", "consistency" (vote share), "p_true" (own confidence) or "label" (needs references).
@@ -89,9 +90,10 @@ class SSCDataModule(LightningDataModule):
             gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
             always makes such batches.
         group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
-            make an optimiser step. 1 draws every response on its own.
-        token_budget: Most tokens of a packed micro-batch, checked before an epoch begins; None sets no limit.
-        pad_to_multiple_of: Sequences are padded to a multiple of it.
+            make an optimiser step. No more than ``batch_size`` of them share one. 1 draws every response on its own.
+        token_budget: Most tokens of a micro-batch, checked before an epoch begins; rows that are not packed count as
+            padded to the longest of their micro-batch. None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
         seed: Seed of the draw.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from selfcal_lightning.datamodules.dealing import DealByPrompt, packed_summary
+from selfcal_lightning.datamodules.dealing import DealByPrompt, count_packed, packed_summary, warn_of_little_sharing
 from selfcal_lightning.datamodules.mixture import EpochDraw, TaskDraw, TaskPools
 from selfcal_lightning.datamodules.ssc_sampler import OptimizerStepSampler
 from selfcal_lightning.datamodules.tuples import TupleTable
 
 
 def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
-    """Return what an epoch draws, and what it saves where responses share their prompt.
+    """Return what an epoch draws, and what it saves where responses share their prompt; warn where that is nothing.
 
     Args:
         table: The rows that can be drawn, with the counts of those that cannot.
@@ -23,7 +23,9 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
     text = describe_draw(table, pools, draw)
     if isinstance(sampler.deal, DealByPrompt):
         rows, dealt = sampler.steps(draw)
-        text += "\n" + packed_summary(dealt, rows, sampler.deal)
+        packed = count_packed(dealt, rows, sampler.deal)
+        warn_of_little_sharing(packed)
+        text += "\n" + packed_summary(packed)
     return text
 
 

@@ -20,6 +20,11 @@ from selfcal_lightning.store import StoredRow
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES |= {"initializer_range": 0.3}
+# Multi-head latent attention: the heads of queries and keys are 12 wide, those of values 8.
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "head_dim": 4}
+EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 FAMILIES = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -27,13 +32,16 @@ FAMILIES = {
     "phi3": SIZES,
     "mistral": {**SIZES, "sliding_window": None},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
+    "deepseek_v3": {**SIZES, **LATENT, **EXPERTS},
 }
+# Families whose attention never sees the trees of a packed row, or cannot do with its mask of no size.
+CANNOT_PACK = {"nemotron": SIZES, "doge": SIZES}
 
 
 def small_model(family: str, folder: Path, *, vocab_size: int = 90, tokenizer: str | None = None) -> PreTrainedModel:
     """Write a model with random weights to ``folder``, and load it in float32 as the project does."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=vocab_size, **FAMILIES[family])
+    config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**FAMILIES, **CANNOT_PACK}[family])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if tokenizer is not None:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

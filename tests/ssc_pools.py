@@ -73,6 +73,8 @@ class Pool:
 
     def data(self, store_dir: str, **changes: Any) -> SSCDataModule:
         settings: dict[str, Any] = {
+            "base_model": self.model,
+            "store_dir": store_dir,
             "train": TRAIN,
             "validation": VALIDATION,
             "num_samples": 8,
@@ -80,7 +82,7 @@ class Pool:
             "batch_size": 2,
             "max_length": 256,
         }
-        return SSCDataModule(self.model, store_dir, **{**settings, **changes})
+        return SSCDataModule(**{**settings, **changes})
 
 
 class Recorder(LightningModule):

@@ -68,21 +68,26 @@ def test_every_function_verb_has_help(verb: str, capsys: pytest.CaptureFixture[s
     assert f"selfcal {verb}" in capsys.readouterr().out
 
 
+MODULE = "selfcal_lightning.modules.self_calibration.SelfCalibrationModule"
+
+
+@pytest.mark.parametrize("named", [{}, {"_class_path": MODULE}], ids=["plain", "with its class"])
 def test_checkpoint_does_not_override_the_user(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: dict[str, str], tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Lightning would end in an error without the class, and with it train the checkpoint's settings in silence."""
     import torch
     from lightning.pytorch import LightningDataModule, LightningModule
 
     from selfcal_lightning.lightning_cli import SelfCalibrationCLI
 
     checkpoint = tmp_path / "old.ckpt"
-    torch.save({"hyper_parameters": {"base_model": "another", "omega": 0.1}}, checkpoint)
+    torch.save({"hyper_parameters": {"base_model": "another", "omega": 0.1, **named}}, checkpoint)
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
     cli = SelfCalibrationCLI(
         LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
         auto_configure_optimizers=False,
-        args=["fit", "--model", "selfcal_lightning.modules.self_calibration.SelfCalibrationModule",
+        args=["fit", "--model", MODULE,
               "--model.base_model", tiny_model, "--model.omega", "0.33",
               "--data", "selfcal_lightning.datamodules.ssc.SSCDataModule", "--data.store_dir", str(tmp_path / "s"),
               "--trainer.accelerator", "cpu", "--ckpt_path", str(checkpoint)],

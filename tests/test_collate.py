@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,18 @@ def test_a_response_that_did_not_stop_has_no_end_of_turn_label(chat: ChatFormat,
     row = make_row(chat, finish=finish)
     batch = SSCCollator(chat, max_length=256)(make_rows([row]))
     assert batch.label_id.tolist() == list(row.sample.token_ids)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", None])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_an_empty_response_has_a_label_only_where_it_stopped(
+    chat: ChatFormat, finish: str | None, shared_prefix: bool
+) -> None:
+    rows = make_rows([make_row(chat), make_row(chat, text="", token_ids=(), finish=finish)])
+    batch = SSCCollator(chat, max_length=256, shared_prefix=shared_prefix)(replace(rows, question_index=np.zeros(2)))
+    assert len(batch.trees) == shared_prefix
+    assert (batch.label_row == 1).sum() == (finish == "stop")
+    assert len(batch.label_position) == len(batch.label_id) == len(batch.label_row)
 
 
 def test_texts_made_elsewhere_are_encoded_like_stored_ids(chat: ChatFormat) -> None:
@@ -156,3 +169,5 @@ def test_a_batch_survives_what_lightning_and_workers_do_to_it(chat: ChatFormat) 
     assert batch.replace(task=("other",)).task == ("other",)
     with pytest.raises(ValueError, match="Expected `task` to name 1 rows"):
         batch.replace(task=())
+    with pytest.raises(ValueError, match="Expected `label_position`, `label_id` and `label_row` to be of one length"):
+        batch.replace(label_row=batch.label_row[1:])

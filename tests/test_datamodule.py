@@ -105,6 +105,44 @@ def test_imported_records_bring_their_targets(pool: Pool) -> None:
         assert labels.sum() < batch.attention_mask.sum()
 
 
+@pytest.mark.parametrize("packing", ["shared_prefix", "off"])
+@pytest.mark.parametrize("encoded", [True, False])
+def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, pool: Pool) -> None:
+    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed."""
+    path = pool.write(f"budget-{encoded}-{packing}", encoded=encoded)
+    settings = {"packing": packing, "batch_size": 4, "pad_to_multiple_of": 1}
+    largest = max(batch.input_ids.numel() for batch in pool.data(path, **settings).train_dataloader())
+    exact = pool.data(path, token_budget=largest, **settings).train_dataloader()
+    assert max(batch.input_ids.numel() for batch in exact) == largest
+    with pytest.raises(ValueError, match=rf"`token_budget` of {largest - 1}, but got one of {largest} tokens\. Divide"):
+        list(pool.data(path, token_budget=largest - 1, **settings).train_dataloader())
+    with pytest.raises(ValueError, match=r"Raise `token_budget`, or lower `max_length`"):
+        list(pool.data(path, token_budget=90, **settings).train_dataloader())
+
+
+def test_validation_rows_share_prompts(pool: Pool, store_dir: str) -> None:
+    """Five questions of eight responses in batches of eight: a batch holds the ends of two questions at most."""
+    batches = list(pool.data(store_dir, packing="shared_prefix", validation_batch_size=8).val_dataloader())
+    assert sum(batch.batch_size for batch in batches) == 40
+    assert max(len(batch.trees) for batch in batches) <= 2
+
+
+def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwarn: pytest.WarningsRecorder) -> None:
+    settings = {"total_tuples": 64, "max_repeats": 1}
+    for packing, batch_size in (("shared_prefix", 16), ("off", 1)):
+        pool.data(store_dir, packing=packing, batch_size=batch_size, **settings).train_dataloader()
+    assert not [one for one in recwarn if "next to nothing" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"0 % of the tokens, .* 1\.0 responses to a prompt\. Raise `batch_size`"):
+        pool.data(store_dir, packing="shared_prefix", batch_size=1, **settings).train_dataloader()
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_an_epoch_without_rows_says_what_to_do(group_size: int, pool: Pool, store_dir: str) -> None:
+    settings = {"fill": False, "total_tuples": 20, "generation_ratio": 0.9, "eta": 1.0, "group_size": group_size}
+    with pytest.raises(ValueError, match=r"Expected at least one row for each .* set `fill=True`"):
+        list(pool.data(store_dir, **settings).train_dataloader())
+
+
 def test_counts_are_printed(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("selfcal_lightning.datamodules.ssc.rank_zero_info", lines.append)

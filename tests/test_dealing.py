@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from selfcal_lightning.datamodules.dealing import (
+    DealByLength,
     DealByPrompt,
+    count_packed,
     group_by_question,
     packed_summary,
 )
@@ -28,6 +31,11 @@ def make_draw(num_questions: int = 40, num_rows: int = 600, seed: int = 0) -> tu
 def test_a_group_of_one_leaves_the_order_as_it_is() -> None:
     draw, question = make_draw()
     assert group_by_question(draw, question, group_size=1, seed=0, epoch=0) is draw
+
+
+def test_an_empty_draw_stays_empty() -> None:
+    draw = EpochDraw(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), {})
+    assert group_by_question(draw, np.arange(3), group_size=8, seed=0, epoch=0) is draw
 
 
 @pytest.mark.parametrize("group_size", [2, 5, 8, 100])
@@ -117,10 +125,32 @@ def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
     assert [deal.tokens(rows[places]) for places, _ in deal(rows, 2)] == [90, 90]
 
 
+@pytest.mark.parametrize("kind", ["packed", "apart"])
+def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps(kind: str) -> None:
+    lengths = np.array([111, 30])
+    deal = (
+        DealByPrompt(np.array([0, 1]), np.full(2, 10), lengths, token_budget=100)
+        if kind == "packed"
+        else DealByLength(lengths, batch_size=1, token_budget=100)
+    )
+    with pytest.raises(ValueError, match=r"100 for one of 111\. Raise `token_budget`, or lower `max_length`"):
+        deal(np.arange(2), 2)
+
+
+def test_the_budget_holds_for_padded_rows_too() -> None:
+    deal = DealByLength(np.array([50, 40, 20, 10]), batch_size=2, token_budget=100)
+    assert [places.tolist() for places, _ in deal(np.arange(4), 2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"`token_budget` of 99, but got one of 100 tokens\. Divide `batch_size` by 2"):
+        replace(deal, token_budget=99)(np.arange(4), 2)
+
+
 def test_the_summary_says_what_is_saved() -> None:
     deal = DealByPrompt(np.repeat([0, 1], 4), np.full(8, 30), np.full(8, 40))
     rows = np.arange(8)
-    text = packed_summary([deal(rows, 2)], [rows], deal)
+    tokens = count_packed([deal(rows, 2)], [rows], deal)
+    assert tokens == (8, 2, 140, 320, 70)
+    assert tokens.saved == 1 - 140 / 320
+    text = packed_summary(tokens)
     # 320 tokens apart; 2 * 30 + 8 * 10 = 140 packed.
     assert "4.0 to a prompt, 56% fewer tokens" in text
     assert text.endswith("has 70 tokens")

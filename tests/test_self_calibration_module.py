@@ -23,6 +23,7 @@ from module_batches import (
     quiet_trainer,
     trained_state,
 )
+from ssc_pools import Pool
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -218,7 +219,7 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     assert logged["train/loss/Total"] == pytest.approx(calibration / total_cal + 0.1 * generation / total_gen, abs=1e-5)
     mean = sum(w * c for w, c in zip(calibrating, confidences, strict=True)) / total_cal
     assert logged["train/Confidence"] == pytest.approx(mean, abs=1e-5)
-    assert logged["train/TargetAboveEta"] == pytest.approx(total_gen / 8)
+    assert logged["train/TargetAboveEta"] == pytest.approx(sum(row.target > Planned.eta for row in rows) / 8)
     assert 0.0 < logged["train/speed/PaddingShare"] < 0.5
     assert logged["train/speed/TokensPerSecond"] > 0
     assert logged["train/speed/SharedShare"] == 0.0
@@ -226,6 +227,24 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     assert 0.05 < logged["train/memory/PeakGiB"] < 64
     shown = trainer.progress_bar_metrics
     assert shown == pytest.approx({short: logged[name] for short, name in BAR.items()})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_share_above_eta_is_of_targets_and_not_of_weights(exact: bool, pool: Pool, store_dir: str) -> None:
+    """As in the paper, `exact`, calibration tuples carry no generation loss whatever their targets."""
+    settings = {"exact": exact, "generation_ratio": 0.0, "eta": 0.3, "batch_size": 22, "packing": "off"}
+    (batch,) = pool.data(store_dir, **settings).train_dataloader()
+    trainer = quiet_trainer(limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(module_of(pool.model), datamodule=pool.data(store_dir, **settings))
+    share = (batch.target > 0.3).float().mean().item()
+    assert 0.3 < share < 0.9
+    assert trainer.callback_metrics["train/TargetAboveEta"].item() == pytest.approx(share)
+
+
+def test_the_share_above_eta_is_unknown_without_a_threshold(tiny_model: str, chat: ChatFormat) -> None:
+    trainer = quiet_trainer(log_every_n_steps=1)
+    trainer.fit(module_of(tiny_model), DataLoader([batch_of(MIXED[:4], chat)], batch_size=None))
+    assert trainer.callback_metrics["train/TargetAboveEta"].isnan()
 
 
 def test_validation_and_test_score_the_pool(tiny_model: str, chat: ChatFormat) -> None:

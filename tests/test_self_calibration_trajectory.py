@@ -82,6 +82,11 @@ def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: C
     assert rates == pytest.approx(expected)
 
 
+def test_a_warm_up_that_outlasts_training_is_warned_of(tiny_model: str, chat: ChatFormat) -> None:
+    with pytest.warns(UserWarning, match="`warmup_steps` to be below the 3 optimiser steps, but got 3"):
+        quiet_trainer().fit(module_of(tiny_model, warmup_steps=3), datamodule=Planned(chat, 8))
+
+
 def test_endless_training_is_refused(tiny_model: str, chat: ChatFormat) -> None:
     with pytest.raises(ValueError, match="number of optimiser steps to be known"):
         quiet_trainer(max_epochs=-1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))

@@ -2,7 +2,8 @@
 
 Tests of the others are where their subject is: gradient checkpointing of modules in eval mode (A1.2) in
 `test_self_calibration_module.py`, validation rows dealt twice (A1.4) and the position of every process's loader (A1.7,
-A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in `test_cli.py`.
+A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in `test_cli.py`, packed
+rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
 """
 
 from __future__ import annotations

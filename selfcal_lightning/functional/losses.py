@@ -75,35 +75,6 @@ def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     return (weight * values).sum() / torch.where(total > 0, total, torch.ones_like(total))
 
 
-def sequence_negative_log_likelihood(logits: Tensor, token_ids: Tensor, mask: Tensor) -> Tensor:
-    """Compute the mean negative log-likelihood of the masked tokens of each row, in nats.
-
-    Args:
-        logits: Logits [B, T, V]; those at position t predict ``token_ids`` at the same position t.
-        token_ids: The tokens to be predicted [B, T].
-        mask: True at the tokens that count [B, T].
-
-    Returns:
-        One mean per row [B]; 0 for a row without a masked token.
-
-    Raises:
-        ValueError: If the shapes of ``token_ids`` and ``mask`` differ.
-
-    Example:
-        >>> logits = torch.zeros(1, 3, 2)
-        >>> sequence_negative_log_likelihood(logits, torch.tensor([[0, 1, 1]]), torch.tensor([[False, True, True]]))
-        tensor([0.6931])
-    """
-    mask = mask.bool()
-    if mask.shape != token_ids.shape:
-        raise ValueError(
-            "Expected `mask` to have the shape of `token_ids`, "
-            f"but got {tuple(mask.shape)} and {tuple(token_ids.shape)}."
-        )
-    row_index = mask.nonzero()[:, 0]
-    return packed_negative_log_likelihood(logits[mask], token_ids[mask], row_index, num_rows=mask.shape[0])
-
-
 def packed_negative_log_likelihood(logits: Tensor, token_ids: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
     """Compute the mean negative log-likelihood per row from the logits of the needed positions only, in nats.
 

@@ -6,9 +6,14 @@ import math
 
 
 def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
-    """Return the factor of the learning rate at optimiser step ``step`` of ``total``.
+    """Return the factor of the learning rate at an optimiser step, in [0, 1].
 
-    Linear from ``1 / (warmup + 1)`` to 1, then half a cosine to 0 at ``total``.
+    Linear from ``1 / (warmup + 1)`` at step 0 to 1 at step ``warmup``, then half a cosine to 0 at ``total``.
+
+    Args:
+        step: Optimiser step, from 0.
+        total: Optimiser steps of the training; where it is no more than ``warmup``, the factor never reaches 1.
+        warmup: Optimiser steps of the warm-up.
 
     Example:
         >>> [cosine_with_warmup(step, total=4, warmup=0) for step in (0, 2, 4)]

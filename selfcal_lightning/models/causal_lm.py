@@ -14,7 +14,7 @@ from selfcal_lightning.models.segment_attention import packed_inputs, prefer_seg
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -64,13 +64,24 @@ def load_causal_lm(
             quantization_config=quantization_config,
         )
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
-            f"{f' at revision {revision!r}' if revision else ''}: {error}"
-        ) from error
+        raise _no_model(base_model, revision, error) from error
     if attn_implementation is None:
         prefer_segments(model)
     return model
+
+
+def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
+    """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled".
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(resolve_model(base_model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _no_model(base_model, revision, error) from error
 
 
 def logits_at(
@@ -140,3 +151,10 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
     # The sigmoid is Yes / (Yes + No) without the underflow of small masses.
     p_true = torch.sigmoid(yes - no) if normalised else yes.exp()
     return Confidence(p_true, yes.exp(), no.exp())
+
+
+def _no_model(base_model: str, revision: str | None, error: Exception) -> ValueError:
+    return ValueError(
+        f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
+        f"{f' at revision {revision!r}' if revision else ''}: {error}"
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention
 from selfcal_lightning.models.weight_files import local_folder
@@ -22,10 +23,9 @@ def meta_causal_lm(
     base_model: str, *, revision: str | None, dtype: torch.dtype, attn_implementation: str | None
 ) -> PreTrainedModel:
     """Return the model with parameters that take no memory, and with its computed buffers (rotary angles) in place."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    place = resolve_model(base_model)
-    config = AutoConfig.from_pretrained(place, revision=revision)
+    config = load_config(base_model, revision=revision)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"Expected `base_model` to hold plain weights, but got {base_model!r}, which is quantised. Use the "
@@ -39,7 +39,7 @@ def meta_causal_lm(
     for name, module in model.named_modules():
         _compute_buffers(model, name, module)
     if (local_folder(base_model, revision=revision) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(place, revision=revision)
+        model.generation_config = GenerationConfig.from_pretrained(resolve_model(base_model), revision=revision)
     return model
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet, require
-from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -108,9 +107,9 @@ def load_nf4_causal_lm(
         Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4.
     """
     import_bitsandbytes()
-    from transformers import AutoConfig, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
-    stored = AutoConfig.from_pretrained(resolve_model(base_model), revision=revision)
+    stored = load_config(base_model, revision=revision)
     if getattr(stored, "quantization_config", None) is not None:
         raise ValueError(
             f"Expected `base_model` to be an unquantised model for `quantization` 'nf4', but got {base_model!r}, which "

@@ -7,6 +7,7 @@ FlexAttention the same rule is a block mask.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,26 @@ if TYPE_CHECKING:
 
 SEGMENTS = "segments"
 FLEX = "flex_attention"
+PROBED_LAYERS = 2
 # Arguments by which models of some families change the scores; attention by segments knows none of them.
 UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
+class PackingError(ValueError):
+    """A model cannot run packed rows."""
+
+
 class TreeMasks:
-    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass."""
+    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass.
+
+    Attributes:
+        trees: The trees.
+        num_calls: Attention layers that have attended by them.
+    """
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         self.trees = tuple(trees)
+        self.num_calls = 0
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def lengths(self, width: int) -> list[int]:
@@ -67,7 +79,7 @@ def segment_attention(
         module: The attention layer.
         query: [S, H, T, D]; S is 1 when packed.
         key: [S, H_kv, T, D].
-        value: [S, H_kv, T, D].
+        value: [S, H_kv, T, D_v]; where keys are compressed (multi-head latent attention) D_v is not D.
         attention_mask: The mask of a batch that is not packed.
         scaling: Factor of the scores; None is 1 / sqrt(D).
         dropout: Chance that an attention weight is dropped.
@@ -75,14 +87,14 @@ def segment_attention(
         arguments: What else the model hands over.
 
     Returns:
-        ([S, T, H, D], None).
+        ([S, T, H, D_v], None).
 
     Raises:
-        ValueError: The model asks for a sliding window or another change of the scores, or lost the trees on the way.
+        PackingError: The model asks for a sliding window or another change of the scores, or lost the trees on the way.
     """
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
-            raise ValueError(
+            raise PackingError(
                 f"Expected {type(module).__name__} to hand `prefix_trees` to its attention, but it did not: this model "
                 "cannot run packed rows. Set `packing: off`."
             )
@@ -93,7 +105,7 @@ def segment_attention(
         )
     asked = [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
     if asked:
-        raise ValueError(
+        raise PackingError(
             f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}. "
             "Set `packing: off`."
         )
@@ -115,8 +127,9 @@ def segment_attention(
             values = torch.cat((prompt_values, own_values), dim=2)
             mask = prefix_trees.branch_mask(length, tree.prompt + length, query.device)
             outputs.append(attend(queries, keys, values, mask, scaling, dropout))
-    padding, _, _ = next(pieces)
+    _, _, padding = next(pieces)
     outputs.append(torch.zeros_like(padding))
+    prefix_trees.num_calls += 1
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -197,6 +210,8 @@ def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.devic
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     """Say why models of this configuration cannot run packed rows; None where nothing speaks against it.
 
+    It needs no weights and no memory to speak of, and well under a second.
+
     Args:
         config: A model's configuration.
 
@@ -221,6 +236,45 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{model_class.__name__} does not let its attention be exchanged"
+    return _packed_forward_problem(config, model_class.__name__)
+
+
+def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
+    """Say why a packed row does not get through two layers of the architecture; None where it does, or cannot be told.
+
+    The model is built without memory, on the device ``meta``, which has shapes and no values. What depends on values,
+    such as the routing of a mixture of experts, raises there: it is left to ``check_packed_equals_separate``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register_segment_attention()
+    config = copy.deepcopy(config)
+    config.quantization_config = None
+    text = config.get_text_config()
+    text.num_hidden_layers = PROBED_LAYERS
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:PROBED_LAYERS]
+    tree = PrefixTree(0, 3, (2, 4))
+    # Constructors of some families draw numbers all the same; those of training must not depend on it.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=SEGMENTS, trust_remote_code=False
+            )
+        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
+            return None
+        arguments = packed_inputs([tree], torch.zeros(1, tree.stop + 1, dtype=torch.int64), SEGMENTS)
+        masks: TreeMasks = arguments["prefix_trees"]
+        try:
+            model.eval()(**arguments, use_cache=False)
+        except PackingError:
+            return f"{name} does not hand the trees of a packed row to its attention"
+        except Exception as error:
+            if masks.num_calls or "meta" in str(error).lower():
+                return None
+            return f"{name} fails on a packed row ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if masks.num_calls < PROBED_LAYERS:
+        return f"{name} has layers that do not attend by the trees of a packed row"
     return None
 
 
@@ -247,34 +301,53 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float = 0.05) -> None:
-    """Hold a packed row of two branches against two sequences, so that no model is trained on wrong logits in silence.
+def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
+    """Hold a packed row of three branches against three sequences, so that no model trains on wrong logits in silence.
 
     Args:
         model: Causal language model, an adapted one too, in the attention that it will be trained with.
-        tolerance: Largest mean difference of the logits, in units of their standard deviation: bfloat16 gives about
-            0.01, a wrong position or neighbour much more.
+        tolerance: Largest mean difference of the logits, in units of their standard deviation. None is 0.001 where all
+            is computed in float32, whose rounding gives about 1e-6, else 0.05: bfloat16 gives about 0.01.
 
     Raises:
-        ValueError: They differ by more.
+        PackingError: They differ by more, or the packed row does not get through.
     """
     config = model.config.get_text_config()
     device = next(model.parameters()).device
-    ids = torch.arange(14, device=device) % config.vocab_size
-    tree = PrefixTree(0, 6, (3, 5))
+    # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
+    tree = PrefixTree(0, 6, (64, 3, 5))
+    ids = torch.arange(tree.stop, device=device) % config.vocab_size
     mode = model.training
     model.eval()
     try:
-        packed = model(**packed_inputs([tree], ids[None], config._attn_implementation), use_cache=False).logits[0]
+        packed = _packed_logits(model, tree, ids)
+        if tolerance is None:
+            # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
+            exact = {packed.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
+            tolerance = 1e-3 if exact and torch.get_float32_matmul_precision() == "highest" else 0.05
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
             own = slice(start, start + length)
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False).logits[0]
             error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
             if not error <= tolerance:
-                raise ValueError(
+                raise PackingError(
                     f"Expected {type(model).__name__} to give a response the same logits in a packed row as in a "
                     f"sequence of its own, but they differ by {error:.3g} standard deviations in the mean. "
                     "Set `packing: off`."
                 )
     finally:
         model.train(mode)
+
+
+def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Tensor:
+    """Return the logits of a row that holds ``tree``, [T, V]."""
+    implementation = model.config.get_text_config()._attn_implementation
+    try:
+        return model(**packed_inputs([tree], ids[None], implementation), use_cache=False).logits[0]
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PackingError(
+            f"Expected {type(model).__name__} to run a row in which responses share a prompt, but got "
+            f"{type(error).__name__}: {error}. Set `packing: off`."
+        ) from error

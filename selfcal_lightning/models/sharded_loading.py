@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.models.causal_lm import DtypeName
+from selfcal_lightning.models.causal_lm import DtypeName, load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.meta_models import attach_lora_on_meta, meta_causal_lm, places
 from selfcal_lightning.models.weight_files import WeightFiles
@@ -194,9 +193,7 @@ def _fill_buffers(
 
 
 def _torch_dtype(dtype: DtypeName, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
-    from transformers import AutoConfig
-
     if dtype != "auto":
         return getattr(torch, dtype)
-    stored = AutoConfig.from_pretrained(resolve_model(base_model), revision=revision).dtype
+    stored = load_config(base_model, revision=revision).dtype
     return files.first_float_dtype() if stored is None else stored

@@ -106,6 +106,11 @@ class SSCBatch:
         for name in ("query_position", "task"):
             if len(fields[name]) != rows:
                 raise ValueError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
+        labels = len(label_position), len(label_id), len(label_row)
+        if len(set(labels)) > 1:
+            raise ValueError(
+                f"Expected `label_position`, `label_id` and `label_row` to be of one length, but got {labels}."
+            )
         if trees:
             check_trees(trees, input_ids.shape[1])
             if input_ids.shape[0] != 1:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.functional.losses import (
@@ -85,7 +86,7 @@ class SelfCalibrationModule(LightningModule):
             moments that may leave the GPU, "paged_adamw_8bit" with both.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
         weight_decay: Of AdamW.
-        warmup_steps: Optimiser steps of linear warm-up.
+        warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
         gradient_checkpointing: Recompute activations in the backward pass: about half the memory, a third more time.
@@ -209,7 +210,8 @@ class SelfCalibrationModule(LightningModule):
         self._check_packing()
 
     def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
+        """Refuse a model that packed rows would score wrongly, and leave the time of validation out of the speed."""
+        self._step_log.pause()
         self._check_packing()
 
     def on_test_start(self) -> None:
@@ -241,7 +243,8 @@ class SelfCalibrationModule(LightningModule):
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
-        self._step_log.add(batch, calibration, generation, confidence)
+        eta = getattr(self.trainer.datamodule, "eta", None)
+        self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
         return (calibration + self.omega * generation) * scale
 
@@ -276,6 +279,11 @@ class SelfCalibrationModule(LightningModule):
                 f"Expected the number of optimiser steps to be known for the cosine, but got {total}. "
                 "Set `trainer.max_epochs` or `trainer.max_steps`."
             )
+        if self.warmup_steps >= total:
+            rank_zero_warn(
+                f"Expected `warmup_steps` to be below the {int(total):,} optimiser steps, but got "
+                f"{self.warmup_steps:,}: the learning rate never reaches `lr`. Lower it, or train for longer."
+            )
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = build_optimizer(self.optimizer_name, parameters, lr=self.lr, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -294,8 +302,8 @@ class SelfCalibrationModule(LightningModule):
         self._step_log.restart()
 
     def on_validation_end(self) -> None:
-        """Leave the time of a validation out of the tokens per second."""
-        self._step_log.restart(keep_sums=True)
+        """Count the time of training again."""
+        self._step_log.go_on()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the losses of the step, in full for the loggers and in short for the progress bar."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -25,25 +26,35 @@ class StepLog:
     """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was done since the last step, and its time: a step begins."""
         self._sums: Tensor | None = None
+        self._seconds = 0.0
         self._started = time.perf_counter()
 
-    def restart(self, *, keep_sums: bool = False) -> None:
-        """Leave what was done since the last step out of the tokens per second: the time between epochs, validation."""
-        self._started = time.perf_counter()
-        if not keep_sums:
-            self._sums = None
+    def pause(self) -> None:
+        """Stop the clock, since a validation begins, perhaps inside a step."""
+        self._seconds += time.perf_counter() - self._started
 
-    def add(self, batch: SSCBatch, calibration: Tensor, generation: Tensor, confidence: Tensor) -> None:
-        """Add a micro-batch: its parts of both losses (scalars) and P(True) [B]."""
+    def go_on(self) -> None:
+        """Start the clock again."""
+        self._started = time.perf_counter()
+
+    def add(
+        self, batch: SSCBatch, calibration: Tensor, generation: Tensor, confidence: Tensor, *, eta: float | None
+    ) -> None:
+        """Add a micro-batch: its parts of both losses (scalars), P(True) [B], and the threshold of the targets."""
         calibrates, generates = batch.calibration_weight > 0, batch.generation_weight > 0
+        real = calibrates | generates
         values = (
             calibration.detach(),
             generation.detach(),
             (confidence.detach() * calibrates).sum(),
             calibrates.sum(),
-            generates.sum(),
-            (calibrates | generates).sum(),
+            math.nan if eta is None else (real & (batch.target > eta)).sum(),
+            real.sum(),
             batch.attention_mask.sum(),
             batch.attention_mask.numel(),
             batch.separate_tokens,
@@ -61,7 +72,7 @@ class StepLog:
         if self._sums is None:
             return {}
         sums = dict(zip(NAMES, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
-        seconds = max(time.perf_counter() - self._started, 1e-9)
+        seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
         device = self._sums.device
         self.restart()
         return {
@@ -69,7 +80,6 @@ class StepLog:
             "train/loss/Generation": sums["generation"],
             "train/loss/Total": sums["calibration"] + omega * sums["generation"],
             "train/Confidence": sums["confidence"] / max(sums["calibration_rows"], 1.0),
-            # Rows that carry the generation loss are those whose target exceeds eta.
             "train/TargetAboveEta": sums["above_eta"] / max(sums["rows"], 1.0),
             "train/speed/TokensPerSecond": sums["tokens"] / seconds,
             "train/speed/ResponsesPerSecond": sums["rows"] / seconds,

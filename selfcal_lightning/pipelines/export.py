@@ -204,16 +204,15 @@ def _from_checkpoint(
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
-    from transformers import AutoConfig
 
-    from selfcal_lightning.locations import resolve_model
+    from selfcal_lightning.models.causal_lm import load_config
     from selfcal_lightning.models.lora import merge_adapter
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
     stored = _hyper_parameters(path) | place
     if dtype == "auto":
-        config = AutoConfig.from_pretrained(resolve_model(stored["base_model"]), revision=stored["revision"])
+        config = load_config(stored["base_model"], revision=stored["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     module = SelfCalibrationModule.load_from_checkpoint(
         path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place

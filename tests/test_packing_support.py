@@ -61,6 +61,22 @@ def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.Mo
     assert "layers that do not attend by the trees" in str(shared_prefix_problem(config_of("llama")))
 
 
+def test_float32_weights_under_autocast_take_the_masks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their fused kernels want queries, keys and values of one dtype, which autocast sees to only afterwards."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    from selfcal_lightning.models import segment_attention
+
+    monkeypatch.setattr(
+        segment_attention.TreeMasks, "branch_mask", lambda _, *lengths: causal_lower_right(*lengths[:2])
+    )
+    monkeypatch.setattr(segment_attention, "_attend_by_matmul", segment_attention._attend)
+    model = default_llama()
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            check_packed_equals_separate(model)
+
+
 # ---- the check before the first step
 
 

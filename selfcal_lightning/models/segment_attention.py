@@ -109,6 +109,8 @@ def segment_attention(
             f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}. "
             "Set `packing: off`."
         )
+    # Under autocast, rotated queries and keys may be float32 beside values in half precision. Fused kernels refuse it.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

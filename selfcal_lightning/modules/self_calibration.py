@@ -202,7 +202,8 @@ class SelfCalibrationModule(LightningModule):
         packing = getattr(self.trainer.datamodule, "packing", "off")
         if packing == "off" or self._packing_is_checked or not runs_packed_rows(self.model):
             return
-        check_packed_equals_separate(self.model)
+        with self.trainer.precision_plugin.forward_context():
+            check_packed_equals_separate(self.model)
         self._packing_is_checked = True
 
     def on_fit_start(self) -> None:

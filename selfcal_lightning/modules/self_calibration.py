@@ -28,15 +28,19 @@ from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
     build_optimizer,
-    check_resumed,
-    check_run,
+    check_installed,
     check_settings,
     keep_quantized_gradients,
     load_nf4_causal_lm,
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.checks import check_base_model, check_loss_settings, check_trained
+from selfcal_lightning.modules.checks import (
+    check_base_model,
+    check_hyper_parameters,
+    check_loss_settings,
+    check_trained,
+)
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
@@ -149,11 +153,6 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- the model
 
-    def prepare_data(self) -> None:
-        """Refuse, before hours of sampling, what the training after them could not do."""
-        self.check_support()
-        check_run(self.trainer.strategy, quantization=self.quantization, optimizer=self.optimizer_name)
-
     def check_support(self) -> None:
         """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
         check_support(
@@ -161,7 +160,9 @@ class SelfCalibrationModule(LightningModule):
             lora=self.lora is not None,
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
+            optimizer=self.optimizer_name,
         )
+        check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
@@ -368,16 +369,16 @@ class SelfCalibrationModule(LightningModule):
         self._resume.save(checkpoint, self._trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model, or one that does not hold every trained parameter.
+        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
 
         Raises:
-            ValueError: In both cases, naming what was expected and what was found.
+            ValueError: In all cases, naming what was expected and what was found.
         """
         check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model)
         hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            check_resumed(hyper_parameters, self.hparams)
         check_trained(checkpoint["state_dict"], self._trained(), lora=hyper_parameters.get("lora"))
+        resuming = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        check_hyper_parameters(hyper_parameters, self.hparams, resuming=resuming)
         self._resume.load(checkpoint, self._trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

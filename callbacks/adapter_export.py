@@ -34,15 +34,18 @@ class AdapterExport(Callback):
             raise ValueError(f'Expected `mode` to be "min" or "max", but got {mode!r}.')
         self.output_dir, self.monitor, self.mode = output_dir, monitor, mode
         self.best: float | None = None
-        self._folder = Path()
+        self._folder, self._best_folder = Path(), Path()
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
         log_dir = trainer.log_dir  # agreed on by a broadcast
         default = Path(log_dir or trainer.default_root_dir) / "adapter"
         self._folder = default if self.output_dir is None else Path(self.output_dir)
+        self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
         if stage == TrainerFn.FITTING:
             check_output(self._folder, overwrite=True)
+            if self.monitor is not None:
+                check_output(self._best_folder, overwrite=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, so that a resumed run does not replace a better export."""
@@ -64,7 +67,7 @@ class AdapterExport(Callback):
         # A value that is not defined (nan) is never the best.
         if not math.isnan(value) and (self.best is None or sign * value < sign * self.best):
             self.best = value
-            self._export(trainer, pl_module, self._folder.with_name(f"{self._folder.name}-best"))
+            self._export(trainer, pl_module, self._best_folder)
 
     def on_fit_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Export the weights at the end of training."""

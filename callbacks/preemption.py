@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from selfcal_lightning.modules.checkpoint_io import is_address
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
 
@@ -145,6 +146,12 @@ def _checkpoint_folder(trainer: Trainer) -> Path:
     """Return the folder in which ``ckpt_path="last"`` looks."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            if is_address(callback.dirpath):
+                raise ValueError(
+                    f"Expected `dirpath` of ModelCheckpoint to be a folder, but got {callback.dirpath!r}: Lightning "
+                    '(2.6.6) finds no "last" checkpoint at an address and would begin anew, in silence. Name a folder '
+                    "that is still there when the run is started again."
+                )
             return Path(callback.dirpath)
     raise ValueError(
         "Expected a ModelCheckpoint with `dirpath` beside PreemptionCheckpoint, but got none: a run that is started "

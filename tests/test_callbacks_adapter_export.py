@@ -32,7 +32,7 @@ def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: 
     trainer = trainer_with(AdapterExport(str(folder)))
     trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert not (folder / "old").exists()
-    assert not list(tmp_path.glob("adapter.*"))
+    assert not list(tmp_path.glob("*adapter.*"))
     manifest = read_manifest(folder)
     assert manifest["kind"] == "adapter"
     assert manifest["hyper_parameters"]["lr"] == 1e-2
@@ -88,6 +88,19 @@ def test_a_folder_of_something_else_is_refused_before_training(tiny_model: str, 
         trainer_with(AdapterExport(str(tmp_path))).fit(module, datamodule=data_module(tiny_model, store))
     assert module.model is None
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_so_is_one_in_the_place_of_the_best(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "adapter-best"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/calibration/ECE")
+    with pytest.raises(ValueError, match="adapter-best', which holds other files"):
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    trainer_with(AdapterExport(str(tmp_path / "adapter")), max_steps=1).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, store)
+    )
+    assert (mine / "thesis.txt").read_text() == "mine"
 
 
 def test_a_fully_trained_model_is_written_whole(tiny_model: str, store: Path, tmp_path: Path) -> None:

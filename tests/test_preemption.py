@@ -145,6 +145,16 @@ def test_a_model_checkpoint_with_a_folder_is_needed(tiny_model: str, store: Path
         trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
 
+def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=[PreemptionCheckpoint(), ModelCheckpoint("memory://bucket/run", save_last=True)],
+    )
+    with pytest.raises(ValueError, match="`dirpath` of ModelCheckpoint to be a folder, but got 'memory://bucket/run'"):
+        trainer.callbacks[0].setup(trainer, LightningModule(), "fit")
+
+
 # ---- while sampling
 
 

@@ -20,6 +20,7 @@ from selfcal_lightning.functional.losses import (
     squared_calibration_loss,
 )
 from selfcal_lightning.functional.schedules import cosine_with_warmup
+from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity
@@ -176,6 +177,7 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
+        model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         self.identity = base_model_identity(self.base_model, revision=self.revision)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
         if isinstance(strategy, AdapterModelParallelStrategy):

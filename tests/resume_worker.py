@@ -29,6 +29,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.modules.random_states import random_states
 
 OPTIMIZER_STEPS = 8  # four an epoch, two epochs
@@ -122,12 +123,10 @@ class Strike(Callback):
 
 
 def strategy_of(name: str) -> str | Strategy:
-    """Return the strategy; FSDP2 is built where that module exists."""
+    """Return the strategy, by its name or built for gloo."""
     if name != "fsdp2":
         return name
-    from selfcal_lightning.modules import model_parallel
-
-    return model_parallel.AdapterModelParallelStrategy(
+    return AdapterModelParallelStrategy(
         data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
     )
 

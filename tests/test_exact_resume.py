@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,9 +19,6 @@ from selfcal_lightning.store import SampleStore
 WORKER = Path(__file__).with_name("resume_worker.py")
 SECONDS = 240
 MICRO_BATCHES = 16
-SHARDED = pytest.mark.skipif(
-    importlib.util.find_spec("selfcal_lightning.modules.model_parallel") is None, reason="needs the FSDP2 strategy"
-)
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ def test_after_sigkill_while_sampling(pair: Pair, tmp_path: Path) -> None:
         pytest.param(("--strike", "SIGKILL", "--rank", "1"), id="sigkill-of-one"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=SHARDED)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple[str, ...]) -> None:
     two, whole_of_two = pair(strategy)
     options = (*options, "--number", "5")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,18 +30,16 @@ class PreemptionCheckpoint(Callback):
     inside the handler, and its SLURM handler writes a checkpoint there.
 
     Args:
-        signals: Signals that mean "stop soon". SLURM sends SIGUSR1 in time with ``#SBATCH --signal=USR1@120``.
+        signals: Signals that mean "stop soon". Under SLURM, ``configs/train/slurm.sbatch`` passes on the warning that
+            comes before the time limit, and puts the job back into the queue.
         every_n_steps: Optimiser steps between two agreements of the processes, each a sum of one number.
-        requeue: Put the SLURM job back into the queue (``scontrol requeue``) once the checkpoint is written.
     """
 
-    def __init__(
-        self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1, requeue: bool = False
-    ) -> None:
+    def __init__(self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1) -> None:
         if every_n_steps < 1:
             raise ValueError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
         self.stop = StopSignals(signals)
-        self.every_n_steps, self.requeue = every_n_steps, requeue
+        self.every_n_steps = every_n_steps
         self._step_before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,8 +47,6 @@ class PreemptionCheckpoint(Callback):
         if stage != TrainerFn.FITTING:
             return
         _checkpoint_folder(trainer)
-        if self.requeue:
-            _job_id()
         self.stop.install()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,7 +74,7 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say how to go on and requeue, or give the signals back where something else ended the run."""
+        """Say how to go on, or give the signals back where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return
@@ -91,8 +85,6 @@ class PreemptionCheckpoint(Callback):
                 f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` goes on from here; this "
                 f"process ends with status {STOPPED_STATUS}."
             )
-            if self.requeue:
-                requeue_job()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -115,31 +107,6 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
             callback.stop.install()  # its own `setup` may come later in the list of callbacks
             return callback.stop.raise_if_received
     return never
-
-
-def requeue_job() -> bool:
-    """Put this SLURM job back into the queue. Returns whether SLURM took it; a refusal is said, not raised."""
-    command = ["scontrol", "requeue", _job_id()]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - no shell, checked id
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or error
-        say(f"PreemptionCheckpoint: `{' '.join(command)}` failed: {reason}. Submit the job again by hand.")
-        return False
-    say(f"PreemptionCheckpoint: {' '.join(command)}")
-    return True
-
-
-def _job_id() -> str:
-    """Return the id of this SLURM job, "array_task" for one of an array."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
-    if not name.replace("_", "").isdigit():
-        raise ValueError(
-            f"Expected a SLURM job for `requeue=True`, but got SLURM_JOB_ID={name!r}. Set `requeue` to false outside "
-            "of SLURM, and start the same command again by hand."
-        )
-    return name
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:

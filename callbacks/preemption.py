@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.modules.checkpoint_io import is_address
@@ -22,8 +23,8 @@ class PreemptionCheckpoint(Callback):
 
     The handlers only set a flag. After every optimiser step the processes agree on it (so that accumulation is never
     cut and a signal to one process is enough), write ``last-preempted.ckpt`` into the folder of the run's
-    ``ModelCheckpoint`` and end with status 75. While ``SSCGeneration`` samples, the run stops between two responses;
-    the store keeps the questions that are complete. A second signal kills as usual.
+    ``ModelCheckpoint``, and the run ends with status 75. While ``SSCGeneration`` samples, the run stops between two
+    responses; the store keeps the questions that are complete. A second signal kills as usual.
 
     With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder; the first start finds
     none and begins. Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective
@@ -80,6 +81,10 @@ class PreemptionCheckpoint(Callback):
             return
         # The handlers stay: this process ends, and a launcher that sees another one end first must not cut it short.
         self.stop.forget()
+        if _is_child_of_lightning(trainer):
+            # Its launcher would SIGKILL the first process at the first child that ends with another status, whatever
+            # that one is still closing; the first process's own status is the one that somebody waits for.
+            exception.code = 0
         if trainer.is_global_zero:
             say(
                 f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` goes on from here; this "
@@ -107,6 +112,11 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
             callback.stop.install()  # its own `setup` may come later in the list of callbacks
             return callback.stop.raise_if_received
     return never
+
+
+def _is_child_of_lightning(trainer: Trainer) -> bool:
+    environment = getattr(trainer.strategy, "cluster_environment", None)  # one device has none
+    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:

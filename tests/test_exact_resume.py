@@ -179,6 +179,20 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple
 
 
 @pytest.mark.slow
+def test_processes_that_lightning_starts_let_the_first_one_end(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every five seconds its launcher looks for children with a status, and kills the first process if there are."""
+    two = replace(pair("ddp")[0], processes=1)  # without torchrun
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, said = two.start(tmp_path, "--strike", "SIGTERM", "--rank", "1", "--number", "5", "--linger", "12")
+    assert status == 75, said
+    assert (tmp_path / "lingered").exists()
+    assert "ends with status 75" in said
+    assert len(lines(tmp_path)) == 2, "two processes trained"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -124,8 +124,10 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             **settings,
         )
         read, stored = loaded.files.bytes_read / 2**20, loaded.files.total_bytes / 2**20
-        rank_zero_info(f"FSDP2: each of {self.world_size} processes reads its rows; the first read {read:,.1f} MiB of "
-                       f"{stored:,.1f} MiB.")  # fmt: skip
+        rank_zero_info(
+            f"FSDP2: each of {self.world_size} processes loads its rows; the first loaded {read:,.1f} MiB of "
+            f"{stored:,.1f} MiB."
+        )
         return loaded.model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

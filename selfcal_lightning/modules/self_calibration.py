@@ -178,7 +178,10 @@ class SelfCalibrationModule(LightningModule):
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
         model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
-        self.identity = base_model_identity(self.base_model, revision=self.revision)
+        # Hashing reads the files: one process does it for all.
+        first = strategy is None or strategy.is_global_zero
+        identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
+        self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
         if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(

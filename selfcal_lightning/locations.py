@@ -44,7 +44,9 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        # Asked for everything, it refuses a folder that lacks anything, needed or not.
+        found = snapshot_download(model, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+        folder = Path(found)
     except LocalEntryNotFoundError:
         if not download:
             raise

@@ -36,14 +36,16 @@ class LocalHub:
         allow_patterns: list[str] | None = None,
         local_files_only: bool = False,
     ) -> str:
-        if local_files_only and not self.snapshot.is_dir():
-            raise LocalEntryNotFoundError("not in the cache")
+        files = sorted(self.repository.iterdir())
+        wanted = [file for file in files if any(fnmatch(file.name, pattern) for pattern in allow_patterns or ["*"])]
+        missing = [file for file in wanted if not (self.snapshot / file.name).exists()]
+        # As huggingface_hub does (2.4), which remembers what lies in a repository that it has downloaded from.
+        if local_files_only and (not self.snapshot.is_dir() or (self.downloaded and missing)):
+            raise LocalEntryNotFoundError("not in the cache, or not all of it")
         self.snapshot.mkdir(parents=True, exist_ok=True)
-        for file in sorted(self.repository.iterdir()) if not local_files_only else ():
-            wanted = any(fnmatch(file.name, pattern) for pattern in allow_patterns)
-            if wanted and not (self.snapshot / file.name).exists():
-                shutil.copy(file, self.snapshot)
-                self.downloaded.append(file.name)
+        for file in [] if local_files_only else missing:
+            shutil.copy(file, self.snapshot)
+            self.downloaded.append(file.name)
         return str(self.snapshot)
 
 

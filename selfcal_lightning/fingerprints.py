@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.locations import INDEX, model_folder, weight_files
+from selfcal_lightning.locations import INDEX, WHOLE, model_folder, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,8 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     """
     files = _weight_files(model, revision)
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    index = files[0].with_name(INDEX)
-    return _hash_files(stamps, str(index) if index.is_file() else None)
+    index = None if files[0].name == WHOLE else next(files[0].parent.glob(INDEX), None)
+    return _hash_files(stamps, index)
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
@@ -67,12 +67,12 @@ def _weight_files(model: str, revision: str | None) -> list[Path]:
 
 
 @functools.lru_cache(maxsize=16)
-def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: str | None) -> str:
+def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None) -> str:
     """Hash files by path; size and time of change are part of the key, so that an overwritten file is read again."""
     digest = hashlib.sha256()
     whole = sum(size for _, size, _ in stamps) <= _FULL_HASH_LIMIT
     if index is not None and not whole:
-        digest.update(Path(index).read_bytes())
+        digest.update(index.read_bytes())
     for path, size, _ in stamps:
         if not whole:
             digest.update(f"{Path(path).name}/{size}".encode())

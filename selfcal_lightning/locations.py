@@ -54,9 +54,9 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
         named = (folder / INDEX).is_file() or (folder / WHOLE).is_file()
         if not download or (named and all(file.is_file() for file in weight_files(folder))):
             return folder
-    folder = Path(snapshot_download(model, revision=revision, allow_patterns=SMALL_FILES))
-    weights = [file.name for file in weight_files(folder)] if (folder / INDEX).is_file() else [WHOLE]
-    snapshot_download(model, revision=revision, allow_patterns=weights)
+    folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, WHOLE]))
+    if absent := [file.relative_to(folder).as_posix() for file in weight_files(folder) if not file.is_file()]:
+        snapshot_download(model, revision=revision, allow_patterns=absent)
     if not weight_files(folder):
         snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.bin"])
     return folder

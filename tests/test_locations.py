@@ -99,6 +99,15 @@ def test_one_identity_whatever_else_lies_in_the_folder(twice: LocalHub, monkeypa
         assert weights_sha256("org/m") == before
 
 
+def test_a_whole_file_is_taken_before_an_index_and_its_parts(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfcal_lightning.fingerprints._FULL_HASH_LIMIT", 10)
+    before = weights_sha256(str(hub.repository))
+    (hub.repository / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
+    (hub.repository / "part.safetensors").write_bytes(b"part")
+    assert weights_sha256(str(model_folder("org/m"))) == before
+    assert "part.safetensors" not in hub.downloaded
+
+
 def test_files_of_other_names_are_found(hub: LocalHub) -> None:
     (hub.repository / "model.safetensors").rename(hub.repository / "pytorch_model.bin")
     assert [file.name for file in weight_files(model_folder("org/m"))] == ["pytorch_model.bin"]

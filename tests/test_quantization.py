@@ -156,6 +156,7 @@ def test_a_missing_package_is_named_before_anything_is_sampled(
     with pytest.raises(ImportError, match=r"`bitsandbytes` to be installed.*selfcal-lightning\[qlora\]"):
         quiet_trainer(callbacks=[generation()]).fit(module_of(tiny_model, **settings), datamodule=data)
     assert not (tmp_path / "store").exists()
+    module_of(tiny_model, optimizer="adamw_8bit").configure_model()  # as an export does, which trains nothing
 
 
 def test_the_guard_reaches_layers_of_any_origin() -> None:

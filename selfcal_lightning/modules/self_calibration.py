@@ -163,7 +163,8 @@ class SelfCalibrationModule(LightningModule):
             quantization=self.quantization,
             optimizer=self.optimizer_name,
         )
-        check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
+        if self._trainer is not None:  # an export needs neither the quantised base nor the optimiser
+            check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from selfcal_lightning.metrics.collection import KEYS
 from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.pipelines.export import check_output, write_export
+from selfcal_lightning.pipelines.export import check_output, read_manifest, write_export
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.store import SampleStore
 
@@ -22,8 +23,9 @@ class AdapterExport(Callback):
     Args:
         output_dir: Where the weights at the end of training go; an older export there is replaced in one step.
             None is ``adapter`` in the trainer's log folder.
-        monitor: A logged value, such as "val/calibration/ECE"; after every validation that betters it, the weights go
-            to ``<output_dir>-best``. None exports at the end only.
+        monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
+            "val/gsm8k/calibration/ECE"; after every validation that betters it, the weights go to
+            ``<output_dir>-best``. None exports at the end only.
         mode: Whether lower ("min") or higher ("max") is better.
     """
 
@@ -32,17 +34,27 @@ class AdapterExport(Callback):
     ) -> None:
         if mode not in {"min", "max"}:
             raise ValueError(f'Expected `mode` to be "min" or "max", but got {mode!r}.')
+        if monitor is not None and not (
+            monitor.startswith("val/") and monitor.endswith(tuple(f"/{key}" for key in KEYS))
+        ):
+            raise ValueError(
+                f'Expected `monitor` to be "val/" and one of {", ".join(KEYS)}, but got {monitor!r}. The name of a '
+                "task may stand between them."
+            )
         self.output_dir, self.monitor, self.mode = output_dir, monitor, mode
         self.best: float | None = None
-        self._folder = Path()
+        self._folder, self._best_folder = Path(), Path()
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
         log_dir = trainer.log_dir  # agreed on by a broadcast
         default = Path(log_dir or trainer.default_root_dir) / "adapter"
         self._folder = default if self.output_dir is None else Path(self.output_dir)
+        self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
         if stage == TrainerFn.FITTING:
             check_output(self._folder, overwrite=True)
+            if self.monitor is not None:
+                check_output(self._best_folder, overwrite=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, so that a resumed run does not replace a better export."""
@@ -51,6 +63,16 @@ class AdapterExport(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the best value of the run that is resumed."""
         self.best = state_dict["best"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+        """Take up the best value of the folder too: a checkpoint that is resumed may have come before it."""
+        if self.monitor is None or trainer.global_step == 0:
+            return
+        manifest = read_manifest(self._best_folder) or {}
+        mine = manifest.get("hyper_parameters") == dict(pl_module.hparams)  # not of an earlier training
+        kept = trainer.strategy.broadcast(manifest["metrics"].get(self.monitor) if mine else None)
+        best = [value for value in (self.best, kept) if value is not None]
+        self.best = (min if self.mode == "min" else max)(best, default=None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Export when the monitored value is the best so far."""
@@ -64,7 +86,7 @@ class AdapterExport(Callback):
         # A value that is not defined (nan) is never the best.
         if not math.isnan(value) and (self.best is None or sign * value < sign * self.best):
             self.best = value
-            self._export(trainer, pl_module, self._folder.with_name(f"{self._folder.name}-best"))
+            self._export(trainer, pl_module, self._best_folder)
 
     def on_fit_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Export the weights at the end of training."""

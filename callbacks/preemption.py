@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
+from selfcal_lightning.modules.checkpoint_io import is_address
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
 
@@ -23,26 +23,24 @@ class PreemptionCheckpoint(Callback):
 
     The handlers only set a flag. After every optimiser step the processes agree on it (so that accumulation is never
     cut and a signal to one process is enough), write ``last-preempted.ckpt`` into the folder of the run's
-    ``ModelCheckpoint`` and end with status 75. While ``SSCGeneration`` samples, the run stops between two responses;
-    the store keeps the questions that are complete. A second signal kills as usual.
+    ``ModelCheckpoint``, and the run ends with status 75. While ``SSCGeneration`` samples, the run stops between two
+    responses; the store keeps the questions that are complete. A second signal kills as usual.
 
     With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder; the first start finds
     none and begins. Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective
     inside the handler, and its SLURM handler writes a checkpoint there.
 
     Args:
-        signals: Signals that mean "stop soon". SLURM sends SIGUSR1 in time with ``#SBATCH --signal=USR1@120``.
+        signals: Signals that mean "stop soon". Under SLURM, ``configs/train/slurm.sbatch`` passes on the warning that
+            comes before the time limit, and puts the job back into the queue.
         every_n_steps: Optimiser steps between two agreements of the processes, each a sum of one number.
-        requeue: Put the SLURM job back into the queue (``scontrol requeue``) once the checkpoint is written.
     """
 
-    def __init__(
-        self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1, requeue: bool = False
-    ) -> None:
+    def __init__(self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1) -> None:
         if every_n_steps < 1:
             raise ValueError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
         self.stop = StopSignals(signals)
-        self.every_n_steps, self.requeue = every_n_steps, requeue
+        self.every_n_steps = every_n_steps
         self._step_before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -50,8 +48,6 @@ class PreemptionCheckpoint(Callback):
         if stage != TrainerFn.FITTING:
             return
         _checkpoint_folder(trainer)
-        if self.requeue:
-            _job_id()
         self.stop.install()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,19 +75,21 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say how to go on and requeue, or give the signals back where something else ended the run."""
+        """Say how to go on, or give the signals back where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return
         # The handlers stay: this process ends, and a launcher that sees another one end first must not cut it short.
         self.stop.forget()
+        if _is_child_of_lightning(trainer):
+            # Its launcher would SIGKILL the first process at the first child that ends with another status, whatever
+            # that one is still closing; the first process's own status is the one that somebody waits for.
+            exception.code = 0
         if trainer.is_global_zero:
             say(
                 f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` goes on from here; this "
                 f"process ends with status {STOPPED_STATUS}."
             )
-            if self.requeue:
-                requeue_job()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -116,35 +114,21 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
     return never
 
 
-def requeue_job() -> bool:
-    """Put this SLURM job back into the queue. Returns whether SLURM took it; a refusal is said, not raised."""
-    command = ["scontrol", "requeue", _job_id()]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - no shell, checked id
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or error
-        say(f"PreemptionCheckpoint: `{' '.join(command)}` failed: {reason}. Submit the job again by hand.")
-        return False
-    say(f"PreemptionCheckpoint: {' '.join(command)}")
-    return True
-
-
-def _job_id() -> str:
-    """Return the id of this SLURM job, "array_task" for one of an array."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
-    if not name.replace("_", "").isdigit():
-        raise ValueError(
-            f"Expected a SLURM job for `requeue=True`, but got SLURM_JOB_ID={name!r}. Set `requeue` to false outside "
-            "of SLURM, and start the same command again by hand."
-        )
-    return name
+def _is_child_of_lightning(trainer: Trainer) -> bool:
+    environment = getattr(trainer.strategy, "cluster_environment", None)  # one device has none
+    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:
     """Return the folder in which ``ckpt_path="last"`` looks."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            if is_address(callback.dirpath):
+                raise ValueError(
+                    f"Expected `dirpath` of ModelCheckpoint to be a folder, but got {callback.dirpath!r}: Lightning "
+                    '(2.6.6) finds no "last" checkpoint at an address and would begin anew, in silence. Name a folder '
+                    "that is still there when the run is started again."
+                )
             return Path(callback.dirpath)
     raise ValueError(
         "Expected a ModelCheckpoint with `dirpath` beside PreemptionCheckpoint, but got none: a run that is started "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.locations import INDEX, WHOLE, model_folder, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +32,15 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     Raises:
         ValueError: When there are no weight files.
     """
-    folder = _local_folder(model, revision)
-    files = _weight_files(folder)
+    files = _weight_files(model, revision)
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return _hash_files(stamps, tuple(str(index) for index in sorted(folder.glob("*.index.json"))))
+    index = None if files[0].name == WHOLE else next(files[0].parent.glob(INDEX), None)
+    return _hash_files(stamps, index)
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
     """Return the size of a model's or adapter's weight files. Raises ValueError when there are none."""
-    return sum(file.stat().st_size for file in _weight_files(_local_folder(model, revision)))
+    return sum(file.stat().st_size for file in _weight_files(model, revision))
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -54,29 +54,25 @@ def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _local_folder(model: str, revision: str | None) -> Path:
-    place = Path(resolve_model(model))
-    if place.is_dir():
-        return place
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+def _weight_files(model: str, revision: str | None) -> list[Path]:
+    folder = model_folder(model, revision=revision, download=False)
+    files = weight_files(folder)
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(
+            f"Expected `model` to be a folder with all files that {INDEX} names, but {folder} lacks {absent}."
+        )
     if not files:
         raise ValueError(f"Expected `model` to be a folder with *.safetensors files, but {folder} has none.")
     return files
 
 
 @functools.lru_cache(maxsize=16)
-def _hash_files(stamps: tuple[tuple[str, int, int], ...], indices: tuple[str, ...]) -> str:
+def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None) -> str:
     """Hash files by path; size and time of change are part of the key, so that an overwritten file is read again."""
     digest = hashlib.sha256()
     whole = sum(size for _, size, _ in stamps) <= _FULL_HASH_LIMIT
-    for index in indices if not whole else ():
-        digest.update(Path(index).read_bytes())
+    if index is not None and not whole:
+        digest.update(index.read_bytes())
     for path, size, _ in stamps:
         if not whole:
             digest.update(f"{Path(path).name}/{size}".encode())

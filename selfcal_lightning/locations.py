@@ -1,12 +1,15 @@
-"""Where things lie that come with the package."""
+"""Where things lie: what comes with the package, and the files of models."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parent
 BUNDLED_MODEL = PACKAGE / "assets" / "tiny_solver"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, tokenizer, chat template, index
 
 
 def resolve_model(name: str) -> str:
@@ -19,6 +22,57 @@ def resolve_model(name: str) -> str:
         True
     """
     return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
+
+
+def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
+    """Return the folder of a model; what a hub model lacks in the cache is downloaded.
+
+    Of the weights only those that count: see :func:`weight_files`.
+
+    Args:
+        model: A folder, "bundled", or the name of a repository on the hub.
+        revision: Branch, tag or commit on the hub.
+        download: False takes a hub model as it lies in the cache, whole or not.
+
+    Raises:
+        FileNotFoundError: The model is not in the cache, and ``download`` is false or the hub out of reach.
+    """
+    place = Path(resolve_model(model))
+    if place.is_dir():
+        return place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # Asked for everything, it refuses a folder that lacks anything, needed or not.
+        found = snapshot_download(model, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+        folder = Path(found)
+    except LocalEntryNotFoundError:
+        if not download:
+            raise
+    else:
+        named = (folder / INDEX).is_file() or (folder / WHOLE).is_file()
+        if not download or (named and all(file.is_file() for file in weight_files(folder))):
+            return folder
+    folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, WHOLE]))
+    if absent := [file.relative_to(folder).as_posix() for file in weight_files(folder) if not file.is_file()]:
+        snapshot_download(model, revision=revision, allow_patterns=absent)
+    if not weight_files(folder):
+        snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.bin"])
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of the model or adapter in ``folder``, sorted; what is absent there included.
+
+    Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
+    ``consolidated.safetensors`` of some repositories.
+    """
+    if (folder / WHOLE).is_file():  # before the index, as transformers does
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        return sorted({folder / file for file in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def config_path(name: str) -> str:

@@ -2,7 +2,8 @@
 
 The same command is the first start and every later one: it goes on from the newest checkpoint in its folder. What it
 leaves there: ``rank-R.jsonl`` (a line for every micro-batch, over all starts), ``end-R.json`` (states at the end of
-training) and ``adapter/``. Under torchrun it takes the processes that it finds.
+training) and ``adapter/``. Under torchrun it takes the processes that it finds; without, Lightning starts as many as
+``WORLD_SIZE`` says.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.modules.random_states import random_states
 
 OPTIMIZER_STEPS = 8  # four an epoch, two epochs
@@ -121,13 +124,23 @@ class Strike(Callback):
         return True
 
 
+class Linger(Callback):
+    """Lets the first process take its time over its end, longer than Lightning's launcher takes to look."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero:
+            time.sleep(self.seconds)
+            (self.folder / "lingered").touch()
+
+
 def strategy_of(name: str) -> str | Strategy:
-    """Return the strategy; FSDP2 is built where that module exists."""
+    """Return the strategy, by its name or built for gloo."""
     if name != "fsdp2":
         return name
-    from selfcal_lightning.modules import model_parallel
-
-    return model_parallel.AdapterModelParallelStrategy(
+    return AdapterModelParallelStrategy(
         data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
     )
 
@@ -147,6 +160,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=1)
+    parser.add_argument("--linger", type=float, default=0.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -163,6 +177,7 @@ def main() -> None:
         *([Strike(folder, *strike)] if arguments.strike else []),
         generation(questions_per_shard=2, shard_by_shard=True),
         Trace(folder),
+        *([Linger(folder, arguments.linger)] if arguments.linger else []),
         AdapterExport(str(folder / "adapter")),
         ModelCheckpoint(
             folder / "checkpoints", "{step}", every_n_train_steps=arguments.checkpoint_every, save_last=True

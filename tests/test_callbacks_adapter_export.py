@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from peft import PeftModel
 from training_runs import data_module, fill_store, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.export import MANIFEST, read_manifest
 from selfcal_lightning.store import SampleStore
 
@@ -32,7 +33,7 @@ def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: 
     trainer = trainer_with(AdapterExport(str(folder)))
     trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert not (folder / "old").exists()
-    assert not list(tmp_path.glob("adapter.*"))
+    assert not list(tmp_path.glob("*adapter.*"))
     manifest = read_manifest(folder)
     assert manifest["kind"] == "adapter"
     assert manifest["hyper_parameters"]["lr"] == 1e-2
@@ -49,35 +50,69 @@ def test_the_default_folder_is_beside_the_logs(tiny_model: str, store: Path, tmp
     assert read_manifest(tmp_path / "adapter")["kind"] == "adapter"
 
 
-class Pretend(Callback):
-    """Logs values that the test chooses, one a validation."""
+MONITORED = "val/calibration/ECE"
 
-    def __init__(self, *values: float) -> None:
-        self.values = list(values)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pl_module.log("val/chosen", self.values.pop(0))
+def pretending(module: SelfCalibrationModule, *values: float) -> SelfCalibrationModule:
+    """Let the module log values that the test chooses, one a validation."""
+    left = list(values)
+    module._log_metrics = lambda stage, metrics: module.log(MONITORED, left.pop(0))
+    return module
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 0.25), ("max", 0.75)])
 def test_the_best_validation_has_a_folder_of_its_own(
     tiny_model: str, store: Path, tmp_path: Path, mode: Any, best: float
 ) -> None:
-    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/chosen", mode=mode)
-    trainer = trainer_with(Pretend(0.5, float("nan"), 0.25, 0.75), callback, val_check_interval=1)
-    trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-    assert read_manifest(tmp_path / "adapter-best")["metrics"]["val/chosen"] == best
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED, mode=mode)
+    module = pretending(module_of(tiny_model), 0.5, float("nan"), 0.25, 0.75)
+    trainer_with(callback, val_check_interval=1).fit(module, datamodule=data_module(tiny_model, store))
+    assert read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED] == best
     assert callback.state_dict() == {"best": best}
-    restored = AdapterExport(monitor="val/chosen", mode=mode)
+    restored = AdapterExport(monitor=MONITORED, mode=mode)
     restored.load_state_dict(callback.state_dict())
     assert restored.best == best
 
 
-def test_an_unknown_value_to_monitor_is_an_error_that_names_the_known(
+class Save(Callback):
+    """Writes a checkpoint after the second step, before the validation that is due there, as ModelCheckpoint does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
     tiny_model: str, store: Path, tmp_path: Path
 ) -> None:
-    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/ece")
-    with pytest.raises(ValueError, match=r"`monitor`.*val/calibration/ECE.*val/ece"):
+    def run(*values: float, **settings: Any) -> float:
+        """Validate after the second and the fourth step, and return the value of the best export."""
+        module = pretending(module_of(tiny_model, **settings), *values)
+        callbacks = [AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED)]
+        resumed = (tmp_path / "two.ckpt").exists()
+        callbacks += [] if resumed else [Save(tmp_path / "two.ckpt")]
+        trainer_with(*callbacks, val_check_interval=2).fit(
+            module, datamodule=data_module(tiny_model, store), ckpt_path=tmp_path / "two.ckpt" if resumed else None
+        )
+        return read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED]
+
+    assert run(0.125, 0.5) == 0.125
+    assert run(0.25) == 0.125
+    assert run(0.0625) == 0.0625
+    (tmp_path / "two.ckpt").unlink()
+    assert run(0.75, 0.625) == 0.625, "a new training replaces what an earlier one left"
+
+
+def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
+    tiny_model: str, store: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r'`monitor` to be "val/" and one of calibration/ECE.*, but got \'val/ece\''):
+        AdapterExport(monitor="val/ece")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/gsm8k/calibration/ECE")
+    with pytest.raises(ValueError, match=r"`monitor`.*val/calibration/ECE.*val/gsm8k/calibration/ECE"):
         trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
 
@@ -88,6 +123,19 @@ def test_a_folder_of_something_else_is_refused_before_training(tiny_model: str, 
         trainer_with(AdapterExport(str(tmp_path))).fit(module, datamodule=data_module(tiny_model, store))
     assert module.model is None
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_so_is_one_in_the_place_of_the_best(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "adapter-best"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/calibration/ECE")
+    with pytest.raises(ValueError, match="adapter-best', which holds other files"):
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    trainer_with(AdapterExport(str(tmp_path / "adapter")), max_steps=1).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, store)
+    )
+    assert (mine / "thesis.txt").read_text() == "mine"
 
 
 def test_a_fully_trained_model_is_written_whole(tiny_model: str, store: Path, tmp_path: Path) -> None:

@@ -62,6 +62,24 @@ def test_a_full_disk_leaves_the_old_one(path: Path, monkeypatch: pytest.MonkeyPa
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
+def test_an_address_is_no_folder_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
+
+    monkeypatch.chdir(tmp_path)
+    address = "memory://bucket/run/last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), address)
+    assert AtomicCheckpointIO().load_checkpoint(address)["state_dict"]["weight"][0] == 2.0
+    with pytest.raises(ValueError, match=r"but got 'memory:/bucket/run/last\.ckpt', an address that became a `Path`"):
+        AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), Path(address))
+    strategy = AdapterModelParallelStrategy()
+    refusal = f"to lie on a disk that all processes see, but got '{address}'"
+    with pytest.raises(ValueError, match=refusal):
+        strategy.save_checkpoint(checkpoint_of(2.0), address)
+    with pytest.raises(ValueError, match=refusal):
+        strategy.load_checkpoint(address)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- reading
 
 
@@ -79,9 +97,9 @@ def test_a_foreign_file_is_refused_with_a_way_out(path: Path, content: bytes, fo
     with pytest.raises(ValueError, match=found) as refused:
         AtomicCheckpointIO().load_checkpoint(foreign)
     assert f"got {foreign}, " in str(refused.value)
-    assert f"Another one in its folder is {path}: give its name as `ckpt_path`" in str(refused.value)
+    assert f"Another one in its folder is {path}: give its name instead" in str(refused.value)
     path.unlink()
-    with pytest.raises(ValueError, match="no other checkpoint in its folder: start anew"):
+    with pytest.raises(ValueError, match="no other checkpoint in its folder: train anew"):
         AtomicCheckpointIO().load_checkpoint(foreign)
 
 
@@ -141,7 +159,7 @@ def test_resuming_from_a_checkpoint_that_is_cut_short(
     cut.write_bytes(path.read_bytes()[:1000])
     assert fit(tiny_model, path.parent, cut) == 1
     error = capsys.readouterr().err
-    assert "selfcal fit: error: Expected `ckpt_path` to be a checkpoint of tensors and plain values" in error
+    assert "selfcal fit: error: Expected a checkpoint of tensors and plain values" in error
     assert f"but got {cut}, a file that is cut short. Another one in its folder is {path}" in error
     assert "Traceback" not in error
 

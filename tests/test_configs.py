@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +132,60 @@ def test_launchers_start_the_processes_that_the_trainer_expects() -> None:
     subprocess.run(["bash", "-n", str(ROOT / BATCH_SCRIPT)], check=True)
 
 
-@pytest.mark.parametrize(("status", "expected"), [(0, 0), (75, 0), (3, 3)])
-def test_batch_script_runs_the_config(tmp_path: Path, status: int, expected: int) -> None:
-    fake = tmp_path / "srun"
-    fake.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
-    fake.chmod(0o755)
+def stand_in(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("status", [0, 75, 3])
+def test_batch_script_runs_the_config(tmp_path: Path, status: int) -> None:
+    """A run that was stopped without the warning of SLURM is neither done nor put back: its user, or SLURM, did it."""
+    stand_in(tmp_path, "srun", 'echo "$@"', f"exit {status}")
+    stand_in(tmp_path, "scontrol", "echo requeued")
     command = ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml", "--trainer.max_epochs", "2"]
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "8"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == expected
-    assert done.stdout.split()[1:] == ["selfcal", "fit", "--config", "some.yaml", "--ckpt_path", "last", *command[3:]]
+    assert done.returncode == status
+    srun, selfcal = done.stdout.split()[:2], done.stdout.split()[2:]
+    assert srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert selfcal == ["selfcal", "fit", "--config", "some.yaml", "--ckpt_path", "last", *command[3:]]
     assert subprocess.run(command[:2], env=environment, capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("end", "refused", "expected", "requeued"),
+    [
+        ("exit 75", False, 0, True),
+        ("kill -KILL $$", False, 0, True),  # what --kill-on-bad-exit makes of the other tasks
+        ("exit 75", True, 75, True),
+        ("exit 3", False, 3, False),
+        ("exit 0", False, 0, False),
+    ],
+)
+@pytest.mark.parametrize("array", [False, True])
+def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
+    tmp_path: Path, end: str, refused: bool, expected: int, requeued: bool, array: bool
+) -> None:
+    stand_in(
+        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..200}; do sleep 0.05; done"
+    )
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls', f"exit {int(refused)}")
+    job = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"} if array else {}
+    script = subprocess.Popen(
+        ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "79", **job},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "started").exists():
+        time.sleep(0.02)
+    script.send_signal(signal.SIGUSR1)
+    said = script.communicate(timeout=20)[1]
+    assert script.returncode == expected
+    assert (tmp_path / "calls").exists() == requeued
+    if requeued:
+        assert (tmp_path / "calls").read_text() == f"requeue {'77_2' if array else '79'}\n"
+    assert ("submit it again by hand" in said) == refused
 
 
 def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:

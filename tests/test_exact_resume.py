@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,9 +19,6 @@ from selfcal_lightning.store import SampleStore
 WORKER = Path(__file__).with_name("resume_worker.py")
 SECONDS = 240
 MICRO_BATCHES = 16
-SHARDED = pytest.mark.skipif(
-    importlib.util.find_spec("selfcal_lightning.modules.model_parallel") is None, reason="needs the FSDP2 strategy"
-)
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ def test_after_sigkill_while_sampling(pair: Pair, tmp_path: Path) -> None:
         pytest.param(("--strike", "SIGKILL", "--rank", "1"), id="sigkill-of-one"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=SHARDED)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple[str, ...]) -> None:
     two, whole_of_two = pair(strategy)
     options = (*options, "--number", "5")
@@ -180,6 +176,20 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple
     two.unbroken(tmp_path / "run", *options)
     assert len(first_and_second(tmp_path / "run", rank=1)) == MICRO_BATCHES + (0 if stopped else 1)
     assert_same_end(tmp_path / "run", whole_of_two)
+
+
+@pytest.mark.slow
+def test_processes_that_lightning_starts_let_the_first_one_end(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every five seconds its launcher looks for children with a status, and kills the first process if there are."""
+    two = replace(pair("ddp")[0], processes=1)  # without torchrun
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, said = two.start(tmp_path, "--strike", "SIGTERM", "--rank", "1", "--number", "5", "--linger", "12")
+    assert status == 75, said
+    assert (tmp_path / "lingered").exists()
+    assert "ends with status 75" in said
+    assert len(lines(tmp_path)) == 2, "two processes trained"
 
 
 @pytest.mark.slow

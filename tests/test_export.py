@@ -167,20 +167,30 @@ def test_something_else_is_no_adapter(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
+    lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1, "state_dict": {}}
     (tmp_path / "notes.ckpt").write_text("mine")
     torch.save({"run": test_something_else_is_no_adapter}, tmp_path / "code.ckpt")
-    torch.save({"hyper_parameters": {"lr": 0.1}, "state_dict": {}}, tmp_path / "other.ckpt")
+    torch.save({"hyper_parameters": {"lr": 0.1}, **lightning}, tmp_path / "other.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     for name, message in {
-        "notes": "cannot be read",
+        "notes": "another kind of file",
         "code": "cannot be read",
-        "other": "names no",
-        "list": "names no",
+        "other": "names no base model",
+        "list": "without 'state_dict'",
     }.items():
-        with pytest.raises(
-            ValueError, match=rf"`adapter` to be a checkpoint of `selfcal fit`, but got .*{name}.ckpt.*{message}"
-        ):
+        with pytest.raises(ValueError, match=rf"Expected .*checkpoint of .*, but got .*{name}.ckpt.*{message}"):
             run_export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_damaged_checkpoint_is_not_merged(module: SelfCalibrationModule, tmp_path: Path) -> None:
+    path = Path(_checkpoint(module, tmp_path / "last.ckpt"))
+    weight = next(value for name, value in module.named_parameters() if "lora_A" in name).detach()
+    content = bytearray(path.read_bytes())
+    content[content.find(weight.numpy().tobytes()) + 2] ^= 0x40  # a bit of the mantissa
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="a damaged file: the checksum"):
+        run_export(str(path), str(tmp_path / "merged"))
     assert not (tmp_path / "merged").exists()
 
 
@@ -196,6 +206,24 @@ def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:
         (fresh / "weights").write_text("new")
     assert (folder / "weights").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_what_a_kill_left_behind_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    mine = tmp_path / "adapter.bak"
+    for left in (mine, tmp_path / ".adapter.new", tmp_path / ".adapter.old"):
+        left.mkdir()
+        (left / "weights").write_text(left.name)
+    with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
+        (fresh / "absent" / "half").write_text("written")
+    assert (tmp_path / ".adapter.old" / "weights").is_file()
+    for content in ("first", "second"):
+        with replacing(folder) as fresh:
+            assert not list(fresh.iterdir())
+            (fresh / "weights").write_text(content)
+        assert (folder / "weights").read_text() == content
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter.bak"]
+    assert (mine / "weights").read_text() == "adapter.bak"
 
 
 class FakeHub:

@@ -14,7 +14,7 @@ from selfcal_lightning.functional.calibration import (
     maximum_calibration_error,
 )
 from selfcal_lightning.functional.discrimination import auroc, spearman, within_question_discrimination
-from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.metrics.collection import KEYS, CalibrationMetrics
 
 NAN = float("nan")
 FAMILIES = ("calibration", "discrimination", "accuracy", "target", "mass", "count")
@@ -68,6 +68,7 @@ def test_one_task_has_plain_keys() -> None:
     expected["mass/YesNo"] = columns["yes_no_mass"].double().mean().item()
     assert metrics.compute() == pytest.approx(expected, abs=1e-12)
     assert {key.split("/")[0] for key in metrics.compute()} == set(FAMILIES)
+    assert sorted(metrics.compute()) == sorted(KEYS)
 
 
 def test_tasks_have_their_own_keys_and_questions() -> None:

@@ -88,7 +88,7 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
     first, second = run_processes(both, tmp_path, tiny_model, settings, options)
     for name in ("ddp", "fsdp2"):
         assert first[name]["losses"] == pytest.approx(one["losses"], rel=tolerance), name
-        assert first[name]["norms"] == pytest.approx(one["norms"], rel=10 * tolerance), name
+        assert first[name]["norms"] == pytest.approx(one["norms"], rel=min(10 * tolerance, 0.3)), name
         assert part_of_the_way(first[name]["state"], one["state"], start) < tolerance, name
         assert second[name]["losses"] == first[name]["losses"], name
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"

@@ -23,6 +23,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.model_parallel import gather_trained
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -237,6 +238,26 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
     assert origins[0] == origins[1] == origins[2]
 
 
+def identify(tiny_model: str) -> dict[str, Any]:
+    from selfcal_lightning.modules import self_calibration
+    from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
+
+    hashed, real = [], self_calibration.base_model_identity
+    self_calibration.base_model_identity = lambda *args, **more: hashed.append(args) or real(*args, **more)
+    module = module_of(tiny_model)
+    module.trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2)
+    module.trainer.strategy.connect(module)
+    module.trainer.strategy.setup_environment()
+    module.configure_model()
+    return {"hashed": len(hashed), "identity": module.identity}
+
+
+def test_one_process_hashes_the_model_for_all(tiny_model: str, tmp_path: Path) -> None:
+    first, second = run_processes(identify, tmp_path, tiny_model)
+    assert (first["hashed"], second["hashed"]) == (1, 0)
+    assert first["identity"] == second["identity"] == base_model_identity(tiny_model)
+
+
 def export_all_weights(tiny_model: str, folder: Path) -> dict[str, Any]:
     from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 
@@ -315,7 +336,7 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
         return done.stderr
 
     said = run(*launcher, *fit, "two.yaml")
-    assert "FSDP2: each of 2 processes reads its rows; the first read 1.2 MiB of 2.4 MiB." in said
+    assert "FSDP2: each of 2 processes loads its rows; the first loaded 1.2 MiB of 2.4 MiB." in said
     assert (tmp_path / "runs/demo/adapter/adapter_model.safetensors").is_file()
     first = load_file(tmp_path / "runs/demo/adapter/adapter_model.safetensors")
     said = run(*fit, "one.yaml", "--ckpt_path", "last")

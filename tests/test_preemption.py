@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,11 +28,9 @@ STEPS_PER_EPOCH = 4
 
 
 @pytest.fixture(autouse=True)
-def _own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_signals() -> Iterator[None]:
     """Give the test process its handlers back: a stopped run keeps its own, since a real process ends."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-        monkeypatch.delenv(name, raising=False)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -145,6 +141,16 @@ def test_a_model_checkpoint_with_a_folder_is_needed(tiny_model: str, store: Path
         trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
 
+def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=[PreemptionCheckpoint(), ModelCheckpoint("memory://bucket/run", save_last=True)],
+    )
+    with pytest.raises(ValueError, match="`dirpath` of ModelCheckpoint to be a folder, but got 'memory://bucket/run'"):
+        trainer.callbacks[0].setup(trainer, LightningModule(), "fit")
+
+
 # ---- while sampling
 
 
@@ -211,65 +217,6 @@ def test_all_processes_stop_when_one_is_asked(tmp_path: Path, monkeypatch: pytes
     finally:
         other.kill()
     assert (tmp_path / "heard").read_text() == "Process 0 stopped: SIGTERM asked this run to stop"
-
-
-# ---- the queue of SLURM
-
-
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for SLURM's command, which writes down what it was called with."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    script = folder / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit ${{SCONTROL_STATUS:-0}}\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return tmp_path / "calls"
-
-
-@pytest.mark.parametrize(
-    ("job", "named"),
-    [
-        ({"SLURM_JOB_ID": "77"}, "77"),
-        ({"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}, "77_2"),
-    ],
-)
-def test_the_job_is_requeued_once_the_checkpoint_is_there(
-    tiny_model: str,
-    store: Path,
-    tmp_path: Path,
-    scontrol: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    job: dict[str, str],
-    named: str,
-) -> None:
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PreemptedError):
-        train(tiny_model, store, tmp_path, Asked(1, number=signal.SIGUSR1), PreemptionCheckpoint(requeue=True))
-    assert scontrol.read_text().splitlines() == [f"requeue {named}"]
-    assert (tmp_path / "checkpoints" / "last-preempted.ckpt").exists()
-
-
-def test_a_refused_requeue_is_said(
-    tiny_model: str,
-    store: Path,
-    tmp_path: Path,
-    scontrol: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SCONTROL_STATUS", "1")
-    with pytest.raises(PreemptedError):
-        train(tiny_model, store, tmp_path, Asked(1), PreemptionCheckpoint(requeue=True))
-    assert "`scontrol requeue 77` failed" in capsys.readouterr().err
-
-
-def test_requeue_outside_of_slurm_is_refused(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"SLURM job for `requeue=True`.*Set `requeue` to false"):
-        train(tiny_model, store, tmp_path, PreemptionCheckpoint(requeue=True))
 
 
 # ---- the handlers by themselves

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from module_batches import MIXED, Planned, batch_of, module_of, quiet_trainer, trained_state
+from module_batches import MIXED, batch_of, module_of, quiet_trainer, trained_state
 from other_models import plain_copy
 from torch.utils.data import DataLoader
+from training_runs import data_module, generation
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.confidence_writer import prediction_origin
 from selfcal_lightning.models.lora import merge_adapter
 from selfcal_lightning.models.quantization import (
-    check_run,
     keep_quantized_gradients,
     load_nf4_causal_lm,
     quantized_layers,
@@ -149,36 +147,16 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
         SelfCalibrationModule("model", **settings)
 
 
-class Reached(Callback):
-    """Notes that a run got as far as sampling would."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.stages.append(stage)
-
-
 @pytest.mark.parametrize("settings", [{"quantization": "nf4"}, {"optimizer": "adamw_8bit"}])
 def test_a_missing_package_is_named_before_anything_is_sampled(
-    tiny_model: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("selfcal_lightning.imports.is_installed", lambda name: name != "bitsandbytes")
-    reached = Reached()
+    data = data_module(tiny_model, tmp_path / "store")
     with pytest.raises(ImportError, match=r"`bitsandbytes` to be installed.*selfcal-lightning\[qlora\]"):
-        quiet_trainer(callbacks=[reached]).fit(module_of(tiny_model, **settings), datamodule=Planned(chat, 8))
-    assert reached.stages == []
-    quiet_trainer(callbacks=[reached], max_steps=1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))
-    assert reached.stages == ["fit"]
-
-
-def test_strategies_that_split_parameters_are_refused() -> None:
-    strategy = ModelParallelStrategy()
-    with pytest.raises(ValueError, match=r"one device or the strategy ddp.*'nf4', but got ModelParallelStrategy"):
-        check_run(strategy, quantization="nf4", optimizer="adamw")
-    with pytest.raises(ValueError, match=r"`optimizer` 'adamw_8bit', but got ModelParallelStrategy"):
-        check_run(strategy, quantization=None, optimizer="adamw_8bit")
-    check_run(strategy, quantization=None, optimizer="adamw")
+        quiet_trainer(callbacks=[generation()]).fit(module_of(tiny_model, **settings), datamodule=data)
+    assert not (tmp_path / "store").exists()
+    module_of(tiny_model, optimizer="adamw_8bit").configure_model()  # as an export does, which trains nothing
 
 
 def test_the_guard_reaches_layers_of_any_origin() -> None:

@@ -155,18 +155,12 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
     run_score("response_consistency", with_model("no-model-needed", model="imported"))
 
 
-def test_a_model_that_is_not_downloaded_is_loaded_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_downloaded_is_so_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ScoringModel(ModelSettings("bundled", None, None, None, "transformers", "auto", 4))
-    missing = [FileNotFoundError("not in the cache")]
-
-    def hash_of(name: str, *, revision: str | None) -> str:
-        if missing:
-            raise missing.pop()
-        assert model._network is not None
-        return "hash"
-
-    monkeypatch.setattr(scoring_model, "weights_sha256", hash_of)
-    assert model.identity == {"weights_sha256": "hash", "adapter_sha256": None}
+    calls = []
+    monkeypatch.setattr(scoring_model, "model_folder", lambda name, revision: calls.append(name))
+    monkeypatch.setattr(scoring_model, "weights_sha256", lambda name, revision: f"hash after {len(calls)}")
+    assert model.identity == {"weights_sha256": "hash after 1", "adapter_sha256": None}
 
 
 def test_a_broken_run_goes_on_where_it_stopped(

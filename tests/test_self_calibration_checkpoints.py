@@ -60,3 +60,37 @@ def test_checkpoint_of_another_adapter_is_refused(tiny_model: str, chat: ChatFor
     torch.save(checkpoint, path)
     with pytest.raises(ValueError, match="absent in the checkpoint"):
         SelfCalibrationModule.load_from_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora": replace(NO_DROPOUT, alpha=64)}, r"`lora\.alpha` to be 8, as in the .*, but got 64\. Restore"),
+        ({"lora": replace(NO_DROPOUT, dropout=0.5)}, r"`lora\.dropout` to be 0\.0"),
+        ({"lr": 1e-4, "omega": 0.7}, r"`lr` to be 0\.01 and `omega` to be 0\.1, .* but got 0\.0001 and 0\.7\."),
+        ({"seed": 1}, "`seed` to be 0, as in the run that is resumed, but got 1.*or start a new run without"),
+    ],
+)
+def test_training_does_not_go_on_with_other_settings(
+    tiny_model: str, chat: ChatFormat, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=path)
+    if "alpha" in message:
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
+    else:
+        quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
+
+
+def test_training_goes_on_from_another_folder_with_activations_recomputed(
+    tiny_model: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    moved = plain_copy(tiny_model, tmp_path / "moved")
+    module = module_of(moved, gradient_checkpointing=True, attn_implementation="eager")
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None), ckpt_path=path)
+    assert trainer.global_step == 2

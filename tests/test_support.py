@@ -44,6 +44,7 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         "lora": feature != "full fine-tuning",
         "gradient_checkpointing": feature == "gradient checkpointing",
         "quantization": "nf4" if feature == "QLoRA (nf4)" else None,
+        "optimizer": "paged_adamw" if feature == "8-bit and paged optimisers" else "adamw",
     }
     if SUPPORT[feature][way] == "no":
         with pytest.raises(ValueError, match=f"run that {way} supports, but got ") as caught:
@@ -73,11 +74,9 @@ def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> Non
     assert way_of(DDPStrategy()) == "DDP"
 
 
-def test_other_precisions_and_quantised_weights_without_adapter_are_refused() -> None:
+def test_other_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`trainer\.precision` to be one of .*, but got '16-true'"):
         check_support(trainer_of("one process", "16-true"), lora=True)
-    with pytest.raises(ValueError, match="`lora` settings with `quantization='nf4'`"):
-        check_support(None, lora=False, quantization="nf4")
 
 
 def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:

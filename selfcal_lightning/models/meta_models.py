@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention
-from selfcal_lightning.models.weight_files import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +37,7 @@ def meta_causal_lm(
         prefer_segments(model)
     for name, module in model.named_modules():
         _compute_buffers(model, name, module)
-    if (local_folder(base_model, revision=revision) / "generation_config.json").is_file():
+    if (model_folder(base_model, revision=revision) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(resolve_model(base_model), revision=revision)
     return model
 

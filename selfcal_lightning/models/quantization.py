@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 Quantization = Literal["nf4"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
-# What a checkpoint without these settings was trained with.
-PLAIN_SETTINGS = {"quantization": None, "optimizer": "adamw"}
 CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
 
 
@@ -38,46 +36,10 @@ def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -
         )
 
 
-def check_run(strategy: object, *, quantization: str | None, optimizer: str) -> None:
-    """Raise before the long work where a run could not use what its settings ask for.
-
-    Args:
-        strategy: Of the Trainer.
-        quantization: Of the base weights.
-        optimizer: Name of the optimiser.
-
-    Raises:
-        ValueError: The strategy splits parameters, which the blocks of bitsandbytes cannot follow.
-        ImportError: bitsandbytes is not installed.
-    """
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-
-    asked = [f"`optimizer` {optimizer!r}"] if optimizer in CLASSES else []
-    asked += [] if quantization is None else [f"`quantization` {quantization!r}"]
-    if not asked:
-        return
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        raise ValueError(
-            f"Expected one device or the strategy ddp with {' and '.join(asked)}, but got {type(strategy).__name__}, "
-            "which may split parameters over devices. Set `trainer.strategy` to ddp, or leave these settings out."
-        )
-    import_bitsandbytes()
-
-
-def check_resumed(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise ValueError where a run would be resumed with other arithmetic than it was begun with.
-
-    Args:
-        stored: Hyper-parameters in the checkpoint.
-        current: Hyper-parameters of the module.
-    """
-    for name, plain in PLAIN_SETTINGS.items():
-        before, now = stored.get(name, plain), current.get(name, plain)
-        if before != now:
-            raise ValueError(
-                f"Expected `{name}` to be {before!r}, as in the run that is resumed, but got {now!r}. Set "
-                f"`model.init_args.{name}` to it, or start a new run."
-            )
+def check_installed(*, quantization: str | None, optimizer: str) -> None:
+    """Raise ImportError where settings need bitsandbytes and it is not installed: before the long work."""
+    if quantization is not None or optimizer in CLASSES:
+        import_bitsandbytes()
 
 
 def load_nf4_causal_lm(

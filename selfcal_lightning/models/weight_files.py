@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfcal_lightning.locations import resolve_model
-
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+from selfcal_lightning.locations import INDEX, WHOLE, model_folder
 
 
 class WeightFiles:
@@ -40,12 +37,12 @@ class WeightFiles:
         Raises:
             ValueError: If there are no safetensors files, or the index names a file that is not there.
         """
-        folder = local_folder(base_model, revision=revision)
+        folder = model_folder(base_model, revision=revision)
         index, whole = folder / INDEX, folder / WHOLE
-        if index.is_file():
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        elif whole.is_file():
+        if whole.is_file():
             files = dict.fromkeys(_names(whole), whole)
+        elif index.is_file():
+            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         else:
             raise ValueError(
                 f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
@@ -107,16 +104,6 @@ class WeightFiles:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file]
-
-
-def local_folder(base_model: str, *, revision: str | None = None) -> Path:
-    """Return the folder of a model; one of the hub is downloaded where it is not yet."""
-    place = Path(resolve_model(base_model))
-    if place.is_dir():
-        return place
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(base_model, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def _names(file: Path) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -30,11 +31,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before.
 
         Raises:
+            ValueError: The path was an address before it became a ``Path``, which takes one slash of "://" away.
             OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
         """
-        if storage_options is not None or _is_address(path):
+        if storage_options is not None or is_address(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        if re.match(r"\w{2,}:/", str(path)):
+            raise ValueError(
+                f"Expected the address of a checkpoint to be text, but got {str(path)!r}, an address that became a "
+                "`Path` on the way and would be a folder on this disk. Give it as a string."
+            )
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # One name for every attempt, so that what a kill leaves behind is overwritten by the next one.
@@ -66,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: There is no such file.
             ValueError: It is empty, cut short, damaged, no checkpoint, or holds more than tensors and plain values.
         """
-        if _is_address(path) or weights_only is False:
+        if is_address(path) or weights_only is False:
             return super().load_checkpoint(path, map_location, weights_only is not False)
         return read_checkpoint(Path(path), map_location=map_location)
 
@@ -101,9 +108,7 @@ def check_checkpoint_file(path: Path) -> None:
     if path.is_dir():
         raise ValueError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
     if not path.exists():
-        raise FileNotFoundError(
-            f"Expected `ckpt_path` to be a checkpoint, but got {path}, which is absent.{_way(path)}"
-        )
+        raise FileNotFoundError(f"Expected a checkpoint of `selfcal fit`, but got {path}, which is absent.{_way(path)}")
     with open(path, "rb") as file:
         start = file.read(len(ZIP_START))
     if not start:
@@ -137,7 +142,7 @@ def check_training_state(checkpoint: dict[str, Any]) -> None:
 
 def _refusal(path: Path, found: str) -> str:
     return (
-        "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got "
+        "Expected a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got "
         f"{path}, {found}.{_way(path)}"
     )
 
@@ -146,9 +151,9 @@ def _way(path: Path) -> str:
     """Name the newest other checkpoint of the folder that is whole, as far as its last bytes tell."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
     if not others:
-        return " There is no other checkpoint in its folder: start anew, without `ckpt_path`."
+        return " There is no other checkpoint in its folder: train anew, without `ckpt_path`."
     newest = max(others, key=lambda other: other.stat().st_mtime_ns)
-    return f" Another one in its folder is {newest}: give its name as `ckpt_path`."
+    return f" Another one in its folder is {newest}: give its name instead."
 
 
 def _is_whole(path: Path) -> bool:
@@ -159,7 +164,8 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _is_address(path: str | Path) -> bool:
+def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
     return "://" in str(path)
 
 

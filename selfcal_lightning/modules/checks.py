@@ -9,6 +9,9 @@ from torch import Tensor
 
 from selfcal_lightning.models.identity import same_base_model
 
+# Where the model lies, and how its layers are computed: not what is learned.
+INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing"})
+
 
 def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, warmup_steps: int) -> None:
     """Raise ValueError where one of them is out of range."""
@@ -62,3 +65,36 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
             f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
             f"checkpoint: {lora}."
         )
+
+
+def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any], *, resuming: bool) -> None:
+    """Raise ValueError where a checkpoint was trained with settings that make it another model, or another run.
+
+    Args:
+        stored: Hyper-parameters in the checkpoint; what it does not say cannot be judged.
+        current: Those of the module.
+        resuming: Whether training goes on: then all must agree that it depends on. Else those of the adapter, without
+            its dropout, which only training has.
+    """
+    before, now = _flat(stored), _flat(current)
+    names = [
+        name
+        for name in now.keys() & before.keys() - INCIDENTAL
+        if resuming or (name.startswith("lora.") and name != "lora.dropout")
+    ]
+    if differing := sorted(name for name in names if before[name] != now[name]):
+        wanted = " and ".join(f"`{name}` to be {before[name]!r}" for name in differing)
+        found = " and ".join(repr(now[name]) for name in differing)
+        of = "run that is resumed" if resuming else "checkpoint"
+        new = ", or start a new run without `ckpt_path`" if resuming else ""
+        raise ValueError(
+            f"Expected {wanted}, as in the {of}, but got {found}. Restore what the checkpoint was trained with "
+            f"(`model.init_args`){new}."
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of the adapter beside the others, as ``lora.r``."""
+    lora = settings.get("lora") or {}
+    adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
+    return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
+from selfcal_lightning.modules.checkpoint_io import is_address
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -123,8 +124,10 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             **settings,
         )
         read, stored = loaded.files.bytes_read / 2**20, loaded.files.total_bytes / 2**20
-        rank_zero_info(f"FSDP2: each of {self.world_size} processes reads its rows; the first read {read:,.1f} MiB of "
-                       f"{stored:,.1f} MiB.")  # fmt: skip
+        rank_zero_info(
+            f"FSDP2: each of {self.world_size} processes loads its rows; the first loaded {read:,.1f} MiB of "
+            f"{stored:,.1f} MiB."
+        )
         return loaded.model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -166,14 +169,34 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             }
             optimizer.load_state_dict({**state, "state": cut})
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint from the first process; every process has to call it.
+
+        Raises:
+            ValueError: ``filepath`` is an address, of which Lightning would make a folder on the disk of the machine.
+        """
+        _check_is_on_disk(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; all processes read the first one's choice, and nothing in the file is run."""
+        _check_is_on_disk(checkpoint_path)
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_dir():
             raise ValueError(
                 f"Expected `ckpt_path` to be a single file, as this strategy writes them, but got the folder {path}."
             )
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
+
+
+def _check_is_on_disk(path: str | Path) -> None:
+    if is_address(path):
+        raise ValueError(
+            f"Expected checkpoints under FSDP2 to lie on a disk that all processes see, but got {str(path)!r}. Give "
+            "ModelCheckpoint a folder as `dirpath`, and copy its files from there."
+        )
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from selfcal_lightning.functional.losses import (
     squared_calibration_loss,
 )
 from selfcal_lightning.functional.schedules import cosine_with_warmup
+from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity
@@ -29,15 +30,19 @@ from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
     build_optimizer,
-    check_resumed,
-    check_run,
+    check_installed,
     check_settings,
     keep_quantized_gradients,
     load_nf4_causal_lm,
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.checks import check_base_model, check_loss_settings, check_trained
+from selfcal_lightning.modules.checks import (
+    check_base_model,
+    check_hyper_parameters,
+    check_loss_settings,
+    check_trained,
+)
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
@@ -150,11 +155,6 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- the model
 
-    def prepare_data(self) -> None:
-        """Refuse, before hours of sampling, what the training after them could not do."""
-        self.check_support()
-        check_run(self.trainer.strategy, quantization=self.quantization, optimizer=self.optimizer_name)
-
     def check_support(self) -> None:
         """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
         check_support(
@@ -162,7 +162,10 @@ class SelfCalibrationModule(LightningModule):
             lora=self.lora is not None,
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
+            optimizer=self.optimizer_name,
         )
+        if self._trainer is not None:  # an export needs neither the quantised base nor the optimiser
+            check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
@@ -176,7 +179,11 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
-        self.identity = base_model_identity(self.base_model, revision=self.revision)
+        model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
+        # Hashing reads the files: one process does it for all.
+        first = strategy is None or strategy.is_global_zero
+        identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
+        self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
         if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(
@@ -377,16 +384,16 @@ class SelfCalibrationModule(LightningModule):
         self._resume.save(checkpoint, self._trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model, or one that does not hold every trained parameter.
+        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
 
         Raises:
-            ValueError: In both cases, naming what was expected and what was found.
+            ValueError: In all cases, naming what was expected and what was found.
         """
         check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model)
         hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            check_resumed(hyper_parameters, self.hparams)
         check_trained(checkpoint["state_dict"], self._trained(), lora=hyper_parameters.get("lora"))
+        resuming = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        check_hyper_parameters(hyper_parameters, self.hparams, resuming=resuming)
         self._resume.load(checkpoint, self._trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

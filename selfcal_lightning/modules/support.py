@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
+from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "LoRA": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "full fine-tuning": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "QLoRA (nf4)": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
+    "8-bit and paged optimisers": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
@@ -41,6 +43,10 @@ SUPPORT: dict[str, dict[Way, Support]] = {
 REASONS: dict[tuple[str, Way], str] = {
     ("QLoRA (nf4)", "FSDP2"): (
         "4-bit weights cannot be cut by rows. Use `trainer.strategy: ddp`, or leave `quantization` out"
+    ),
+    ("8-bit and paged optimisers", "FSDP2"): (
+        "the blocks of bitsandbytes cannot follow parameters that are cut by rows. Use `trainer.strategy: ddp`, or "
+        "`optimizer: adamw`"
     ),
     ("precision 16-mixed", "FSDP2"): (
         "the gradient scaler of float16 would decide in each process alone. Use bf16-mixed"
@@ -55,6 +61,7 @@ def check_support(
     lora: bool,
     gradient_checkpointing: bool = False,
     quantization: str | None = None,
+    optimizer: str = "adamw",
 ) -> None:
     """Raise ValueError for a combination that does not work, naming what does.
 
@@ -63,12 +70,8 @@ def check_support(
         lora: Whether an adapter is trained, not all weights.
         gradient_checkpointing: Whether activations are recomputed.
         quantization: "nf4" for QLoRA.
+        optimizer: Name of the optimiser.
     """
-    if quantization is not None and not lora:
-        raise ValueError(
-            f"Expected `lora` settings with `quantization={quantization!r}`, but got None: quantised weights cannot be "
-            "trained themselves. Set `lora`, or leave `quantization` out."
-        )
     if trainer is None:
         return
     way = way_of(trainer.strategy)
@@ -78,6 +81,7 @@ def check_support(
     device = trainer.strategy.root_device.type
     asked = ["LoRA" if lora else "full fine-tuning", "CPU" if device == "cpu" else "GPU", f"precision {precision}"]
     asked += ["QLoRA (nf4)"] if quantization is not None else []
+    asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
     asked += ["gradient checkpointing"] if gradient_checkpointing else []
     for feature in asked:
         if SUPPORT[feature][way] == "no":

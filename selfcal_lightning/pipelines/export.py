@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.imports import is_installed
@@ -128,25 +127,28 @@ def write_export(
 def replacing(directory: Path) -> Iterator[Path]:
     """Give a new folder to write to, and put it in the place of ``directory`` when the block ends without an error.
 
-    What lay there before is called ``<name>.bak`` for the moment between the two renames; after a crash in that
-    moment it is still there under that name.
+    What lay there before is called ``.<name>.old`` for the moment between the two renames; after a crash in that
+    moment it is still there under that name, until the next export is in its place.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-    backup = directory.with_name(f"{directory.name}.bak")
+    # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
+    fresh, earlier = (directory.with_name(f".{directory.name}.{age}") for age in ("new", "old"))
+    _remove(fresh)
     fresh.mkdir()
     try:
         yield fresh
-        if backup.exists():
-            shutil.rmtree(backup)
         if directory.exists():
-            directory.rename(backup)
+            _remove(earlier)
+            directory.rename(earlier)
         fresh.rename(directory)
     finally:
-        if fresh.exists():
-            shutil.rmtree(fresh)
-    if backup.exists():
-        shutil.rmtree(backup)
+        _remove(fresh)
+    _remove(earlier)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def check_output(target: Path, *, overwrite: bool) -> None:
@@ -225,17 +227,9 @@ def _from_checkpoint(
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
     """Return the settings of the module that a checkpoint is of. Nothing in the file is run."""
-    import torch
+    from selfcal_lightning.modules.checkpoint_io import read_checkpoint
 
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, EOFError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which cannot be read as one: "
-            f"{reason}"
-        ) from error
-    stored = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
+    stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
     if "base_model" not in stored:
         raise ValueError(
             f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.locations import model_folder
 from selfcal_lightning.pipelines.sampling import missing_questions, select_share
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore, StoreFingerprint
@@ -15,8 +16,6 @@ from selfcal_lightning.store_manifest import round_file
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
-
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def open_existing(
@@ -52,10 +51,11 @@ def open_existing(
     """
     if not round_file(Path(store_dir), round).exists():
         return None
+    model_folder(model, revision=revision)  # the weights are hashed where they lie
     identity = {
         "model": model,
         "revision": revision,
-        "weights_sha256": _weights(model, revision),
+        "weights_sha256": weights_sha256(model, revision=revision),
         "adapter_sha256": None if adapter is None else weights_sha256(adapter),
     }
     fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
@@ -78,16 +78,3 @@ def is_complete(
         return False
     shares = {split: select_share(questions, shard) for split, questions in splits.items()}
     return not any(missing_questions(share, store, split=split, round=round) for split, share in shares.items())
-
-
-def _weights(model: str, revision: str | None) -> str:
-    """Return the hash of the weights; a hub model that is not in the cache is downloaded."""
-    try:
-        return weights_sha256(model, revision=revision)
-    except (ValueError, FileNotFoundError):
-        if Path(model).is_dir():
-            raise
-    from huggingface_hub import snapshot_download
-
-    snapshot_download(model, revision=revision, allow_patterns=MODEL_FILES)
-    return weights_sha256(model, revision=revision)

@@ -12,7 +12,6 @@ weights have become.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,8 +54,6 @@ def keep_adapter(module: SelfCalibrationModule, store_dir: str | Path, *, round:
     """
     folder = adapter_folder(store_dir, round)
     if not folder.exists():
-        for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a writer that was killed
-            shutil.rmtree(left)
         return write_export(module, folder, store={"path": str(store_dir), "round": round, "training": training})
     difference = adapter_difference(module.model, folder)
     if difference == 0.0:

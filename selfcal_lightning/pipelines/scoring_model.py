@@ -10,7 +10,7 @@ from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import build_estimator, estimator_class
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.fingerprints import weights_sha256
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.prompts import DEFAULT_QUERY
 
 if TYPE_CHECKING:
@@ -88,8 +88,9 @@ class ScoringModel:
             ValueError: The store's model is taken and has changed since.
         """
         adapter = self.settings.adapter
+        model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {
-            "weights_sha256": self._weights_sha256(),
+            "weights_sha256": weights_sha256(self.source, revision=self.revision),
             "adapter_sha256": None if adapter is None else weights_sha256(adapter),
         }
         if self.settings.model is None and adapter is None and not self._sampled_the_store(found):
@@ -98,16 +99,6 @@ class ScoringModel:
                 "`model` to score with them all the same, or another one."
             )
         return found
-
-    def _weights_sha256(self) -> str:
-        try:
-            return weights_sha256(self.source, revision=self.revision)
-        except OSError:  # a model on the hub that was not downloaded yet: loading it does so
-            if self.settings.engine == "vllm":
-                self._open_engine()
-            else:
-                self._open_network()
-            return weights_sha256(self.source, revision=self.revision)
 
     def made_the_stored(self, name: str) -> bool:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""

@@ -17,8 +17,7 @@ from selfcal_lightning.callbacks.generation_rounds import (
     check_can_regenerate,
     check_engine,
     check_kept_adapters,
-    check_sharding,
-    is_last_epoch,
+    is_over,
     report_round,
     resumed_at,
     training_digest,
@@ -114,7 +113,9 @@ class SSCGeneration(Callback):
         splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:
-            check_can_regenerate(pl_module, has_questions="train" in splits)
+            check_can_regenerate(
+                trainer, pl_module, has_questions="train" in splits, engine=self.engine, dtype=self.dtype
+            )
             self._unreported = [0]
         if not splits:
             _say(
@@ -136,11 +137,11 @@ class SSCGeneration(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
-        data = _data_module(trainer)
-        if data.regenerate_every_n_epochs is not None:
-            check_sharding(pl_module)
-            if self._resumed is not None:
-                self._regenerate(trainer, pl_module, self._resumed)
+        place = self._resumed
+        if _data_module(trainer).regenerate_every_n_epochs is None or place is None:
+            return
+        if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
+            self._regenerate(trainer, pl_module, place)
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Log the round that training begins with, and refuse later ones that are of another training."""
@@ -151,7 +152,9 @@ class SSCGeneration(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Sample the round of the next epoch where a new one begins with it."""
         data, following = _data_module(trainer), trainer.current_epoch + 1
-        if data.round_of(following) == data.round_of(trainer.current_epoch) or is_last_epoch(trainer):
+        if data.round_of(following) == data.round_of(trainer.current_epoch):
+            return
+        if is_over(trainer, epochs=following, steps=trainer.global_step):
             return
         folder = adapter_folder(data.store_dir, data.round_of(following))
         if not trainer.strategy.broadcast(folder.exists()):

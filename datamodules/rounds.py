@@ -34,6 +34,19 @@ def round_of_epoch(epoch: int, every: int | None) -> int:
     return 0 if every is None else epoch // every
 
 
+def epoch_to_read(trainer: Trainer | None) -> int:
+    """Return the epoch whose rows the next loader holds.
+
+    Where training is over, Lightning asks for the loader of one more epoch, whose round was never sampled, and reads
+    nothing of it: then it is the last one.
+    """
+    if trainer is None:
+        return 0
+    epoch, most = trainer.current_epoch, trainer.max_epochs
+    over = (most not in (None, -1) and epoch >= most) or 0 <= trainer.max_steps <= trainer.global_step
+    return max(epoch - over, 0)
+
+
 def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:
     """Return the rounds whose rows are trained on when ``newest`` is the newest.
 

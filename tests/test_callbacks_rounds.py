@@ -243,20 +243,6 @@ def test_an_engine_with_another_adapter_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": {"lora": None}}, "`lora` settings"),
-        ({"data": {"train": []}}, "`train` sources"),
-    ],
-)
-def test_what_cannot_be_regenerated_is_refused(
-    tiny_model: str, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(tiny_model, tmp_path / "store", **settings)
-
-
-@pytest.mark.parametrize(
     ("epochs", "batches", "expected"),
     [
         ({"started": 1, "completed": 0}, (2, False), ResumedAt(0, False, 9)),

@@ -18,6 +18,7 @@ from selfcal_lightning.callbacks.generation_rounds import (
     check_engine,
     check_kept_adapters,
     is_over,
+    last_checkpoint_files,
     report_round,
     resumed_at,
     training_digest,
@@ -49,8 +50,9 @@ class SSCGeneration(Callback):
 
     Later rounds, where the data module asks for them (``regenerate_every_n_epochs``), are sampled at the end of an
     epoch with the adapter as it is then, of the training questions only. That adapter and a checkpoint of the trainer
-    are written to ``adapters/`` in the store's folder before the first sample is drawn; a run that is killed meanwhile
-    and resumed, from that checkpoint or from an earlier one, completes the round with the adapter that lies there. An
+    are written to ``adapters/`` in the store's folder before the first sample is drawn, and the checkpoint as
+    ``last-round.ckpt`` beside those of a ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed
+    meanwhile and resumed, from there or from earlier on, completes the round with the adapter that lies there. An
     engine that does not serve it is refused before it samples. ``round/...`` logs what a round is like and how far its
     targets moved.
 
@@ -159,6 +161,8 @@ class SSCGeneration(Callback):
         folder = adapter_folder(data.store_dir, data.round_of(following))
         if not trainer.strategy.broadcast(folder.exists()):
             trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
+        for last in last_checkpoint_files(trainer):
+            trainer.save_checkpoint(last)
         self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
         self._report(trainer)
 

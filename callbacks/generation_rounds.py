@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -76,6 +77,16 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
     if trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs:
         return True
     return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+
+
+def last_checkpoint_files(trainer: Trainer) -> list[Path]:
+    """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
+
+    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. They
+    write theirs only after the round has been sampled.
+    """
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [Path(folder) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
 
 
 def check_can_regenerate(

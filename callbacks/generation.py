@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from selfcal_lightning.callbacks.generation_engines import EngineSettings, start_engine, start_round_engine
+from selfcal_lightning.callbacks.generation_joining import join_shares, wait_for_shares
 from selfcal_lightning.callbacks.generation_rounds import (
     ResumedAt,
     check_can_regenerate,
@@ -31,7 +32,8 @@ from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.rendezvous import Rendezvous
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file, keep_adapter, serving
-from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
+from selfcal_lightning.pipelines.sampling import generate_samples, select_share, store_fingerprint
+from selfcal_lightning.pipelines.shares import part_name
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
@@ -127,9 +129,10 @@ class SSCGeneration(Callback):
         token = trainer.strategy.broadcast(uuid.uuid4().hex)  # the last collective before the long work
         self._meetings = Path(data.store_dir) / "meetings" / token
         self._interrupt = interrupt_of(trainer, stage)
-        with self._meeting(trainer, "round-000").together() as meeting:
+        meeting = self._meeting(trainer, "round-000")
+        with meeting.working():
             self._fill(trainer, pl_module, splits, interrupt=meeting.check)
-        self._join(trainer, SampleStore(data.store_dir), splits)
+        self._join(trainer, meeting, splits)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: SelfCalibrationModule, checkpoint: dict[str, Any]
@@ -197,9 +200,10 @@ class SSCGeneration(Callback):
         with self._meeting(trainer, f"round-{round:03d}-adapter").together():
             if trainer.is_global_zero and place.at_start:
                 keep_adapter(module, data.store_dir, round=round, training=digest)
-        with self._meeting(trainer, f"round-{round:03d}").together() as meeting, serving(module, folder):
+        meeting = self._meeting(trainer, f"round-{round:03d}")
+        with meeting.working(), serving(module, folder):
             self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
-        self._join(trainer, SampleStore(data.store_dir), splits, round=round)
+        self._join(trainer, meeting, splits, round=round)
         if place.at_start and round != self._reported:
             self._unreported.append(round)
 
@@ -238,10 +242,10 @@ class SSCGeneration(Callback):
         )
         if is_complete(existing, splits, shard=shard, round=round):
             total = sum(map(len, splits.values()))
-            _say(
-                trainer,
-                f"SSCGeneration: round {round}, samples of all {total:,} questions are reused from {data.store_dir}.",
-            )
+            mine = sum(len(select_share(questions, shard)) for questions in splits.values())
+            whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
+            reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}"
+            say(f"SSCGeneration: round {round}, {reused}.")
             return
         engine = self._start(trainer, module, chat, adapter)
         try:
@@ -271,7 +275,7 @@ class SSCGeneration(Callback):
                     sampling=self.sampling,
                     seed=self.seed,
                     round=round,
-                    part=f"rank-{shard[0]}-of-{shard[1]}",
+                    part=part_name(shard),
                     shard=shard,
                     questions_per_shard=self.questions_per_shard,
                     shard_by_shard=self.shard_by_shard,
@@ -296,17 +300,13 @@ class SSCGeneration(Callback):
             )
         return start_round_engine(settings, module, chat, adapter=adapter, device=device)
 
-    def _join(self, trainer: Trainer, store: SampleStore, splits: Splits, *, round: int = 0) -> None:
-        """Show readers what all processes have written. Every process may do that; the first one does it first."""
-        manifest = store.join()
+    def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
+        """Wait for the shares of all processes, and show them to readers."""
+        store = SampleStore(_data_module(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
-        missing = wanted - store.question_ids(round=round)
-        if missing:
-            raise RuntimeError(
-                f"Expected {store.path} to hold round {round} of all {len(wanted)} questions, but {len(missing)} are "
-                f"missing, for example {min(missing)!r}. All processes must see one file system, and sample the same "
-                "questions."
-            )
+        wait_for_shares(meeting, store, wanted, round=round)
+        join_shares(self._meeting(trainer, f"round-{round:03d}-joined"), store, wanted, round=round)
+        manifest = store.manifest
         _say(
             trainer,
             f"SSCGeneration: {store.path} holds {manifest['questions']:,} questions, {manifest['rows']:,} rows.",

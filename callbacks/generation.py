@@ -238,6 +238,7 @@ class SSCGeneration(Callback):
             seed=self.seed,
             num_samples=data.num_samples,
             adapter=adapter,
+            quantization=module.quantization if round else None,  # only later rounds run the trainer's own model
             round=round,
         )
         if is_complete(existing, splits, shard=shard, round=round):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from training_runs import data_module, generation, module_of, trainer_with
 
+from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.callbacks.generation_rounds import training_digest
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.pipelines.round_adapters import adapter_folder
+from selfcal_lightning.store import SampleStore
 
 TWO = [QuestionSource("word_problems", split="train", limit=2)]
 
@@ -156,6 +159,7 @@ def short_run(
     tiny_model: str, store: Path, *callbacks: Callback, ckpt_path: Path | None = None, **settings: Any
 ) -> Trainer:
     """Train on two questions for one step an epoch, a new round after each."""
+    module = module_of(tiny_model, **settings.pop("module", {}))
     trainer = trainer_with(
         generation(max_new_tokens=8),
         *callbacks,
@@ -165,7 +169,7 @@ def short_run(
         tiny_model, store, regenerate_every_n_epochs=1, train=TWO, validation=[], num_samples=2, total_tuples=4,
         target="p_true",
     )  # fmt: skip
-    trainer.fit(module_of(tiny_model), datamodule=data, ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -184,3 +188,21 @@ def test_a_stopped_run_samples_no_further_round(tiny_model: str, tmp_path: Path)
     short_run(tiny_model, store, Stop(1), max_epochs=3, min_epochs=2)
     assert adapter_folder(store, 1).exists()
     assert not adapter_folder(store, 2).exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra qlora")
+def test_a_round_of_a_quantised_model_says_so(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    short_run(tiny_model, store, max_epochs=2, module={"quantization": "nf4"})
+    models = {name: record["fingerprint"]["model"] for name, record in SampleStore(store).manifest["rounds"].items()}
+    assert "quantization" not in models["0"]
+    assert models["1"]["quantization"] == "nf4"
+    assert models["1"]["weights_sha256"] == models["0"]["weights_sha256"]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the engine must not be started")
+
+    monkeypatch.setattr(SSCGeneration, "_start", refuse)
+    short_run(tiny_model, store, max_epochs=2, module={"quantization": "nf4"})
+    with pytest.raises(ValueError, match="adapter of a training with other settings"):
+        short_run(tiny_model, store, max_epochs=2)

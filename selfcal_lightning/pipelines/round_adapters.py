@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.pipelines.export import read_manifest, write_export
+from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.store import SampleStore
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -78,9 +80,29 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
     if manifest is None or manifest["store"]["training"] != training:
         raise ValueError(
             f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
-            "training with other settings. Samples are never mixed: use another `store_dir` (a copy of this store, "
-            "without `adapters` and later rounds, keeps round 0), or go back to those settings."
+            "training with other settings. Samples are never mixed: go back to those settings, or use another "
+            "`store_dir`. To keep the samples of the base model, copy this store and take the later rounds out of the "
+            "copy with `selfcal drop-rounds --store_dir COPY --first 1`."
         )
+
+
+def run_drop_rounds(store_dir: str, first: int = 1) -> int:
+    """Delete the samples and adapters of a round and of all later ones, so that another training can make them anew.
+
+    Args:
+        store_dir: Folder of the store; not while a run works on it. Copy it where the rounds are still wanted.
+        first: The first round to delete, at least 1.
+
+    Returns:
+        Number of files of samples that were deleted.
+    """
+    dropped = SampleStore(store_dir).drop_rounds(first)
+    for place in sorted(adapter_folder(store_dir, 0).parent.glob("round-*")):
+        if int(place.name.removeprefix("round-")[:3]) < first:
+            continue
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    say(f"Rounds from {first} on are deleted: {dropped} files of samples, and their adapters, in {store_dir}.")
+    return dropped
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from selfcal_lightning.datamodules.mixture import EpochDraw
 from selfcal_lightning.datamodules.reading import check_prompts, read_index
-from selfcal_lightning.datamodules.ssc_sampler import OptimizerStepSampler
 from selfcal_lightning.datamodules.tuples import question_slices
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Question
@@ -149,21 +147,14 @@ def _one_name(index: SampleIndex) -> np.ndarray:
     return answers
 
 
-def hold_to_round(sampler: OptimizerStepSampler, newest: int, every: int | None) -> None:
-    """Make ``sampler`` refuse to draw an epoch of another round than the one that its rows are from.
+def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
+    """Raise RuntimeError where ``epoch`` belongs to another round than ``newest``, which its loader was built for.
 
     A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
     """
-    draw = sampler.draw
-
-    def checked(epoch: int) -> EpochDraw:
-        wanted = round_of_epoch(epoch, every)
-        if wanted != newest:
-            raise RuntimeError(
-                f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
-                "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
-            )
-        return draw(epoch)
-
-    if every is not None:
-        sampler.draw = checked
+    wanted = newest if every is None else round_of_epoch(epoch, every)
+    if wanted != newest:
+        raise RuntimeError(
+            f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
+            "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
+        )

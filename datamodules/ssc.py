@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any, Literal
 
@@ -29,9 +30,9 @@ from selfcal_lightning.datamodules.reading import keep_targets
 from selfcal_lightning.datamodules.rounds import (
     RoundRule,
     check_reload,
+    check_round_of,
     check_round_settings,
     epoch_to_read,
-    hold_to_round,
     read_rounds,
     round_of_epoch,
     rounds_to_read,
@@ -309,10 +310,10 @@ class SSCDataModule(LightningDataModule):
             eta=self.eta,
             seed=self.seed,
             batch_size=self.batch_size,
+            check_epoch=partial(check_round_of, newest=newest, every=self.regenerate_every_n_epochs),
             trainer=self.trainer,
         )
         rank_zero_info(describe_epoch(table, pools, sampler, epoch))
-        hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:

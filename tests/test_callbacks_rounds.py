@@ -19,7 +19,8 @@ from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.adapter_check import AdapterMismatchError
-from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file, run_drop_rounds
+from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
+from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file
 from selfcal_lightning.store import SampleStore
 
 LORA = LoraSettings(r=4, dropout=0.2)

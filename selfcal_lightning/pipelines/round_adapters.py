@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfcal_lightning.engines.transformers_model import MASKABLE_ATTENTION
+from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.pipelines.export import read_manifest, write_export
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.store import SampleStore
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
-FLAT_ATTENTION = ("sdpa", "eager")
 _LOG = logging.getLogger(__name__)
 
 
@@ -86,25 +85,6 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
         )
 
 
-def run_drop_rounds(store_dir: str, first: int = 1) -> int:
-    """Delete the samples and adapters of a round and of all later ones, so that another training can make them anew.
-
-    Args:
-        store_dir: Folder of the store; not while a run works on it. Copy it where the rounds are still wanted.
-        first: The first round to delete, at least 1.
-
-    Returns:
-        Number of files of samples that were deleted.
-    """
-    dropped = SampleStore(store_dir).drop_rounds(first)
-    for place in sorted(adapter_folder(store_dir, 0).parent.glob("round-*")):
-        if int(place.name.removeprefix("round-")[:3]) < first:
-            continue
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-    say(f"Rounds from {first} on are deleted: {dropped} files of samples, and their adapters, in {store_dir}.")
-    return dropped
-
-
 @contextmanager
 def serving(module: SelfCalibrationModule, folder: Path) -> Iterator[None]:
     """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
@@ -117,16 +97,13 @@ def serving(module: SelfCalibrationModule, folder: Path) -> Iterator[None]:
         own = adapter_state(model)
         set_adapter_state(model, read_adapter_state(folder))
     attention = model.config._attn_implementation
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    if attention not in FLAT_ATTENTION:
+    if attention not in MASKABLE_ATTENTION:
         model.set_attn_implementation("sdpa")
     try:
-        yield
+        with evaluation_mode(model):
+            yield
     finally:
-        if attention not in FLAT_ATTENTION:
+        if attention not in MASKABLE_ATTENTION:
             model.set_attn_implementation(attention)
-        for part in training:
-            part.training = True
         if own is not None:
             set_adapter_state(model, own)

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,14 +78,14 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
     return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
 
 
-def last_checkpoint_files(trainer: Trainer) -> list[Path]:
+def last_checkpoint_files(trainer: Trainer) -> list[str]:
     """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
 
     Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. They
     write theirs only after the round has been sampled.
     """
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [Path(folder) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
+    return [f"{folder}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
 
 
 def check_can_regenerate(

@@ -42,7 +42,7 @@ def epoch_to_read(trainer: Trainer | None) -> int:
         return 0
     epoch, most = trainer.current_epoch, trainer.max_epochs
     over = (most not in (None, -1) and epoch >= most) or 0 <= trainer.max_steps <= trainer.global_step
-    return max(epoch - over, 0)
+    return max(epoch - 1, 0) if over else epoch
 
 
 def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:

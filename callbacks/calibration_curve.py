@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.figure import Figure
 
 from selfcal_lightning.metrics.collection import CalibrationPoints
+from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.reports.figures import confidence_distribution, reliability_diagram, roc_figure
 
@@ -148,20 +148,8 @@ def score_pool(trainer: Trainer, module: SelfCalibrationModule) -> CalibrationPo
     loaders = trainer.val_dataloaders
     loaders = loaders if isinstance(loaders, list) else [loaders]
     module.val_metrics.reset()
-    with evaluating(module), torch.no_grad():
+    with evaluation_mode(module), torch.no_grad():
         for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):
             for index, batch in enumerate(islice(loader, None if limit == float("inf") else int(limit))):
                 trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch, module.device), index)
     return module.val_metrics.points()
-
-
-@contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Put every part of ``module`` into evaluation mode, and give each its own mode back."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode

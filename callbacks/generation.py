@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from selfcal_lightning.callbacks.generation_engines import EngineSettings, start_engine, start_round_engine
+from selfcal_lightning.callbacks.generation_joining import join_shares, wait_for_shares
 from selfcal_lightning.callbacks.generation_rounds import (
     ResumedAt,
     check_can_regenerate,
     check_engine,
     check_kept_adapters,
-    check_sharding,
-    is_last_epoch,
+    is_over,
+    last_checkpoint_files,
     report_round,
     resumed_at,
     training_digest,
@@ -31,7 +32,8 @@ from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.rendezvous import Rendezvous
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file, keep_adapter, serving
-from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
+from selfcal_lightning.pipelines.sampling import generate_samples, select_share, store_fingerprint
+from selfcal_lightning.pipelines.shares import part_name
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
@@ -50,8 +52,9 @@ class SSCGeneration(Callback):
 
     Later rounds, where the data module asks for them (``regenerate_every_n_epochs``), are sampled at the end of an
     epoch with the adapter as it is then, of the training questions only. That adapter and a checkpoint of the trainer
-    are written to ``adapters/`` in the store's folder before the first sample is drawn; a run that is killed meanwhile
-    and resumed, from that checkpoint or from an earlier one, completes the round with the adapter that lies there. An
+    are written to ``adapters/`` in the store's folder before the first sample is drawn, and the checkpoint as
+    ``last-round.ckpt`` beside those of a ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed
+    meanwhile and resumed, from there or from earlier on, completes the round with the adapter that lies there. An
     engine that does not serve it is refused before it samples. ``round/...`` logs what a round is like and how far its
     targets moved.
 
@@ -114,7 +117,9 @@ class SSCGeneration(Callback):
         splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:
-            check_can_regenerate(pl_module, has_questions="train" in splits)
+            check_can_regenerate(
+                trainer, pl_module, has_questions="train" in splits, engine=self.engine, dtype=self.dtype
+            )
             self._unreported = [0]
         if not splits:
             _say(
@@ -124,9 +129,10 @@ class SSCGeneration(Callback):
         token = trainer.strategy.broadcast(uuid.uuid4().hex)  # the last collective before the long work
         self._meetings = Path(data.store_dir) / "meetings" / token
         self._interrupt = interrupt_of(trainer, stage)
-        with self._meeting(trainer, "round-000").together() as meeting:
+        meeting = self._meeting(trainer, "round-000")
+        with meeting.working():
             self._fill(trainer, pl_module, splits, interrupt=meeting.check)
-        self._join(trainer, SampleStore(data.store_dir), splits)
+        self._join(trainer, meeting, splits)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: SelfCalibrationModule, checkpoint: dict[str, Any]
@@ -136,11 +142,11 @@ class SSCGeneration(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
-        data = _data_module(trainer)
-        if data.regenerate_every_n_epochs is not None:
-            check_sharding(pl_module)
-            if self._resumed is not None:
-                self._regenerate(trainer, pl_module, self._resumed)
+        place = self._resumed
+        if _data_module(trainer).regenerate_every_n_epochs is None or place is None:
+            return
+        if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
+            self._regenerate(trainer, pl_module, place)
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Log the round that training begins with, and refuse later ones that are of another training."""
@@ -151,11 +157,15 @@ class SSCGeneration(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Sample the round of the next epoch where a new one begins with it."""
         data, following = _data_module(trainer), trainer.current_epoch + 1
-        if data.round_of(following) == data.round_of(trainer.current_epoch) or is_last_epoch(trainer):
+        if data.round_of(following) == data.round_of(trainer.current_epoch):
+            return
+        if is_over(trainer, epochs=following, steps=trainer.global_step):
             return
         folder = adapter_folder(data.store_dir, data.round_of(following))
         if not trainer.strategy.broadcast(folder.exists()):
             trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
+        for last in last_checkpoint_files(trainer):
+            trainer.save_checkpoint(last)
         self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
         self._report(trainer)
 
@@ -190,9 +200,10 @@ class SSCGeneration(Callback):
         with self._meeting(trainer, f"round-{round:03d}-adapter").together():
             if trainer.is_global_zero and place.at_start:
                 keep_adapter(module, data.store_dir, round=round, training=digest)
-        with self._meeting(trainer, f"round-{round:03d}").together() as meeting, serving(module, folder):
+        meeting = self._meeting(trainer, f"round-{round:03d}")
+        with meeting.working(), serving(module, folder):
             self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
-        self._join(trainer, SampleStore(data.store_dir), splits, round=round)
+        self._join(trainer, meeting, splits, round=round)
         if place.at_start and round != self._reported:
             self._unreported.append(round)
 
@@ -227,14 +238,15 @@ class SSCGeneration(Callback):
             seed=self.seed,
             num_samples=data.num_samples,
             adapter=adapter,
+            quantization=module.quantization if round else None,  # only later rounds run the trainer's own model
             round=round,
         )
         if is_complete(existing, splits, shard=shard, round=round):
             total = sum(map(len, splits.values()))
-            _say(
-                trainer,
-                f"SSCGeneration: round {round}, samples of all {total:,} questions are reused from {data.store_dir}.",
-            )
+            mine = sum(len(select_share(questions, shard)) for questions in splits.values())
+            whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
+            reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}"
+            say(f"SSCGeneration: round {round}, {reused}.")
             return
         engine = self._start(trainer, module, chat, adapter)
         try:
@@ -264,7 +276,7 @@ class SSCGeneration(Callback):
                     sampling=self.sampling,
                     seed=self.seed,
                     round=round,
-                    part=f"rank-{shard[0]}-of-{shard[1]}",
+                    part=part_name(shard),
                     shard=shard,
                     questions_per_shard=self.questions_per_shard,
                     shard_by_shard=self.shard_by_shard,
@@ -289,17 +301,13 @@ class SSCGeneration(Callback):
             )
         return start_round_engine(settings, module, chat, adapter=adapter, device=device)
 
-    def _join(self, trainer: Trainer, store: SampleStore, splits: Splits, *, round: int = 0) -> None:
-        """Show readers what all processes have written. Every process may do that; the first one does it first."""
-        manifest = store.join()
+    def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
+        """Wait for the shares of all processes, and show them to readers."""
+        store = SampleStore(_data_module(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
-        missing = wanted - store.question_ids(round=round)
-        if missing:
-            raise RuntimeError(
-                f"Expected {store.path} to hold round {round} of all {len(wanted)} questions, but {len(missing)} are "
-                f"missing, for example {min(missing)!r}. All processes must see one file system, and sample the same "
-                "questions."
-            )
+        wait_for_shares(meeting, store, wanted, round=round)
+        join_shares(self._meeting(trainer, f"round-{round:03d}-joined"), store, wanted, round=round)
+        manifest = store.manifest
         _say(
             trainer,
             f"SSCGeneration: {store.path} holds {manifest['questions']:,} questions, {manifest['rows']:,} rows.",

@@ -11,6 +11,7 @@ import torch
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.engine_memory import memory_share
 from selfcal_lightning.prompts import ChatFormat
@@ -98,11 +99,29 @@ def start_round_engine(
             source=model,
             revision=module.revision,
             adapter_sha256=weights_sha256(adapter),
+            quantization=module.quantization,
             **size,
         )
     if settings.engine == "vllm" and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        weights = weights_bytes(model, revision=module.revision)
+        weights = engine_weights_bytes(model, revision=module.revision, dtype=settings.dtype)
         share = memory_share(free, total, weights=weights, limit=settings.gpu_memory_utilization)
         settings = EngineSettings(settings.engine, settings.dtype, settings.max_batch, share)
     return start_engine(settings, model, chat, revision=module.revision, device=device, adapter=adapter)
+
+
+def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:
+    """Return the bytes that a model's weights take in vLLM on a GPU.
+
+    Args:
+        model: Folder or hub name of the model.
+        revision: Revision on the hub.
+        dtype: What they are asked for in; "auto" is the stored dtype, and 16 bits for weights stored in 32.
+    """
+    try:
+        files = WeightFiles.of_model(model, revision=revision)
+    except ValueError:  # not safetensors: no headers to read
+        return weights_bytes(model, revision=revision)
+    if dtype != "auto":
+        return files.bytes_in(getattr(torch, dtype))
+    return files.bytes_in(torch.bfloat16) if files.first_float_dtype() == torch.float32 else files.total_bytes

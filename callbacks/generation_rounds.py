@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule, Trainer
-from torch.distributed.tensor import DTensor
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.modules.support import way_of
 from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.round_adapters import adapter_folder, check_same_training
@@ -23,8 +24,7 @@ from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
 
-# They change with the round or with the number of processes, and not with the training.
-NOT_OF_THE_TRAINING = ("rows", "accumulate_grad_batches")
+TRAINER_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
 
 
@@ -63,19 +63,43 @@ def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
     return ResumedAt(completed, batches["current"]["ready"] == 0, step)
 
 
-def is_last_epoch(trainer: Trainer) -> bool:
-    """Return, at the end of an epoch, whether training stops now, so that another round would not be read."""
-    done = trainer.current_epoch + 1
-    if trainer.received_sigterm or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
+    """Return, between two epochs, whether training stops now, so that another round would not be read.
+
+    Args:
+        trainer: The trainer.
+        epochs: Epochs that are done.
+        steps: Optimiser steps that are done.
+    """
+    if trainer.received_sigterm or (trainer.max_steps != -1 and steps >= trainer.max_steps):
         return True
-    if trainer.max_epochs not in (None, -1) and done >= trainer.max_epochs:
+    if trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs:
         return True
-    may_stop = done >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
-    return trainer.should_stop and may_stop
+    return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
 
 
-def check_can_regenerate(module: SelfCalibrationModule, *, has_questions: bool) -> None:
-    """Raise ValueError where later rounds have no questions, or where the weights of a round cannot be kept."""
+def last_checkpoint_files(trainer: Trainer) -> list[str]:
+    """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
+
+    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. They
+    write theirs only after the round has been sampled.
+    """
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [f"{folder}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
+
+
+def check_can_regenerate(
+    trainer: Trainer, module: SelfCalibrationModule, *, has_questions: bool, engine: str, dtype: str
+) -> None:
+    """Raise ValueError, before any sampling, for what later rounds do not work with.
+
+    Args:
+        trainer: The trainer.
+        module: The module; its model need not be there.
+        has_questions: Whether the data module has training questions.
+        engine: Name of the engine.
+        dtype: What it is asked to run in.
+    """
     if not has_questions:
         raise ValueError(
             "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
@@ -87,14 +111,47 @@ def check_can_regenerate(module: SelfCalibrationModule, *, has_questions: bool) 
             "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
             "`regenerate_every_n_epochs` out."
         )
-
-
-def check_sharding(module: SelfCalibrationModule) -> None:
-    """Raise ValueError where no process has the whole model to sample with and to check the engine against."""
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if way_of(trainer.strategy) == "FSDP2":
         raise ValueError(
-            "Expected a whole model in every process with `regenerate_every_n_epochs`, but got one that is sharded "
-            "over processes. Use the strategy auto or ddp, or leave `regenerate_every_n_epochs` out."
+            "Expected a whole model in every process with `regenerate_every_n_epochs`, but got a strategy that cuts it "
+            "over processes (FSDP2): none could sample, or check the engine. Use the strategy auto or ddp, or leave "
+            "`regenerate_every_n_epochs` out."
+        )
+    _check_quantized_engine(trainer, module, engine=engine, dtype=dtype)
+    for callback in trainer.callbacks:
+        _check_stops_in_time(trainer, callback)
+
+
+def _check_quantized_engine(trainer: Trainer, module: SelfCalibrationModule, *, engine: str, dtype: str) -> None:
+    """Refuse an engine that would load the base model unquantised: its samples would be of another model."""
+    if module.quantization is None:
+        return
+    own = module.torch_dtype
+    if own == "auto":
+        own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
+    if engine != "transformers" or dtype not in ("auto", own):
+        raise ValueError(
+            f"Expected `engine: transformers` with `dtype: auto` (or {own}) for later rounds with `quantization` "
+            f"{module.quantization!r}, but got {engine} with {dtype}: it would serve the base model as it is stored, "
+            "not the one that is trained. Set them so, or leave `regenerate_every_n_epochs` out."
+        )
+
+
+def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
+    """Refuse a callback that would stop training only after the next round has been sampled in vain."""
+    if isinstance(callback, EarlyStopping):
+        late = callback._check_on_train_epoch_end
+        if late is None:  # what Lightning's own `setup` takes it for; it may come later
+            late = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+        way_out = "Set its `check_on_train_epoch_end: false`: it then checks after every validation."
+    elif isinstance(callback, Timer):
+        late, way_out = callback._interval == "epoch", "Set its `interval: step`, or `trainer.max_time`."
+    else:
+        return
+    if late:
+        raise ValueError(
+            f"Expected {type(callback).__name__} to decide before an epoch ends with `regenerate_every_n_epochs`, but "
+            f"got one that decides at its end, after the next round has been sampled. {way_out}"
         )
 
 
@@ -131,14 +188,11 @@ def check_engine(
 
 def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int) -> str:
     """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
-    data = trainer.datamodule
-    order = {name: value for name, value in data.state_dict().items() if name not in NOT_OF_THE_TRAINING}
     content = {
         "module": {name: value for name, value in module.hparams.items() if name not in {"base_model", "revision"}},
-        "order": order,
+        "data": trainer.datamodule.training_settings(),
+        "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": trainer.estimated_stepping_batches,
-        "every": data.regenerate_every_n_epochs,
-        "rule": data.round_rule,
         "round": round,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class TrainingOrder:
         eta: float,
         seed: int,
         batch_size: int,
+        check_epoch: Callable[[int], None],
         trainer: Trainer | None,
     ) -> OptimizerStepSampler:
         """Return the sampler of this process.
@@ -64,6 +65,7 @@ class TrainingOrder:
             eta: Threshold that they exceed.
             seed: Seed of the draw.
             batch_size: Rows of a process in a micro-step.
+            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
             trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
         """
         accumulate = trainer.accumulate_grad_batches if trainer else 1
@@ -92,6 +94,7 @@ class TrainingOrder:
             return epoch, start
 
         def draw(epoch: int) -> EpochDraw:
+            check_epoch(epoch)
             epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
             drawn = mixture.draw(pools, confident, seed=seed, epoch=epoch)
             question = table.index.question_index

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from selfcal_lightning.datamodules.mixture import EpochDraw
 from selfcal_lightning.datamodules.reading import check_prompts, read_index
-from selfcal_lightning.datamodules.ssc_sampler import OptimizerStepSampler
 from selfcal_lightning.datamodules.tuples import question_slices
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Question
@@ -32,6 +30,19 @@ def round_of_epoch(epoch: int, every: int | None) -> int:
         [0, 0, 1, 1, 2]
     """
     return 0 if every is None else epoch // every
+
+
+def epoch_to_read(trainer: Trainer | None) -> int:
+    """Return the epoch whose rows the next loader holds.
+
+    Where training is over, Lightning asks for the loader of one more epoch, whose round was never sampled, and reads
+    nothing of it: then it is the last one.
+    """
+    if trainer is None:
+        return 0
+    epoch, most = trainer.current_epoch, trainer.max_epochs
+    over = (most not in (None, -1) and epoch >= most) or 0 <= trainer.max_steps <= trainer.global_step
+    return max(epoch - 1, 0) if over else epoch
 
 
 def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:
@@ -136,21 +147,14 @@ def _one_name(index: SampleIndex) -> np.ndarray:
     return answers
 
 
-def hold_to_round(sampler: OptimizerStepSampler, newest: int, every: int | None) -> None:
-    """Make ``sampler`` refuse to draw an epoch of another round than the one that its rows are from.
+def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
+    """Raise RuntimeError where ``epoch`` belongs to another round than ``newest``, which its loader was built for.
 
     A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
     """
-    draw = sampler.draw
-
-    def checked(epoch: int) -> EpochDraw:
-        wanted = round_of_epoch(epoch, every)
-        if wanted != newest:
-            raise RuntimeError(
-                f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
-                "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
-            )
-        return draw(epoch)
-
-    if every is not None:
-        sampler.draw = checked
+    wanted = newest if every is None else round_of_epoch(epoch, every)
+    if wanted != newest:
+        raise RuntimeError(
+            f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
+            "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any, Literal
 
@@ -28,8 +30,9 @@ from selfcal_lightning.datamodules.reading import keep_targets
 from selfcal_lightning.datamodules.rounds import (
     RoundRule,
     check_reload,
+    check_round_of,
     check_round_settings,
-    hold_to_round,
+    epoch_to_read,
     read_rounds,
     round_of_epoch,
     rounds_to_read,
@@ -49,8 +52,15 @@ from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
+from selfcal_lightning.store_shards import question_digest
 
 Split = Literal["train", "validation", "test"]
+# Arguments that leave the rows of an optimiser step and their targets as they are; `train` and `batch_size` count
+# otherwise (`training_settings`), and the model is in the fingerprint of every round.
+NOT_OF_THE_TRAINING = {
+    "self", "base_model", "revision", "store_dir", "train", "validation", "test", "predict_split", "batch_size",
+    "validation_batch_size", "token_budget", "pad_to_multiple_of", "num_workers",
+}  # fmt: skip
 
 
 class SSCDataModule(LightningDataModule):
@@ -244,6 +254,21 @@ class SSCDataModule(LightningDataModule):
         """Optimiser steps in an epoch; known before the store exists, given training sources (or ``fill``)."""
         return steps_per_epoch(self.mixture(self._shares()).rows_per_epoch, self.rows_per_step)
 
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+
+        Equal for one process and for several that take the same optimiser steps.
+        """
+        names = [
+            name for name in inspect.signature(SSCDataModule.__init__).parameters if name not in NOT_OF_THE_TRAINING
+        ]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "rows_per_step": self.rows_per_step,
+            "shares": self._shares(),
+            "questions": sorted((question.id, question_digest(question)) for question in self.questions("train")),
+        }
+
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
         """Return the recipe of an epoch for tasks with these shares."""
         return Mixture(
@@ -264,7 +289,8 @@ class SSCDataModule(LightningDataModule):
         """
         check_agreement(self.num_samples, self.target)
         store, collator = self._store(), self.collator()
-        newest = self.round_of(self.trainer.current_epoch if self.trainer else 0)
+        epoch = epoch_to_read(self.trainer)
+        newest = self.round_of(epoch)
         rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
         table = keep_targets(*self._build(store, collator, "train", rounds), target=self.target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
@@ -286,10 +312,10 @@ class SSCDataModule(LightningDataModule):
             eta=self.eta,
             seed=self.seed,
             batch_size=self.batch_size,
+            check_epoch=partial(check_round_of, newest=newest, every=self.regenerate_every_n_epochs),
             trainer=self.trainer,
         )
-        rank_zero_info(describe_epoch(table, pools, sampler, self.trainer.current_epoch if self.trainer else 0))
-        hold_to_round(sampler, newest, self.regenerate_every_n_epochs)
+        rank_zero_info(describe_epoch(table, pools, sampler, epoch))
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:

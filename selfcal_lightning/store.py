@@ -41,6 +41,7 @@ from selfcal_lightning.store_parts import (
     PartLock,
     ShardWriter,
     drop_questions,
+    drop_shards,
     find_duplicates,
     part_entries,
     part_folders,
@@ -249,6 +250,36 @@ class SampleStore:
         self.join()
         return RepairReport(tuple(moved), questions, duplicates, unfinished)
 
+    def drop_rounds(self, first: int) -> int:
+        """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
+
+        For a store that a training with other settings is to continue; annotations of these rows are left where they
+        are, and nobody finds a row to them.
+
+        Raises:
+            ValueError: ``first`` is 0: without the samples of the base model it is another store.
+            RuntimeError: A writer is at work.
+        """
+        if first < 1:
+            raise ValueError(
+                f"Expected `first` to be at least 1, but got {first}. Use another `store_dir` for round 0."
+            )
+        locks = [PartLock(folder, wait_seconds=1.0) for folder in part_folders(self.path)]
+        dropped = 0
+        try:
+            for lock in locks:
+                lock.acquire()
+            for folder in part_folders(self.path):
+                dropped += drop_shards(folder, lambda entry: entry["round"] >= first)
+        finally:
+            for lock in locks:
+                lock.release()
+        for round in map(int, read_rounds(self.path)):
+            if round >= first:
+                round_file(self.path, round).unlink()
+        self.join()
+        return dropped
+
     def stored_questions(self, *, round: int = 0, include_parts: bool = False) -> dict[str, StoredQuestion]:
         """Return the complete questions of ``round``, of all splits, by id.
 
@@ -346,10 +377,26 @@ class SampleStore:
         check_shard(self.path / entry["file"], entry, size_only=checked)
         self._checked[entry["file"]] = entry["sha256"]
 
+    def _check_fingerprint(self, entry: Mapping[str, Any], table: pa.Table) -> None:
+        """Hold what a shard says its samples are against its round, whose file may have been deleted and made anew."""
+        file = round_file(self.path, entry["round"])
+        if not file.exists():
+            return
+        wanted = read_known(file)["digest"]
+        found = (table.schema.metadata or {}).get(b"selfcal.fingerprint", b"none").decode()
+        if found != wanted:
+            drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry['round']}`, "
+            raise StoreCorruptError(
+                f"Expected {self.path / entry['file']} to hold samples of the fingerprint {wanted[:12]}, which {file} "
+                f"describes, but got {found[:12]}: another model, prompt or sampling. Put the round's file back from a "
+                f"copy, {drop if entry['round'] else ''}or use another `store_dir`."
+            )
+
     def _questions_of(self, entry: Mapping[str, Any]) -> dict[str, StoredQuestion]:
         key = f"{entry['file']}/{entry['sha256']}"
         if key not in self._questions:
             table = read_shard(self.path / entry["file"], columns=("question_id", "split", "question_sha256"))
+            self._check_fingerprint(entry, table)
             columns = [table[name].to_pylist() for name in table.column_names]
             self._questions[key] = {name: StoredQuestion(*found) for name, *found in zip(*columns, strict=True)}
         return self._questions[key]

@@ -302,6 +302,19 @@ def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
     write_atomically(folder / PART_FILE, to_json({**part, "shards": shards}))
 
 
+def drop_shards(folder: Path, unwanted: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Take the shards for which ``unwanted(entry)`` holds out of a part, and delete them. Returns their number.
+
+    The manifest is written first: what a kill leaves is removed by the next writer.
+    """
+    part = read_part(folder)
+    kept = [entry for entry in part["shards"] if not unwanted(entry)]
+    if len(kept) < len(part["shards"]):
+        write_atomically(folder / PART_FILE, to_json({**part, "shards": kept}))
+    remove_unfinished(folder, {"shards": kept})
+    return len(part["shards"]) - len(kept)
+
+
 def _question_rows(path: Path, name: str) -> pa.Table:
     table = read_shard(path)
     return table.filter(pc.equal(table["question_id"], name)).replace_schema_metadata(None)

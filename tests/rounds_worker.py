@@ -1,4 +1,7 @@
-"""A run of two epochs with a round between them, to be killed: model and folder, --kill_after questions, --resume."""
+"""A run of two epochs with a round between them, to be killed: model and folder, --kill_after questions, --resume.
+
+With --devices 2 it is the second process that is killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from selfcal_lightning.store_parts import ShardWriter
 
 
 def kill_after(questions: int) -> None:
-    """Make this process kill itself as soon as so many questions of round 1 are committed."""
+    """Make this process kill itself as soon as it has committed so many questions of round 1."""
     commit = ShardWriter.commit
 
     def counted(self: ShardWriter) -> int:
@@ -40,16 +43,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill_after", type=int)
     parser.add_argument("--resume")
+    parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.kill_after is not None:
+    if options.kill_after is not None and int(os.environ.get("LOCAL_RANK", "0")) == options.devices - 1:
         kill_after(options.kill_after)
     module = module_of(options.model, lora=LoraSettings(r=4, dropout=0.2))
     settings: dict[str, Any] = {"max_new_tokens": 24, "questions_per_shard": 1, "shard_by_shard": True}
     checkpoints = ModelCheckpoint(options.folder / "checkpoints", filename="{step}", every_n_train_steps=2)
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
         max_epochs=2,
         logger=False,
         enable_progress_bar=False,
@@ -62,6 +67,8 @@ def main() -> None:
     )
     data = data_module(options.model, options.folder / "store", regenerate_every_n_epochs=1, total_tuples=12)
     trainer.fit(module, datamodule=data, ckpt_path=options.resume)
+    if not trainer.is_global_zero:
+        return
     adapter = write_export(module, options.folder / "adapter")
     (options.folder / "result.json").write_text(json.dumps({"adapter": weights_sha256(str(adapter))}))
 

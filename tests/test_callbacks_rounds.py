@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.adapter_check import AdapterMismatchError
+from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
 from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file
 from selfcal_lightning.store import SampleStore
 
@@ -59,14 +59,7 @@ def run(
 def copy_of_round_0(store: Path, target: Path) -> Path:
     """A store that has only what the base model sampled; saves the tests the sampling."""
     shutil.copytree(store, target)
-    part = target / "parts" / "rank-0-of-1"
-    content = json.loads((part / "part.json").read_text())
-    content["shards"] = [shard for shard in content["shards"] if shard["round"] == 0]
-    (part / "part.json").write_text(json.dumps(content))
-    for file in [*target.glob("rounds/round-00[1-9].json"), *part.glob("round-00[1-9]*"), target / "manifest.json"]:
-        file.unlink()
-    shutil.rmtree(target / "adapters")
-    SampleStore(target).join()
+    run_drop_rounds(str(target))
     return target
 
 
@@ -240,20 +233,6 @@ def test_an_engine_with_another_adapter_is_refused(
     with pytest.raises(AdapterMismatchError, match=r"at most 0\.0001 in the mean"):
         run(tiny_model, store)
     assert list(SampleStore(store).manifest["rounds"]) == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": {"lora": None}}, "`lora` settings"),
-        ({"data": {"train": []}}, "`train` sources"),
-    ],
-)
-def test_what_cannot_be_regenerated_is_refused(
-    tiny_model: str, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(tiny_model, tmp_path / "store", **settings)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ssc_pools import Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.datamodules.rounds import (
-    hold_to_round,
     pool_rounds,
     read_rounds,
     round_of_epoch,
@@ -149,10 +148,9 @@ def test_lightning_must_build_the_loader_anew(pool: Pool, store_dir: str) -> Non
 
 
 def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, store_dir: str) -> None:
-    sampler = pool.data(store_dir).train_dataloader().batch_sampler
-    hold_to_round(sampler, 1, 2)
-    assert len(sampler.draw(2).rows) == len(sampler.draw(3).rows) == 22
-    for epoch in (1, 4):
+    sampler = pool.data(store_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
+    assert len(sampler.draw(0).rows) == len(sampler.draw(1).rows) == 22
+    for epoch in (2, 4):
         with pytest.raises(RuntimeError, match=f"epoch {epoch} to be trained on round {round_of_epoch(epoch, 2)}"):
             sampler.draw(epoch)
 
@@ -166,5 +164,5 @@ def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, store_dir: str) -
     ],
 )
 def test_settings_are_checked(pool: Pool, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"`{next(reversed(settings))}`|`regenerate_every_n_epochs`"):
+    with pytest.raises(ValueError, match=rf"^Expected `{next(reversed(settings))}` to be"):
         pool.data("nowhere", **settings)

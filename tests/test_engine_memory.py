@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from selfcal_lightning.callbacks.generation_engines import engine_weights_bytes
 from selfcal_lightning.pipelines.engine_memory import memory_share
 
 GIB = 1 << 30
@@ -28,3 +33,26 @@ def test_too_little_names_the_setting(free: int, limit: float | None) -> None:
     assert memory_share(20 * GIB, 80 * GIB, weights=15 * GIB) == 0.23
     with pytest.raises(ValueError, match=r"`gpu_memory_utilization` .* at least 0\.2[67].*`engine: transformers`"):
         memory_share(free * GIB, 80 * GIB, weights=20 * GIB - (0 if limit else 1), limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (torch.float32, "auto", 2 * 100 + 8 * 10),  # vLLM halves what is stored in 32 bits
+        (torch.float32, "float32", 4 * 100 + 8 * 10),
+        (torch.float32, "bfloat16", 2 * 100 + 8 * 10),
+        (torch.bfloat16, "auto", 2 * 100 + 8 * 10),
+        (torch.bfloat16, "float32", 4 * 100 + 8 * 10),
+    ],
+)
+def test_weights_are_counted_as_the_engine_holds_them(
+    tmp_path: Path, stored: torch.dtype, asked: str, expected: int
+) -> None:
+    tensors = {"weight": torch.zeros(10, 10, dtype=stored), "steps": torch.zeros(10, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert engine_weights_bytes(str(tmp_path), revision=None, dtype=asked) == expected
+
+
+def test_weights_without_headers_count_as_they_lie_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(123))
+    assert engine_weights_bytes(str(tmp_path), revision=None, dtype="float32") == 123

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from training_runs import data_module, fill_store, generation, module_of
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
+from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
 from selfcal_lightning.pipelines import rendezvous, sampling, stop_signals
@@ -61,6 +62,7 @@ class Asked(Callback):
 
 def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **settings: Any) -> dict[str, torch.Tensor]:
     """Train for two epochs, or go on with that, and return what was learned."""
+    rows = settings.pop("data", {})
     module = module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.3))
     trainer = Trainer(
         accelerator="cpu",
@@ -73,7 +75,7 @@ def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **se
         accumulate_grad_batches=2,
         **{"devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, **settings},
     )
-    data = data_module(tiny_model, store, total_tuples=4 * STEPS_PER_EPOCH, batch_size=2)
+    data = data_module(tiny_model, store, total_tuples=4 * STEPS_PER_EPOCH, batch_size=2, **rows)
     trainer.fit(module, datamodule=data, ckpt_path="last")
     return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
 
@@ -180,6 +182,42 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
         group.question.id: [sample.text for sample in group.samples]
         for group in SampleStore(tmp_path / "store").samples()
     } == texts
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """The epoch before is not trained again, though no ModelCheckpoint has written anything."""
+    few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
+    regenerate = {
+        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", **few},
+        "reload_dataloaders_every_n_epochs": 1,
+    }
+    real = sampling._Sampler._take
+
+    def take(self: Any, name: str, response: Any) -> None:
+        real(self, name, response)
+        if self.round == 1 and self.writer.committed == 2:
+            if killed:
+                raise RuntimeError("killed")  # nothing is written any more, as after SIGKILL
+            signal.raise_signal(signal.SIGTERM)
+
+    def run(name: str, *callbacks: Callback) -> dict[str, torch.Tensor]:
+        sampler = generation(max_new_tokens=8, edt_scale=None, questions_per_shard=2, shard_by_shard=True)
+        folder = tmp_path / name
+        return train(tiny_model, folder / "store", folder, sampler, PreemptionCheckpoint(), *callbacks, **regenerate)
+
+    whole = run("whole")
+    monkeypatch.setattr(sampling._Sampler, "_take", take)
+    with pytest.raises(RuntimeError if killed else PreemptedError):
+        run("stopped")
+    monkeypatch.undo()
+    assert [file.name for file in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["last-round.ckpt"]
+    rest = Asked()
+    resumed = run("stopped", rest)
+    assert rest.epochs == [1]
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def _work(mine: Rendezvous) -> None:

@@ -127,3 +127,24 @@ def test_a_run_killed_while_it_samples_a_round_ends_as_an_unbroken_one(tiny_mode
         ]
         assert texts[0] == texts[1]
         assert len(texts[0]) == 8
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_killed_end_as_unbroken_ones(tiny_model: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    two = ["--devices", "2"]
+    assert _train([tiny_model, str(whole), *two]).wait(timeout=300) == 0
+    # The first process does not wait for ever; it fails, or Lightning ends it.
+    assert _train([tiny_model, str(killed), *two, "--kill_after", "2"]).wait(timeout=300) != 0
+    assert not (killed / "result.json").exists()
+    store = SampleStore(killed / "store")
+    assert store.committed_questions(parts=["rank-1-of-2"], round=1) == 2
+    assert 2 <= store.committed_questions(parts=["rank-0-of-2", "rank-1-of-2"], round=1) < 8
+    kept = weights_sha256(str(adapter_folder(killed / "store", 1)))
+    assert _train([tiny_model, str(killed), *two, "--resume", "last"]).wait(timeout=300) == 0
+    assert _hash(killed) == _hash(whole)
+    assert weights_sha256(str(adapter_folder(killed / "store", 1))) == kept
+    groups = [list(SampleStore(run / "store").samples(round=1)) for run in (whole, killed)]
+    texts = [[(group.question.id, [sample.text for sample in group.samples]) for group in run] for run in groups]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 8

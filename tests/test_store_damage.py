@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import fake_questions
-from store_samples import leftovers, make_group, make_store, shards, write
+from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
 
 from selfcal_lightning.store import SampleStore, StoreCorruptError
 
@@ -170,3 +171,39 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(StoreCorruptError, match="to have format 1, but got 2"):
         SampleStore(tmp_path).index()
+
+
+def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path) -> None:
+    questions = fake_questions(3)
+    for round in (0, 1):
+        write(make_store(tmp_path, round=round), questions, round=round)
+    SampleStore(tmp_path).join()
+    (tmp_path / "rounds" / "round-001.json").unlink()
+    other = replace(FINGERPRINT, model={**FINGERPRINT.model, "adapter_sha256": "new"})
+    store = SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={}, round=1)
+    for count in (lambda: store.stored_questions(round=1, include_parts=True), store.join):
+        with pytest.raises(StoreCorruptError, match=r"another model, prompt or sampling.*drop-rounds .* --first 1"):
+            count()
+    assert len(store.stored_questions(round=0)) == 3
+
+
+def test_later_rounds_are_dropped(tmp_path: Path) -> None:
+    questions = fake_questions(5)
+    for round in (0, 1, 2):
+        for part, share in (("a", questions[:3]), ("b", questions[3:])):
+            write(make_store(tmp_path, round=round), share, part=part, round=round)
+    store = SampleStore(tmp_path)
+    store.join()
+    before = [sample for group in store.samples(round=1) for sample in group.samples]
+    assert store.drop_rounds(2) == 2
+    assert list(SampleStore(tmp_path).manifest["rounds"]) == ["0", "1"]
+    assert [sample for group in SampleStore(tmp_path).samples(round=1) for sample in group.samples] == before
+    assert store.drop_rounds(1) == 2
+    assert store.drop_rounds(1) == 0
+    assert len(list(tmp_path.glob("parts/*/*.parquet"))) == 2
+    write(make_store(tmp_path, round=1), questions[:3], round=1)
+    assert len(SampleStore(tmp_path).stored_questions(round=1, include_parts=True)) == 3
+    with pytest.raises(ValueError, match="`first` to be at least 1"):
+        store.drop_rounds(0)
+    with store.writer("a", round=1), pytest.raises(RuntimeError, match="one writer"):
+        store.drop_rounds(1)

@@ -64,7 +64,10 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash."""
+        """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
+
+        Where the weights are quantised as they are read, ``quantization`` says how.
+        """
         ...
 
     def close(self) -> None:

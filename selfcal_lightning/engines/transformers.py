@@ -67,6 +67,7 @@ class TransformersEngine:
         network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
         self._source, self._revision, self._adapter = model, revision, adapter
         self._adapter_sha256: str | None = None
+        self._quantization: str | None = None
         self._start(network, chat, max_batch=max_batch, max_context=max_context, borrowed=False)
 
     @classmethod
@@ -80,6 +81,7 @@ class TransformersEngine:
         source: str | None = None,
         revision: str | None = None,
         adapter_sha256: str | None = None,
+        quantization: str | None = None,
     ) -> TransformersEngine:
         """Serve a model that is in memory already, such as the one in training, on its device and in its dtype.
 
@@ -94,10 +96,11 @@ class TransformersEngine:
             source: Where its base weights come from, for ``describe``; None hashes the parameters in memory.
             revision: Revision of ``source``.
             adapter_sha256: Hash of what it carries on top of ``source``, if anything.
+            quantization: How the weights of ``source`` were quantised, such as "nf4"; None where they were not.
         """
         engine = cls.__new__(cls)
         engine._source, engine._revision, engine._adapter = source, revision, None
-        engine._adapter_sha256 = adapter_sha256
+        engine._adapter_sha256, engine._quantization = adapter_sha256, quantization
         engine._start(model, chat, max_batch=max_batch, max_context=max_context, borrowed=True)
         return engine
 
@@ -208,6 +211,7 @@ class TransformersEngine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "weights_sha256": weights,
             "adapter_sha256": adapter,
+            "quantization": self._quantization,
         }
 
     def close(self) -> None:

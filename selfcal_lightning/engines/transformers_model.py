@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
-_MASKABLE = ("sdpa", "eager", _GROUPED)
+MASKABLE_ATTENTION = ("sdpa", "eager", _GROUPED)
 
 
 class SlotCache(Cache):
@@ -136,9 +136,9 @@ class CachedModel:
 
     def __init__(self, network: PreTrainedModel) -> None:
         config = network.config.get_text_config()
-        if config._attn_implementation not in _MASKABLE:
+        if config._attn_implementation not in MASKABLE_ATTENTION:
             raise ValueError(
-                f"Expected the model's attention implementation to be one of {_MASKABLE}, but got "
+                f"Expected the model's attention implementation to be one of {MASKABLE_ATTENTION}, but got "
                 f"{config._attn_implementation!r}. Load the model with attn_implementation='sdpa'."
             )
         self.network = network

@@ -254,6 +254,8 @@ class VLLMEngine:
 
         A running engine takes it in under a new id and resets its prefix cache, so that files overwritten in place
         are read again. Only an engine that was started without an adapter, or for a smaller rank, starts anew.
+        For an engine that lives on between two adapters: the regeneration rounds of ``SSCGeneration`` end theirs after
+        every round, since training needs its memory, and start a new one.
 
         Raises:
             RuntimeError: When requests are in flight.

@@ -67,6 +67,14 @@ class WeightFiles:
         """Bytes of all tensors."""
         return sum(_numel(self.shape(name)) * self.dtype(name).itemsize for name in self._files)
 
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all tensors when floats of 16 bits and more are held in ``dtype``, others as stored."""
+        wide = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+        stored = {name: self.dtype(name) for name in self._files}
+        return sum(
+            _numel(self.shape(name)) * (dtype if found in wide else found).itemsize for name, found in stored.items()
+        )
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor; only the header of its file is read."""
         return tuple(self._slice(name).get_shape())

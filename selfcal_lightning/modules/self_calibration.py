@@ -85,8 +85,9 @@ class SelfCalibrationModule(LightningModule):
         generation_loss: False drops the generation loss (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
-            extra `qlora`); embeddings, norms and the output layer are not. Samples are drawn from, and an export is
-            merged into, the model as it is stored. None trains on that model too.
+            extra `qlora`); embeddings, norms and the output layer are not. Round 0 is sampled from, and an export is
+            merged into, the model as it is stored; later rounds are sampled with the one in four bits. None trains on
+            the stored model too.
         optimizer: "adamw", or of bitsandbytes (the extra `qlora`) "adamw_8bit" with 8-bit moments, "paged_adamw" with
             moments that may leave the GPU, "paged_adamw_8bit" with both.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.

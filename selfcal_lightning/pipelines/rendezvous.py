@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.pipelines.stop_signals import Interrupt, PreemptedError, never
+
+logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0
 POLL_SECONDS = 0.5
@@ -47,6 +50,7 @@ class Rendezvous:
         self._looked_at = 0.0
         self._beat = 0
         self._lock = threading.Lock()
+        self._seen: dict[int, dict[str, Any]] = {}
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -60,7 +64,10 @@ class Rendezvous:
 
         def beat() -> None:
             while not stop.wait(BEAT_SECONDS):
-                self._show("working")
+                try:
+                    self._show("working")
+                except OSError as error:  # a full or stale disk for a moment; the others wait for `stall_timeout`
+                    logger.warning("No sign of life could be written to %s: %s.", self.folder, error)
 
         thread = threading.Thread(target=beat, name="rendezvous", daemon=True)
         thread.start()
@@ -86,8 +93,8 @@ class Rendezvous:
             yield self
         self.meet()
 
-    def meet(self) -> None:
-        """Wait until every process is done.
+    def meet(self, on_wait: Callable[[], None] = never) -> None:
+        """Wait until every process is done, and call ``on_wait`` every few seconds meanwhile.
 
         Raises:
             RuntimeError: A process failed or gives no sign of life; what it did until then is kept in the store.
@@ -95,7 +102,7 @@ class Rendezvous:
         """
         try:
             for rank in range(self.world_size) if self.world_size > 1 else ():
-                self._wait_for(rank)
+                self._wait_for(rank, on_wait)
         except PreemptedError as error:
             self._show(STOPPED, str(error))
             raise
@@ -109,9 +116,9 @@ class Rendezvous:
         for rank in range(self.world_size):
             _raise_if_stopped(rank, self._read(rank))
 
-    def _wait_for(self, rank: int) -> None:
+    def _wait_for(self, rank: int, on_wait: Callable[[], None]) -> None:
         seen: dict[str, Any] = {}
-        since = time.monotonic()
+        since = told = time.monotonic()
         while True:
             state = self._read(rank)
             if state.get("state") == "done":
@@ -121,6 +128,9 @@ class Rendezvous:
                 raise RuntimeError(f"Expected process {rank} to finish its share, but it failed: {state['problem']}")
             if state != seen:
                 seen, since = state, time.monotonic()
+            if time.monotonic() - told > BEAT_SECONDS:
+                on_wait()
+                told = time.monotonic()
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
                 raise RuntimeError(
@@ -134,7 +144,12 @@ class Rendezvous:
         return self.folder / f"{rank}.json"
 
     def _read(self, rank: int) -> dict[str, Any]:
-        return json.loads(self._file(rank).read_text()) if self._file(rank).exists() else {}
+        """Return what a process shows; where its file cannot be read (not there yet, just replaced), what it showed."""
+        try:
+            self._seen[rank] = json.loads(self._file(rank).read_text())
+        except OSError:
+            return self._seen.get(rank, {})
+        return self._seen[rank]
 
     def _show(self, state: str, problem: str = "") -> None:
         with self._lock:

@@ -28,6 +28,7 @@ def open_existing(
     seed: int,
     num_samples: int,
     adapter: str | None = None,
+    quantization: str | None = None,
     round: int = 0,
 ) -> SampleStore | None:
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
@@ -44,6 +45,7 @@ def open_existing(
         seed: Seed of the run.
         num_samples: Responses to each question.
         adapter: Folder of a LoRA adapter.
+        quantization: How the engine's weights are quantised, such as "nf4".
         round: Generation round.
 
     Raises:
@@ -57,6 +59,7 @@ def open_existing(
         "revision": revision,
         "weights_sha256": weights_sha256(model, revision=revision),
         "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+        **({} if quantization is None else {"quantization": quantization}),
     }
     fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfcal_lightning.engines.transformers_model import MASKABLE_ATTENTION
+from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.pipelines.export import read_manifest, write_export
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
-FLAT_ATTENTION = ("sdpa", "eager")
 _LOG = logging.getLogger(__name__)
 
 
@@ -75,8 +76,9 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
     if manifest is None or manifest["store"]["training"] != training:
         raise ValueError(
             f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
-            "training with other settings. Samples are never mixed: use another `store_dir` (a copy of this store, "
-            "without `adapters` and later rounds, keeps round 0), or go back to those settings."
+            "training with other settings. Samples are never mixed: go back to those settings, or use another "
+            "`store_dir`. To keep the samples of the base model, copy this store and take the later rounds out of the "
+            "copy with `selfcal drop-rounds --store_dir COPY --first 1`."
         )
 
 
@@ -92,16 +94,13 @@ def serving(module: SelfCalibrationModule, folder: Path) -> Iterator[None]:
         own = adapter_state(model)
         set_adapter_state(model, read_adapter_state(folder))
     attention = model.config._attn_implementation
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    if attention not in FLAT_ATTENTION:
+    if attention not in MASKABLE_ATTENTION:
         model.set_attn_implementation("sdpa")
     try:
-        yield
+        with evaluation_mode(model):
+            yield
     finally:
-        if attention not in FLAT_ATTENTION:
+        if attention not in MASKABLE_ATTENTION:
             model.set_attn_implementation(attention)
-        for part in training:
-            part.training = True
         if own is not None:
             set_adapter_state(model, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class AdapterExport(Callback):
             )
         self.output_dir, self.monitor, self.mode = output_dir, monitor, mode
         self.best: float | None = None
+        self.run: str | None = None
         self._folder, self._best_folder = Path(), Path()
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
@@ -57,19 +59,22 @@ class AdapterExport(Callback):
                 check_output(self._best_folder, overwrite=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far, so that a resumed run does not replace a better export."""
-        return {"best": self.best}
+        """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
+        return {"best": self.best, "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the best value of the run that is resumed."""
-        self.best = state_dict["best"]
+        self.best, self.run = state_dict["best"], state_dict["run"]
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
-        """Take up the best value of the folder too: a checkpoint that is resumed may have come before it."""
-        if self.monitor is None or trainer.global_step == 0:
+        """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
+        if self.run is None:
+            self.run = trainer.strategy.broadcast(uuid.uuid4().hex)
+            return
+        if self.monitor is None:
             return
         manifest = read_manifest(self._best_folder) or {}
-        mine = manifest.get("hyper_parameters") == dict(pl_module.hparams)  # not of an earlier training
+        mine = manifest.get("run") == self.run  # not of an earlier training
         kept = trainer.strategy.broadcast(manifest["metrics"].get(self.monitor) if mine else None)
         best = [value for value in (self.best, kept) if value is not None]
         self.best = (min if self.mode == "min" else max)(best, default=None)
@@ -100,7 +105,7 @@ class AdapterExport(Callback):
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         store_dir = getattr(trainer.datamodule, "store_dir", None)
         store = None if store_dir is None else describe_store(store_dir)
-        write_export(module, folder, store=store, metrics=metrics, state=state)
+        write_export(module, folder, store=store, metrics=metrics, run=self.run, state=state)
         say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
 
 

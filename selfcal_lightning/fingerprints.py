@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.locations import INDEX, WHOLE, model_folder, weight_files
+from selfcal_lightning.locations import NAMED_WEIGHTS, model_folder, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,9 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     """
     files = _weight_files(model, revision)
     stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    index = None if files[0].name == WHOLE else next(files[0].parent.glob(INDEX), None)
-    return _hash_files(stamps, index)
+    whole, indices = zip(*NAMED_WEIGHTS, strict=True)
+    found = [] if files[0].name in whole else [files[0].with_name(index) for index in indices]
+    return _hash_files(stamps, next((index for index in found if index.is_file()), None))
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
@@ -59,7 +60,7 @@ def _weight_files(model: str, revision: str | None) -> list[Path]:
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(
-            f"Expected `model` to be a folder with all files that {INDEX} names, but {folder} lacks {absent}."
+            f"Expected `model` to be a folder with all files that its index names, but {folder} lacks {absent}."
         )
     if not files:
         raise ValueError(f"Expected `model` to be a folder with *.safetensors files, but {folder} has none.")

@@ -8,7 +8,9 @@ from pathlib import Path
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parent
 BUNDLED_MODEL = PACKAGE / "assets" / "tiny_solver"
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# One whole file or the index of several, in the order in which transformers looks for them.
+NAMED_WEIGHTS = ((WHOLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, tokenizer, chat template, index
 
 
@@ -51,10 +53,13 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
         if not download:
             raise
     else:
-        named = (folder / INDEX).is_file() or (folder / WHOLE).is_file()
+        named = any((folder / name).is_file() for names in NAMED_WEIGHTS for name in names)
         if not download or (named and all(file.is_file() for file in weight_files(folder))):
             return folder
-    folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, WHOLE]))
+    for whole, index in NAMED_WEIGHTS:
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, whole]))
+        if (folder / whole).is_file() or (folder / index).is_file():
+            break
     if absent := [file.relative_to(folder).as_posix() for file in weight_files(folder) if not file.is_file()]:
         snapshot_download(model, revision=revision, allow_patterns=absent)
     if not weight_files(folder):
@@ -68,10 +73,11 @@ def weight_files(folder: Path) -> list[Path]:
     Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
     ``consolidated.safetensors`` of some repositories.
     """
-    if (folder / WHOLE).is_file():  # before the index, as transformers does
-        return [folder / WHOLE]
-    if (folder / INDEX).is_file():
-        return sorted({folder / file for file in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    for whole, index in NAMED_WEIGHTS:
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            return sorted({folder / file for file in json.loads((folder / index).read_text())["weight_map"].values()})
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 

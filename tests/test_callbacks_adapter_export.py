@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_the_best_validation_has_a_folder_of_its_own(
     module = pretending(module_of(tiny_model), 0.5, float("nan"), 0.25, 0.75)
     trainer_with(callback, val_check_interval=1).fit(module, datamodule=data_module(tiny_model, store))
     assert read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED] == best
-    assert callback.state_dict() == {"best": best}
+    assert callback.state_dict()["best"] == best
     restored = AdapterExport(monitor=MONITORED, mode=mode)
     restored.load_state_dict(callback.state_dict())
     assert restored.best == best
@@ -104,6 +105,9 @@ def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
     assert run(0.0625) == 0.0625
     (tmp_path / "two.ckpt").unlink()
     assert run(0.75, 0.625) == 0.625, "a new training replaces what an earlier one left"
+    manifest = read_manifest(tmp_path / "adapter-best") | {"run": "another", "metrics": {MONITORED: 0.001}}
+    (tmp_path / "adapter-best" / MANIFEST).write_text(json.dumps(manifest))
+    assert run(0.5) == 0.5, "so does a resumed one, with the same settings"
 
 
 def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(

@@ -125,3 +125,19 @@ def test_a_model_is_downloaded_before_it_is_identified(hub: LocalHub, tiny_model
     module.configure_model()
     assert module.identity["weights_sha256"] == weights_sha256(tiny_model)
     assert "model.safetensors" in hub.downloaded
+
+
+def test_shards_of_bin_files_are_completed_too(hub: LocalHub) -> None:
+    (hub.repository / "model.safetensors").unlink()
+    shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for shard in shards:
+        (hub.repository / shard).write_bytes(shard.encode())
+    index = {"weight_map": dict(zip(("a", "b"), shards, strict=True))}
+    (hub.repository / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (hub.repository / "training_args.bin").write_bytes(b"no weights")
+    hub.snapshot_download("org/m", allow_patterns=["*.json", shards[0]])
+    folder = model_folder("org/m")
+    assert [file.name for file in weight_files(folder)] == shards
+    assert all(file.is_file() for file in weight_files(folder))
+    assert "training_args.bin" not in hub.downloaded
+    assert model_folder("org/m") == folder

@@ -58,6 +58,7 @@ def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.Mo
         return forward(self, hidden_states, **arguments) if self.layer_idx == 0 else (hidden_states, None)
 
     monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
+    monkeypatch.setattr("selfcal_lightning.models.segment_attention._PROBED", {})
     assert "layers that do not attend by the trees" in str(shared_prefix_problem(config_of("llama")))
 
 

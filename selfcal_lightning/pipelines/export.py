@@ -89,6 +89,7 @@ def write_export(
     *,
     store: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    run: str | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
@@ -100,6 +101,7 @@ def write_export(
         directory: Where to; an export that lies there is replaced in one step.
         store: What identifies the samples that it was trained on.
         metrics: Validation metrics to keep with it.
+        run: Name of the training, the same after a resume.
         state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
     """
     from selfcal_lightning.models.lora import save_adapter
@@ -116,6 +118,7 @@ def write_export(
             "store": None if store is None else dict(store),
             # JSON has no nan: what is not defined is left out.
             "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+            "run": run,
             "versions": versions(),
             "created": _now(),
         }

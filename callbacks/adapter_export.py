@@ -64,7 +64,7 @@ class AdapterExport(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the best value of the run that is resumed."""
-        self.best, self.run = state_dict["best"], state_dict["run"]
+        self.best, self.run = state_dict["best"], state_dict.get("run")
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""

@@ -109,6 +109,16 @@ class SSCGeneration(Callback):
         self._resumed: ResumedAt | None = None
         self._unreported: list[int] = []
         self._reported: int | None = None
+        self._training: str | None = None  # digest of the training, where later rounds are sampled
+        self._resumed_training: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what identifies the training whose rounds these are."""
+        return {"training": self._training}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Note of which training the checkpoint is."""
+        self._resumed_training = state_dict.get("training")
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
@@ -143,8 +153,17 @@ class SSCGeneration(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
         place = self._resumed
-        if _data_module(trainer).regenerate_every_n_epochs is None or place is None:
+        if _data_module(trainer).regenerate_every_n_epochs is None:
             return
+        self._training = training_digest(trainer, pl_module, round=None)
+        if place is None:
+            return
+        if self._resumed_training not in (None, self._training):
+            raise ValueError(
+                "Expected a checkpoint of this training, since its generation rounds go on, but got one of a training "
+                "with other settings or questions. Go back to those, or start without `ckpt_path` and with another "
+                "`dirpath` of ModelCheckpoint."
+            )
         if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
             self._regenerate(trainer, pl_module, place)
 
@@ -161,6 +180,9 @@ class SSCGeneration(Callback):
             return
         if is_over(trainer, epochs=following, steps=trainer.global_step):
             return
+        # First the checkpoints of this epoch's end: a run that goes on from the one below does not reach it again.
+        for checkpoint in trainer.checkpoint_callbacks:
+            checkpoint.on_train_epoch_end(trainer, pl_module)
         folder = adapter_folder(data.store_dir, data.round_of(following))
         if not trainer.strategy.broadcast(folder.exists()):
             trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
@@ -306,7 +328,8 @@ class SSCGeneration(Callback):
         store = SampleStore(_data_module(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
         wait_for_shares(meeting, store, wanted, round=round)
-        join_shares(self._meeting(trainer, f"round-{round:03d}-joined"), store, wanted, round=round)
+        meetings = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
+        join_shares(*meetings, store, wanted, round=round)
         manifest = store.manifest
         _say(
             trainer,

@@ -186,13 +186,19 @@ def check_engine(
     return check_adapter(engine, module.model, probes)
 
 
-def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int) -> str:
-    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
+def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int | None) -> str:
+    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it.
+
+    Args:
+        trainer: The trainer.
+        module: The module.
+        round: The round; None leaves out how long the training is, so that a finished one may be given more epochs.
+    """
     content = {
         "module": {name: value for name, value in module.hparams.items() if name not in {"base_model", "revision"}},
         "data": trainer.datamodule.training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
-        "steps": trainer.estimated_stepping_batches,
+        "steps": None if round is None else trainer.estimated_stepping_batches,
         "round": round,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

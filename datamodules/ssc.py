@@ -100,7 +100,8 @@ class SSCDataModule(LightningDataModule):
             gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
             always makes such batches.
         group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
-            make an optimiser step. No more than ``batch_size`` of them share one. 1 draws every response on its own.
+            make an optimiser step. No more than ``batch_size`` of them share one. 1 draws every response on its own,
+            which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
         token_budget: Most tokens of a micro-batch, checked before an epoch begins; rows that are not packed count as
             padded to the longest of their micro-batch. None sets no limit.
         pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
@@ -264,6 +265,7 @@ class SSCDataModule(LightningDataModule):
         ]
         return {
             **{name: getattr(self, name) for name in names},
+            "packing": shares_prefix(self.packing, self.base_model, revision=self.revision),
             "rows_per_step": self.rows_per_step,
             "shares": self._shares(),
             "questions": sorted((question.id, question_digest(question)) for question in self.questions("train")),

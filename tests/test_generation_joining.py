@@ -112,6 +112,10 @@ def both_ranks(work: Callable[[int], None]) -> list[Exception]:
     return raised
 
 
+def meetings(folder: Path, rank: int, stall_timeout: float) -> list[Rendezvous]:
+    return [Rendezvous(folder / name, rank=rank, world_size=2, stall_timeout=stall_timeout) for name in ("j", "l")]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_one_process_joins_and_the_others_see_for_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
@@ -134,8 +138,7 @@ def test_one_process_joins_and_the_others_see_for_themselves(
     def work(rank: int) -> None:
         threading.current_thread().name = f"rank {rank}"
         store = SampleStore(tmp_path / "s")
-        meeting = Rendezvous(tmp_path / "m", rank=rank, world_size=2, stall_timeout=20.0)
-        join_shares(meeting, store, {question.id for question in questions}, round=0)
+        join_shares(*meetings(tmp_path, rank, 20.0), store, {question.id for question in questions}, round=0)
         assert len(store.question_ids()) == 6
 
     if late:
@@ -145,12 +148,27 @@ def test_one_process_joins_and_the_others_see_for_themselves(
     assert (len(joined) > 1) == late
 
 
+def test_a_shard_that_is_named_before_it_comes_into_sight_is_waited_for(tmp_path: Path) -> None:
+    questions = fake_questions(6)
+    make_store(tmp_path / "s")
+    for rank in range(2):
+        write(SampleStore(tmp_path / "s"), questions[3 * rank : 3 * rank + 3], part=f"rank-{rank}-of-2")
+    shard = next((tmp_path / "s").rglob("*rank-1-of-2*/*.parquet"))
+    hidden = shard.rename(tmp_path / "hidden")
+    threading.Timer(0.5, hidden.rename, (shard,)).start()
+
+    def work(rank: int) -> None:
+        wanted = {question.id for question in questions}
+        join_shares(*meetings(tmp_path, rank, 20.0), SampleStore(tmp_path / "s"), wanted, round=0)
+
+    assert both_ranks(work) == []
+
+
 def test_questions_that_never_come_are_an_error_everywhere(tmp_path: Path) -> None:
     make_store(tmp_path / "s")
 
     def work(rank: int) -> None:
-        meeting = Rendezvous(tmp_path / "m", rank=rank, world_size=2, stall_timeout=0.3)
-        join_shares(meeting, SampleStore(tmp_path / "s"), {"lost"}, round=0)
+        join_shares(*meetings(tmp_path, rank, 0.3), SampleStore(tmp_path / "s"), {"lost"}, round=0)
 
     raised = both_ranks(work)
     assert len(raised) == 2

@@ -188,7 +188,7 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
 def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    """The epoch before is not trained again, though no ModelCheckpoint has written anything."""
+    """The epoch before is not trained again, and its ModelCheckpoint has written what it writes in a whole run."""
     few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
     regenerate = {
         "data": {"regenerate_every_n_epochs": 1, "target": "p_true", **few},
@@ -206,18 +206,23 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
     def run(name: str, *callbacks: Callback) -> dict[str, torch.Tensor]:
         sampler = generation(max_new_tokens=8, edt_scale=None, questions_per_shard=2, shard_by_shard=True)
         folder = tmp_path / name
-        return train(tiny_model, folder / "store", folder, sampler, PreemptionCheckpoint(), *callbacks, **regenerate)
+        epochs = ModelCheckpoint(folder / "epochs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        callbacks = (sampler, PreemptionCheckpoint(), *callbacks, epochs)
+        return train(tiny_model, folder / "store", folder, *callbacks, **regenerate)
 
     whole = run("whole")
     monkeypatch.setattr(sampling._Sampler, "_take", take)
     with pytest.raises(RuntimeError if killed else PreemptedError):
         run("stopped")
     monkeypatch.undo()
-    assert [file.name for file in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["last-round.ckpt"]
+    written = {file.name for file in (tmp_path / "stopped").rglob("*.ckpt") if file.parent.name != "adapters"}
+    assert written == {"epoch=0.ckpt", "last-round.ckpt"}
     rest = Asked()
     resumed = run("stopped", rest)
     assert rest.epochs == [1]
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    kept = [{file.name for file in (tmp_path / name / "epochs").glob("epoch*")} for name in ("whole", "stopped")]
+    assert kept[0] == kept[1] == {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 
 def _work(mine: Rendezvous) -> None:

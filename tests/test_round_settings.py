@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
+from processes import run_processes
 from training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -113,7 +114,6 @@ def test_the_digest_of_a_training_is_there_before_a_loader_is(tiny_model: str, t
     [
         ({"module": {"lora": None}}, "`lora` settings"),
         ({"data": {"train": []}}, "`train` sources"),
-        ({"trainer": {"strategy": AdapterModelParallelStrategy()}}, r"FSDP2.*auto or ddp"),
         ({"callbacks": [EarlyStopping("val/calibration/ECE")]}, "EarlyStopping .*`check_on_train_epoch_end: false`"),
         (
             {
@@ -140,6 +140,22 @@ def test_what_cannot_be_regenerated_is_refused(
     with pytest.raises(ValueError, match=message):
         trainer.fit(module_of(tiny_model, **settings.get("module", {})), datamodule=data)
     assert not store.exists()
+
+
+def test_so_is_a_model_that_is_cut_over_processes(tiny_model: str, tmp_path: Path) -> None:
+    """In a process of its own: the group that Lightning begins there must not be inherited by later tests."""
+
+    def refused() -> str:
+        trainer = trainer_with(
+            generation(), strategy=AdapterModelParallelStrategy(), max_epochs=2, reload_dataloaders_every_n_epochs=1
+        )
+        data = data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1)
+        with pytest.raises(ValueError, match=r"FSDP2.*auto or ddp") as raised:
+            trainer.fit(module_of(tiny_model), datamodule=data)
+        return str(raised.value)
+
+    assert run_processes(refused, tmp_path / "alone", count=1)
+    assert not (tmp_path / "store").exists()
 
 
 # ---- a round that nobody would read

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0
 POLL_SECONDS = 0.5
+SHOWS = 6  # attempts to write a state
 STOPPED = "stopped"
 
 
@@ -60,7 +61,7 @@ class Rendezvous:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         stop = threading.Event()
-        self._show("working")
+        self._show_surely("working")
 
         def beat() -> None:
             while not stop.wait(BEAT_SECONDS):
@@ -84,7 +85,7 @@ class Rendezvous:
         finally:
             stop.set()
             thread.join()
-            self._show(state, problem)
+            self._show_surely(state, problem)
 
     @contextmanager
     def together(self) -> Iterator[Rendezvous]:
@@ -150,6 +151,18 @@ class Rendezvous:
         except OSError:
             return self._seen.get(rank, {})
         return self._seen[rank]
+
+    def _show_surely(self, state: str, problem: str = "") -> None:
+        """Show a state that the others wait for, through a disk that fails for some seconds."""
+        for _ in range(SHOWS - 1):
+            try:
+                self._show(state, problem)
+            except OSError as error:
+                logger.warning("%s could not be written to %s: %s. Trying again.", state, self.folder, error)
+                time.sleep(BEAT_SECONDS)
+            else:
+                return
+        self._show(state, problem)
 
     def _show(self, state: str, problem: str = "") -> None:
         with self._lock:

@@ -108,7 +108,7 @@ def test_the_environment_is_clean_and_bound_to_the_ranks_gpus() -> None:
 def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.imports.is_installed", lambda module: False)
     monkeypatch.setattr(vllm, "is_installed", lambda module: False)
-    with pytest.raises(ImportError, match=r"selfcal-lightning\[vllm\]"):
+    with pytest.raises(ImportError, match=r"'\.\[vllm\]'"):
         vllm.VLLMEngine("model")
 
 

@@ -154,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = run(options)
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    plain = {name: value for name, value in vars(options).items() if name != "output"}
     options.output.mkdir(parents=True, exist_ok=True)
     model = "the bundled model" if options.model == str(BUNDLED) else options.model
     report = {"torch": torch.__version__, "options": {**plain, "model": model}, "rows": rows}

@@ -112,11 +112,11 @@ def test_a_run_killed_while_it_samples_a_round_ends_as_an_unbroken_one(tiny_mode
     store = SampleStore(killed / "store")
     assert len(store.stored_questions(round=1, include_parts=True)) == 2
     kept = weights_sha256(str(adapter_folder(killed / "store", 1)))
-    # The last checkpoint that a user's own callback wrote is from the middle of the epoch before.
-    (checkpoint,) = (killed / "checkpoints").glob("*.ckpt")
-    assert "step=2" in checkpoint.name
-    for name in (str(checkpoint), None):  # from there, and from the very beginning
-        again = tmp_path / ("again" if name else "from_scratch")
+    # Of the round itself, and the last one that the user's own callback wrote, from the middle of the epoch before.
+    checkpoints = {file.name: str(file) for file in (killed / "checkpoints").glob("*.ckpt")}
+    assert checkpoints.keys() == {"last-round.ckpt", "step=2.ckpt"}
+    for place, name in {**checkpoints, "from_scratch": None}.items():
+        again = tmp_path / place
         subprocess.run(["cp", "-r", str(killed), str(again)], check=True)
         assert _train([tiny_model, str(again), *(["--resume", name] if name else [])]).wait(timeout=300) == 0
         assert _hash(again) == _hash(whole)

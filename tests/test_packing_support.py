@@ -27,7 +27,13 @@ def config_of(family: str, **settings: object) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **{"vocab_size": 90, **sizes, **settings})
 
 
-@pytest.mark.parametrize(("family", "reason"), [("nemotron", "does not hand the trees"), ("doge", "fails on a packed")])
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("nemotron", "fails on a packed row (Expected NemotronAttention to hand"),
+        ("doge", "fails on a packed row (RuntimeError: "),
+    ],
+)
 def test_an_architecture_that_cannot_pack_is_found_from_its_configuration(family: str, reason: str) -> None:
     assert reason in str(shared_prefix_problem(config_of(family)))
 
@@ -47,6 +53,14 @@ def test_looking_changes_neither_the_configuration_nor_the_random_numbers() -> N
     assert shared_prefix_problem(config) is None
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, softcap=30.0))
+    assert "LlamaAttention asks for ['softcap'])" in str(shared_prefix_problem(config_of("llama")))
 
 
 def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +145,10 @@ def model_folder(family: str, folder: Path, pool: Pool, **settings: object) -> s
 
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
-    [("mistral", {"sliding_window": 64}, "sliding window of 64"), ("nemotron", {}, "does not hand the trees")],
+    [
+        ("mistral", {"sliding_window": 64}, "sliding window of 64"),
+        ("nemotron", {}, "Expected NemotronAttention to hand"),
+    ],
 )
 def test_auto_trains_models_that_cannot_pack(
     family: str, settings: dict[str, int], reason: str, pool: Pool, store_dir: str, tmp_path: Path
@@ -166,5 +183,5 @@ def test_a_mistyped_model_is_named_before_anything_is_sampled(pool: Pool, tmp_pa
 def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
     model = model_folder("nemotron", tmp_path / "model", pool)
     data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=model)
-    with pytest.raises(ValueError, match=r"does not hand the trees .*\. Set `packing: auto` to fall back"):
+    with pytest.raises(ValueError, match=r"fails on a packed row .*\. Set `packing: auto` to fall back"):
         fit_recorder(data)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SEGMENTS = "segments"
 FLEX = "flex_attention"
 PROBED_LAYERS = 2
+WAY_OUT = ". Set `packing: off`."
 # Arguments by which models of some families change the scores; attention by segments knows none of them.
 UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 _PROBED: dict[str, str | None] = {}  # what a look at an architecture found, by its class and configuration
@@ -97,7 +98,7 @@ def segment_attention(
         if attention_mask is not None and not attention_mask.numel():
             raise PackingError(
                 f"Expected {type(module).__name__} to hand `prefix_trees` to its attention, but it did not: this model "
-                "cannot run packed rows. Set `packing: off`."
+                f"cannot run packed rows{WAY_OUT}"
             )
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -107,8 +108,7 @@ def segment_attention(
     asked = [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
     if asked:
         raise PackingError(
-            f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}. "
-            "Set `packing: off`."
+            f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}{WAY_OUT}"
         )
     # Under autocast, rotated queries and keys may be float32 beside values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -256,15 +256,15 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
 
     register_segment_attention()
     config = copy.deepcopy(config)
-    config.quantization_config = None
     text = config.get_text_config()
-    text.num_hidden_layers = PROBED_LAYERS
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:PROBED_LAYERS]
     tree = PrefixTree(0, 3, (2, 4))
     # Constructors of some families draw numbers all the same; those of training must not depend on it.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
         try:
+            config.quantization_config = None
+            text.num_hidden_layers = PROBED_LAYERS
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:PROBED_LAYERS]
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation=SEGMENTS, trust_remote_code=False
             )
@@ -274,8 +274,8 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
         masks: TreeMasks = arguments["prefix_trees"]
         try:
             model.eval()(**arguments, use_cache=False)
-        except PackingError:
-            return f"{name} does not hand the trees of a packed row to its attention"
+        except PackingError as error:
+            return f"{name} fails on a packed row ({str(error).removesuffix(WAY_OUT)})"
         except Exception as error:
             if masks.num_calls or "meta" in str(error).lower():
                 return None
@@ -340,8 +340,7 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
             if not error <= tolerance:
                 raise PackingError(
                     f"Expected {type(model).__name__} to give a response the same logits in a packed row as in a "
-                    f"sequence of its own, but they differ by {error:.3g} standard deviations in the mean. "
-                    "Set `packing: off`."
+                    f"sequence of its own, but they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
                 )
     finally:
         model.train(mode)
@@ -357,5 +356,5 @@ def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Ten
     except Exception as error:
         raise PackingError(
             f"Expected {type(model).__name__} to run a row in which responses share a prompt, but got "
-            f"{type(error).__name__}: {error}. Set `packing: off`."
+            f"{type(error).__name__}: {error}{WAY_OUT}"
         ) from error

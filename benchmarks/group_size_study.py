@@ -11,8 +11,6 @@ settings, a micro-batch of 32 being a step. Every job is a command of the user's
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +28,7 @@ from rounds_study import (
     describe_training,
     estimate,
     folder_of,
+    publish,
     sample_test,
     settle,
     show,
@@ -50,14 +49,7 @@ def main() -> int:
         others = [(arm, seed) for seed in options.seeds for arm in ARMS if arm != FIRST]
         list(pool.map(lambda job: calibrate(options, *job), others))
         list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
-    study = assemble(options)
-    study["minutes"] = round((time.monotonic() - started) / 60, 1)
-    study["command"] = f"python benchmarks/group_size_study.py {' '.join(sys.argv[1:])}".strip()
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "group_size_study.json").write_text(json.dumps(study, indent=1) + "\n")
-    text = as_markdown(study)
-    (options.results / "group_size_study.md").write_text(text)
-    print(text)
+    publish(options, "group_size_study", assemble(options), started, as_markdown)
     return 0
 
 

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,25 @@ def main() -> int:
         others = [(name, seed) for seed in options.seeds for name in ARMS if name != ONE]
         list(pool.map(lambda job: calibrate(options, *job), others))
         list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
-    study = assemble(options)
-    study["minutes"] = round((time.monotonic() - started) / 60, 1)
-    study["command"] = f"python benchmarks/rounds_study.py {' '.join(sys.argv[1:])}".strip()
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "rounds_study.json").write_text(json.dumps(study, indent=1) + "\n")
-    text = as_markdown(study)
-    (options.results / "rounds_study.md").write_text(text)
-    print(text)
+    publish(options, "rounds_study", assemble(options), started, as_markdown)
     return 0
+
+
+def publish(
+    options: argparse.Namespace,
+    name: str,
+    study: dict[str, Any],
+    started: float,
+    as_text: Callable[[dict[str, Any]], str],
+) -> None:
+    """Print a study and write it to ``name``.json and .md, with its command and the minutes since ``started``."""
+    study["minutes"] = round((time.monotonic() - started) / 60, 1)
+    study["command"] = f"python benchmarks/{name}.py {' '.join(sys.argv[1:])}".strip()
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / f"{name}.json").write_text(json.dumps(study, indent=1) + "\n")
+    text = as_text(study)
+    (options.results / f"{name}.md").write_text(text)
+    print(text)
 
 
 def parse_arguments() -> argparse.Namespace:

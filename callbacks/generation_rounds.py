@@ -81,8 +81,8 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
 def last_checkpoint_files(trainer: Trainer) -> list[str]:
     """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
 
-    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. They
-    write theirs only after the round has been sampled.
+    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. Theirs
+    need not begin so.
     """
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return [f"{folder}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]

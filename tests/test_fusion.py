@@ -16,8 +16,7 @@ from strategy_pools import make_entry
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value
 from selfcal_lightning.confidence.fitted import load_scorer
-from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, POOL_DEPENDENT, Fusion, fit_fusion
-from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.replay import replay
@@ -187,12 +186,6 @@ def test_what_depends_on_the_pool_is_refused_unless_flagged() -> None:
     fusion = fit_fusion(pool, ["sequence_logprob", "response_consistency"], allow_pool_features=True)
     assert fusion.needs_pool
     assert not fit_fusion(pool).needs_pool
-
-
-def test_every_estimator_that_needs_the_pool_is_known_to_depend_on_it() -> None:
-    needing = [name for name, estimator in ESTIMATORS.items() if estimator.needs_pool]
-    assert needing
-    assert set(needing) <= set(POOL_DEPENDENT)
 
 
 def test_fusion_of_a_scaled_part_works_in_a_strategy() -> None:

@@ -71,8 +71,15 @@ class FittedOn:
 class Fitted(Protocol):
     """Something with a ``name`` that was fitted on questions: a scaler, a fusion, a threshold."""
 
-    name: str
-    fitted_on: FittedOn
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """The questions of the fit."""
+        ...
 
 
 def check_not_fitted_on(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfcal_lightning.confidence.base import STORED, add_scores, confidence_of
+from selfcal_lightning.confidence.dependence import refuse_looking_ahead
 from selfcal_lightning.confidence.features import required_confidences
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
@@ -19,7 +20,7 @@ from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.scores import scores_text
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves, take_questions
 from selfcal_lightning.functional.risk_tests import Procedure
-from selfcal_lightning.pipelines.pools import load_pool
+from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
@@ -72,7 +73,9 @@ def run_fit_confidence(
     """
     known = load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
-    entries = _load(pool, split, task, needed, known)
+    read = _load(pool, split, task, needed, known)
+    recorded = [*read.recorded, *known]
+    entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
     fit, held_out = (entries, None) if use_all else _halves(entries, seed)
     if held_out is not None:
         check_not_fitted_on(held_out, known)
@@ -86,9 +89,10 @@ def run_fit_confidence(
             l2=l2,
             held_out=held_out,
             allow_pool_features=allow_pool_features,
+            known=recorded,
         )
     else:
-        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out)
+        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
     fitted.save(output)
     written = [output]
     if figure and held_out is not None:
@@ -161,7 +165,9 @@ def run_fit_threshold(
     chosen = make_strategy(strategy, **{k: v for k, v in given.items() if v is not None}, **settings)
     known = load_scorers(scorers)
     needed = () if chosen.confidence is None else (chosen.confidence,)
-    entries = _load(pool, split, task, needed, known)
+    read = _load(pool, split, task, needed, known)
+    refuse_looking_ahead(needed, [*read.recorded, *known])
+    entries = list(read.entries)
     guide, own = (None, entries) if use_all else _halves(entries, seed)
     common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
     values = _default_grid(chosen, own) if grid is None else grid
@@ -193,6 +199,7 @@ def describe_scorer(fitted: FittedScorer) -> str:
     lines = [
         f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
         f"responses to {fitted.fitted_on.num_questions} questions ({fitted.fitted_on.num_left_out} left out)",
+        *(["It depends on the other responses to a question: for recorded pools only."] if fitted.needs_pool else []),
         "",
         scores_text((fitted.before, fitted.after), title="on the fitting questions"),
     ]
@@ -203,13 +210,12 @@ def describe_scorer(fitted: FittedScorer) -> str:
 
 def _load(
     pool: str, split: str | None, task: str | None, needed: Sequence[str], scorers: Sequence[FittedScorer]
-) -> list[QuestionSamples]:
-    """Return the questions with what the scorers add, annotations of a store merged in where they are needed."""
+) -> RecordedPool:
+    """Return the questions, annotations of a store merged in where they or the scorers need them."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    entries = load_pool(pool, split=split, task=task, confidences=annotations)
-    return [replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in entries]
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations)
 
 
 def _halves(entries: Sequence[QuestionSamples], seed: int) -> tuple[list[QuestionSamples], list[QuestionSamples]]:

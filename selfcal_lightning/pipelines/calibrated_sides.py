@@ -60,7 +60,7 @@ def calibrate_side(
     names = [*default_confidences(calibration, can_fit=True), *given] if wanted is None else list(wanted)
     names = list(dict.fromkeys(names))
     first, second = (part_of(calibration, half) for half in split_in_halves(ids, seed=settings.seed))
-    own = fit_confidences(first, names, target=settings.fusion_target, known=given)
+    own = fit_confidences(first, names, target=settings.fusion_target, known=scorers)
     first_half = weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
     second_half = weigh_pool(second, names, [*scorers, *own])
     return Calibrated(tuple(names), (*scorers, *own), first_half, second_half, fitted_on)

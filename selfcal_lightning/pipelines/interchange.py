@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfcal_lightning.confidence.dependence import check_name_tells
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
+from selfcal_lightning.pipelines.pools import recorded_confidence
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
@@ -132,7 +134,12 @@ def export_pool(
         task: Task to write; None writes all.
         token_ids: Whether ``tokens`` is the list of ids instead of their number.
         confidences: Annotations of the store that are written with the responses' own confidences.
+
+    Raises:
+        ValueError: There is nothing to write, or a name would hide that a confidence depends on the other responses.
     """
+    for name in confidences:
+        check_name_tells(recorded_confidence(store_dir, name))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

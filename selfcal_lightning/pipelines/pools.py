@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from selfcal_lightning.confidence.dependence import RecordedConfidence
 from selfcal_lightning.confidence.features import NUM_TOKENS
+from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples, Sample
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_annotations import Annotation
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.registry import get_task
 
@@ -27,11 +30,13 @@ class RecordedPool:
         entries: The questions with their samples, each at least one; ids are unique.
         lengths: Tokens of each response, [question][sample]; None where the pool does not say.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
+        recorded: What is known of confidences that were computed after sampling, under whatever name.
     """
 
     entries: tuple[QuestionSamples, ...]
     lengths: Lengths
     query_tokens: int = 0
+    recorded: tuple[RecordedConfidence, ...] = ()
 
     @property
     def has_lengths(self) -> bool:
@@ -50,7 +55,7 @@ class RecordedPool:
             for entry, lengths in zip(self.entries, self.lengths, strict=True)
             if entry.question.id in question_ids
         ]
-        return RecordedPool(tuple(entry for entry, _ in rows), tuple(lengths for _, lengths in rows), self.query_tokens)
+        return replace(self, entries=tuple(entry for entry, _ in rows), lengths=tuple(lengths for _, lengths in rows))
 
 
 def load_pool(
@@ -126,7 +131,15 @@ def _from_store(
             QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
         )
         lengths.append(tuple(row.num_tokens for row in rows))
-    return RecordedPool(tuple(entries), tuple(lengths), len(suffix_ids))
+    recorded = tuple(recorded_confidence(path, name) for name in confidences)
+    return RecordedPool(tuple(entries), tuple(lengths), len(suffix_ids), recorded)
+
+
+def recorded_confidence(store: str | Path, name: str) -> RecordedConfidence:
+    """Return what the annotation ``name`` of a store says of the estimator that computed it."""
+    record = Annotation(store, name).record or {"origin": {}}
+    estimator = ESTIMATORS.get(record["origin"].get("estimator", name))
+    return RecordedConfidence(name, needs_pool=estimator is not None and estimator.needs_pool)
 
 
 def _from_file(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -234,7 +234,7 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
                 "the rest."
             )
         rows = sorted(zip(pool.entries, pool.lengths, strict=True), key=lambda row: order[row[0].question.id])
-        aligned[side] = RecordedPool(tuple(e for e, _ in rows), tuple(n for _, n in rows), pool.query_tokens)
+        aligned[side] = replace(pool, entries=tuple(e for e, _ in rows), lengths=tuple(n for _, n in rows))
     return aligned
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-from selfcal_lightning.confidence.base import SampleScorer, add_scores, check_confidence
+from selfcal_lightning.confidence.base import add_scores, check_confidence
+from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
-from selfcal_lightning.confidence.splits import Fitted, FittedOn, check_not_fitted_on
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.strategies.base import Strategy
 
 KIND = "threshold"
 TargetKind = Literal["budget", "accuracy", "risk"]
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
-
-
-class FittedScorer(SampleScorer, Fitted, Protocol):
-    """A scaler or a fusion: it scores samples and knows what it was fitted on."""
 
 
 @dataclass(frozen=True)

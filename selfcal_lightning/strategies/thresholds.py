@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.risk_control import Certificate, certify_threshold
@@ -20,7 +21,6 @@ from selfcal_lightning.functional.risk_tests import Procedure
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import (
-    FittedScorer,
     FittedThreshold,
     TargetKind,
     calibration_record,

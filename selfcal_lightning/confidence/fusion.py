@@ -246,7 +246,7 @@ def fit_fusion(
         l2=float(l2),
         needs_pool=bool(of_pool),
         fitted_on=FittedOn.from_questions(
-            table.question_ids, num_responses=int(used.sum()), num_left_out=int((~used).sum())
+            (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
         ),
     )
     fusion = replace(fusion, scores=fusion.score_parts(pool))

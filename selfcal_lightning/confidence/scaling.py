@@ -149,7 +149,7 @@ def fit_scaler(
     values, targets = table.values[used, 0], table.correct[used]
     map_ = _fit_map(kind, values, targets, source=source, is_probability=is_probability)
     fitted_on = FittedOn.from_questions(
-        table.question_ids, num_responses=int(used.sum()), num_left_out=int((~used).sum())
+        (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
     )
     before, after = _scores(table, source, name, map_)
     scaler = Scaler(name, source, map_, bool(pool_dependent([source], known)), fitted_on, before, after)

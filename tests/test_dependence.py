@@ -12,7 +12,7 @@ from fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import SampleScorer, add_scores
-from selfcal_lightning.confidence.dependence import RecordedConfidence, pool_dependent
+from selfcal_lightning.confidence.dependence import RecordedConfidence, pool_dependent, recorded_confidences
 from selfcal_lightning.confidence.fitted import load_scorer
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.registry import ESTIMATORS
@@ -120,7 +120,7 @@ def test_an_annotation_under_another_name_is_known_by_its_estimator(tmp_path: Pa
     import_pool(write_pool(tmp_path / "pool.jsonl"), tmp_path / "store")
     run_score(CONSISTENCY, str(tmp_path / "store"), name="agreement")
     pool = load_recorded_pool(tmp_path / "store", confidences=["agreement"])
-    assert pool.recorded == (RecordedConfidence("agreement", needs_pool=True),)
+    assert recorded_confidences(pool.estimators) == [RecordedConfidence("agreement", needs_pool=True)]
     assert "agreement" not in carried_confidences(pool)
     with pytest.raises(ValueError, match="agreement, which depend on the other responses"):
         weigh_pool(pool.subset({"q0", "q1"}), ["agreement"], [])

@@ -95,7 +95,7 @@ def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confi
             {
                 "id": f"{prefix}{number}",
                 "task": "local_number",
-                "question": "?",
+                "question": f"{prefix}{number}?",
                 "reference": "1",
                 "responses": responses,
             }

@@ -6,7 +6,7 @@ reads it response by response look ahead. What is computed from one depends on t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,20 @@ TARGETS = tuple(
     RecordedConfidence(name, needs_pool=True) for name in ("ssc", "soft_self_consistency", "consistency", "vote_share")
 )
 _BY_NAME = {one.name: one.needs_pool for one in (*ESTIMATORS.values(), *TARGETS)}
+
+
+def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
+    """Return what is known of annotations.
+
+    Args:
+        estimators: The estimator that computed each, by the annotation's name.
+
+    Example:
+        >>> recorded_confidences({"agreement": "response_consistency"})
+        [RecordedConfidence(name='agreement', needs_pool=True)]
+    """
+    known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
+    return [RecordedConfidence(name, estimator.needs_pool) for name, estimator in known.items()]
 
 
 def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> list[str]:

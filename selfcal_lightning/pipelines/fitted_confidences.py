@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, add_scores, check_confidence, confidence_of
-from selfcal_lightning.confidence.dependence import pool_dependent, refuse_looking_ahead
+from selfcal_lightning.confidence.dependence import pool_dependent, recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS
 from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.fusion import FUSED, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, fit_scaler
-from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on, take_questions
+from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
 
@@ -33,13 +33,6 @@ class WeighedPool:
     scorers: tuple[FittedScorer, ...]
     query_tokens: Mapping[str, int]
 
-    def fitted_on(self) -> FittedOn:
-        """Return the record of these questions, for what is chosen on them."""
-        return FittedOn.from_questions(
-            (entry.question.id for entry in self.pool.entries),
-            num_responses=sum(len(entry.samples) for entry in self.pool.entries),
-        )
-
 
 def carried_confidences(pool: RecordedPool) -> list[str]:
     """Return the names of the confidences that every question with a readable answer has, in a fixed order.
@@ -49,7 +42,7 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
     """
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
     candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
-    left_out = {NUM_TOKENS, *pool_dependent(candidates, pool.recorded)}
+    left_out = {NUM_TOKENS, *pool_dependent(candidates, recorded_confidences(pool.estimators))}
     return [name for name in candidates if name not in left_out and all(_has(entry, name) for entry in pool.entries)]
 
 
@@ -85,6 +78,7 @@ def fit_confidences(
 
     Raises:
         MissingConfidenceError: A name is neither carried nor something that can be fitted.
+        ValueError: A name or its source depends on the other responses.
     """
     scorers: list[FittedScorer] = []
     carried = carried_confidences(pool)
@@ -95,10 +89,11 @@ def fit_confidences(
             continue
         if name == FUSED:
             features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
-            scorers.append(fit_fusion(pool.entries, features, target=target, known=pool.recorded))
+            scorers.append(fit_fusion(pool.entries, features, target=target))
         elif kind in SCALER_KINDS and source in carried:
-            scorers.append(fit_scaler(pool.entries, kind, source=source, known=pool.recorded))
+            scorers.append(fit_scaler(pool.entries, kind, source=source))
         else:
+            refuse_looking_ahead([name, source], recorded_confidences(pool.estimators))
             check_confidence(pool.entries, name)
     return scorers
 
@@ -119,7 +114,7 @@ def weigh_pool(
         ValueError: A scorer was fitted on one of these questions, or a name depends on the other responses.
     """
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
-    refuse_looking_ahead(names, [*pool.recorded, *scorers])
+    refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
     entries = tuple(
         replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool.entries
     )
@@ -142,12 +137,6 @@ def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
     for scorer in scorers:
         scorer.save(folder / f"{scorer.name}.json")
     return [f"{scorer.name}.json" for scorer in scorers]
-
-
-def part_of(pool: RecordedPool, question_ids: Sequence[str]) -> RecordedPool:
-    """Return the pool of these questions."""
-    kept = {entry.question.id for entry in take_questions(pool.entries, question_ids)}
-    return pool.subset(kept)
 
 
 def _has(entry: QuestionSamples, name: str) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfcal_lightning.confidence.dependence import check_name_tells
+from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
-from selfcal_lightning.pipelines.pools import recorded_confidence
+from selfcal_lightning.pipelines.pools import annotation_estimators
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
@@ -134,12 +134,7 @@ def export_pool(
         task: Task to write; None writes all.
         token_ids: Whether ``tokens`` is the list of ids instead of their number.
         confidences: Annotations of the store that are written with the responses' own confidences.
-
-    Raises:
-        ValueError: There is nothing to write, or a name would hide that a confidence depends on the other responses.
     """
-    for name in confidences:
-        check_name_tells(recorded_confidence(store_dir, name))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -198,6 +193,8 @@ def run_export_pool(
         confidences: Names of further confidences to write, which `selfcal score` or `selfcal predict` left in the
             store.
     """
+    for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):
+        check_name_tells(one)
     report = export_pool(
         store_dir, path, split=split, round=round, task=task, token_ids=token_ids, confidences=confidences or ()
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from selfcal_lightning.confidence.dependence import RecordedConfidence
 from selfcal_lightning.confidence.features import NUM_TOKENS
-from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
 from selfcal_lightning.pipelines.progress import Progress
@@ -30,13 +29,15 @@ class RecordedPool:
         entries: The questions with their samples, each at least one; ids are unique.
         lengths: Tokens of each response, [question][sample]; None where the pool does not say.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
-        recorded: What is known of confidences that were computed after sampling, under whatever name.
+        estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
+        sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
     """
 
     entries: tuple[QuestionSamples, ...]
     lengths: Lengths
     query_tokens: int = 0
-    recorded: tuple[RecordedConfidence, ...] = ()
+    estimators: Mapping[str, str] = field(default_factory=dict)
+    sampled_by: Mapping[str, Any] | None = None
 
     @property
     def has_lengths(self) -> bool:
@@ -122,7 +123,10 @@ def _from_store(
     entries: list[QuestionSamples] = []
     lengths: list[tuple[int | None, ...]] = []
     store = SampleStore(path)
-    suffix_ids = store.round_manifest()["fingerprint"]["prompt"].get("suffix_ids", ())
+    fingerprint = store.round_manifest()["fingerprint"]
+    suffix_ids = fingerprint["prompt"].get("suffix_ids", ())
+    # Responses made elsewhere have a prompt of their own kind and no sampling settings.
+    facts = {name: fingerprint[name] for name in ("model", "prompt", "sampling")} if fingerprint["sampling"] else None
     for rows in store.rows(split=split, task=task, confidences=confidences):
         if limit is not None and len(entries) == limit:
             break
@@ -131,15 +135,15 @@ def _from_store(
             QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
         )
         lengths.append(tuple(row.num_tokens for row in rows))
-    recorded = tuple(recorded_confidence(path, name) for name in confidences)
-    return RecordedPool(tuple(entries), tuple(lengths), len(suffix_ids), recorded)
+    return RecordedPool(
+        tuple(entries), tuple(lengths), len(suffix_ids), annotation_estimators(path, confidences), facts
+    )
 
 
-def recorded_confidence(store: str | Path, name: str) -> RecordedConfidence:
-    """Return what the annotation ``name`` of a store says of the estimator that computed it."""
-    record = Annotation(store, name).record or {"origin": {}}
-    estimator = ESTIMATORS.get(record["origin"].get("estimator", name))
-    return RecordedConfidence(name, needs_pool=estimator is not None and estimator.needs_pool)
+def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the estimator that computed each of the annotations ``names`` of a store, where it is known."""
+    origins = {name: (Annotation(store, name).record or {"origin": {}})["origin"] for name in names}
+    return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
 
 
 def _from_file(

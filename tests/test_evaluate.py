@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.confidence.scaling import fit_scaler
-from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.pipelines.comparison import compare_pools, result_keys, scored_responses, summarise
 from selfcal_lightning.pipelines.evaluate import TrainingCost, run_evaluate
 from selfcal_lightning.pipelines.evaluation_inputs import Inputs, split_off_calibration
@@ -21,7 +20,9 @@ from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.thresholds import fit_risk_threshold
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
-COUNTS = ("num_questions", "num_responses", "unreadable", "truncated", "without_confidence", "mean_confidence")
+COUNTS = (
+    "num_questions", "num_responses", "unreadable", "truncated", "confidence", "without_confidence", "mean_confidence",
+)  # fmt: skip
 
 
 def _pool(yes: list[list[float | None]], answers: list[list[str | None]]) -> list[QuestionSamples]:
@@ -74,7 +75,7 @@ def test_response_without_confidence_is_left_out_and_counted() -> None:
 
 
 def test_pool_without_any_confidence_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match="sample with a P\\(True\\) query"):
+    with pytest.raises(ValueError, match=r"the confidence 'p_true', but got none\. Sample with the confidence query"):
         scored_responses(_pool([[None]], [["1"]]))
 
 
@@ -193,6 +194,30 @@ def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytes
     assert "not run for want of a confidence: early_stopping" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize("sides", [["m"], ["base", "calibrated"]])
+def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tmp_path: Path) -> None:
+    """Responses made elsewhere bring a probability of another name, and not all of them do."""
+    pools = {}
+    for shift, side in enumerate(sides):
+        path = Path(_write(tmp_path / f"{side}.jsonl", num_questions=6, prefix="t", shift=shift))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for index, response in enumerate(line["responses"]):
+                confidence = response.pop("confidence")
+                response["confidence"] = {"judge": confidence["p_true"]} if index else {}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        pools[side] = str(path)
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, num_reshuffles=2, num_resamples=20)
+    for side, part in zip(sides, ["before", "after"] if len(sides) == 2 else sides, strict=True):
+        (row,) = [r for r in results["strategies"]["test"]["confidences"][side] if r["name"] == "judge"]
+        assert results[f"own.test.confidence.{part}"] == "judge"
+        assert results[f"own.test.without_confidence.{part}"] == row["num_left_out"] == 6
+        values = [s.confidences["judge"] for e in load_pool(pools[side]) for s in e.samples if "judge" in s.confidences]
+        assert results[f"own.test.mean_confidence.{part}"] == pytest.approx(sum(values) / len(values))
+        assert results[f"own.test.ece.{part}"] == pytest.approx(row["ece"])
+        assert results[f"own.test.auroc.{part}"] == pytest.approx(row["auroc"])
+
+
 def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
     path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
     results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, protocol="paper")
@@ -272,6 +297,8 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
 
 
 def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
+    from selfcal_lightning.confidence.splits import halve_pool
+
     path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(

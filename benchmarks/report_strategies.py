@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.functional.bootstrap import Estimate
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.pipelines.calibrated_sides import calibrate_side
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
 from selfcal_lightning.pipelines.evaluation_outputs import report_json, score_cells, write_strategies

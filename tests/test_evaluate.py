@@ -22,6 +22,7 @@ from selfcal_lightning.strategies.thresholds import fit_risk_threshold
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
 COUNTS = (
     "num_questions", "num_responses", "unreadable", "truncated", "confidence", "without_confidence", "mean_confidence",
+    "ece_debiased",
 )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from selfcal_lightning.functional.bootstrap import ScoredResponses
 from selfcal_lightning.functional.calibration import reliability_bins
+from selfcal_lightning.functional.estimates import ScoredResponses
 from selfcal_lightning.reports.figures import (
     confidence_distribution,
     reliability_comparison,

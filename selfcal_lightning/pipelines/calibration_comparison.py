@@ -19,6 +19,8 @@ from selfcal_lightning.pipelines.comparison import (
     SIDES,
     PoolSummary,
     compare_pools,
+    debiased_error,
+    debiased_key,
     result_keys,
     scored_responses,
     summarise,
@@ -97,7 +99,7 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
     for metric, found in estimates.items():
         key = f"own.{test}.{SHORT_NAMES[metric]}.{side}"
         flat |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
-    return flat
+    return flat | {debiased_key(test, side): debiased_error(pool, name)}
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
@@ -128,8 +130,10 @@ def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) ->
     console = Console()
     console.print(comparison_table(rows, title="Each model on its own samples; 95 % bootstrap over questions"))
     for test, pair in pairs.items():
-        summaries = (summarise(pool, name=pair.name) for pool in (pair.before, pair.after))
-        console.print(_sample_line(test, *summaries))
+        pools = pair.before, pair.after
+        console.print(_sample_line(test, *(summarise(pool, name=pair.name) for pool in pools)))
+        errors = (debiased_error(pool, pair.name) for pool in pools)
+        console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
     return result_keys(changes, by_side, names=names)
 
 

@@ -11,7 +11,7 @@ from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
-    from selfcal_lightning.functional.bootstrap import Estimate, MetricChange, ScoredResponses
+    from selfcal_lightning.functional.estimates import Estimate, MetricChange, ScoredResponses
 
 SIDES = ("before", "after")
 SHORT_NAMES = {
@@ -54,7 +54,7 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     """
     import numpy as np
 
-    from selfcal_lightning.functional.bootstrap import ScoredResponses
+    from selfcal_lightning.functional.estimates import ScoredResponses
 
     rows = [
         (confidence, sample.correct, entry.question.id)
@@ -119,8 +119,8 @@ def result_keys(
     """Flatten a comparison to the fixed keys of ``results.json``.
 
     Keys are ``own.{test}.{metric}.{before|after|change|ratio}`` with ``.low`` and ``.high`` for the ends of the 95 %
-    interval, and ``own.{test}.{count}.{before|after}`` for what the pools hold. "own" says that each model is scored
-    on samples of its own.
+    interval, ``own.{test}.ece_debiased.{before|after}``, and ``own.{test}.{count}.{before|after}`` for what the pools
+    hold. "own" says that each model is scored on samples of its own.
 
     Args:
         changes: By name of the test set, then by metric.
@@ -134,9 +134,24 @@ def result_keys(
                 estimate: Estimate = getattr(row, part)
                 key = f"own.{test}.{SHORT_NAMES[row.metric]}.{part}"
                 flat |= {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
+        name = (names or {}).get(test, P_TRUE)
         for side in SIDES:
-            flat |= summary_keys(test, side, pools[side][test], name=(names or {}).get(test, P_TRUE))
+            flat |= summary_keys(test, side, pools[side][test], name=name)
+            flat[debiased_key(test, side)] = debiased_error(pools[side][test], name)
     return flat
+
+
+def debiased_key(test: str, side: str) -> str:
+    """Return the key under which results.json has :func:`debiased_error`."""
+    return f"own.{test}.ece_debiased.{side}"
+
+
+def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
+    """Return the calibration error of the confidence ``name`` less what chance adds to it."""
+    from selfcal_lightning.functional.calibration_bias import debiased_calibration_error
+
+    scored = scored_responses(pool, name=name)
+    return debiased_calibration_error(scored.confidence, scored.correct, scored.question_index)
 
 
 def summary_keys(

@@ -12,8 +12,8 @@ from rich.console import Console
 from selfcal_lightning.confidence.base import check_confidence
 from selfcal_lightning.confidence.dependence import recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import best_setting_within, wilson_interval
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
 from selfcal_lightning.pipelines.evaluated_test import EvaluatedTest

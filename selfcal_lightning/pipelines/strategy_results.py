@@ -108,7 +108,7 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         consensus=[row for side, pool in test.pools.items() for row in consensus_rows(side, pool)],
         break_even=[] if settings.cost_tokens is None else break_even_rows(savings, settings.cost_tokens),
         findings=[text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)],
-        notes=_notes(test, settings, has_calibration=has_calibration),
+        notes=[*_bias_notes(scores), *_notes(test, settings, has_calibration=has_calibration)],
     )
 
 
@@ -161,6 +161,16 @@ def _reliability(weighed: WeighedPool) -> dict[str, ReliabilityBins]:
         if rows and is_probability(weighed.pool, name):
             found[name] = reliability_bins(*zip(*rows, strict=True))
     return found
+
+
+def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> list[str]:
+    """Say beside the calibration errors how much of them is chance."""
+    notes = []
+    for side, rows in scores.items():
+        errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
+        if errors:
+            notes.append(f"{side}: chance alone makes an ECE; less what it adds: {', '.join(errors)}.")
+    return notes
 
 
 def _notes(test: EvaluatedTest, settings: StrategySettings, *, has_calibration: bool) -> list[str]:

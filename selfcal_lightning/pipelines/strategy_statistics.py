@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import (
     best_setting_within,
     break_even,
@@ -17,6 +16,7 @@ from selfcal_lightning.functional.curves import (
     costs_to_reach,
     setting_within,
 )
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, estimate_or_never, resample_weights
 from selfcal_lightning.pipelines.strategy_evaluation import StrategyCurve
 from selfcal_lightning.reports.strategy_rows import (

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from selfcal_lightning.functional.base import Array, Floats, as_labels, as_probabilities
-from selfcal_lightning.functional.bootstrap import ScoredResponses
 from selfcal_lightning.functional.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.functional.discrimination import auroc, roc_curve
+from selfcal_lightning.functional.estimates import ScoredResponses
 
 BEFORE, AFTER = "#4878a8", "#e0813a"
 RIGHT, WRONG = "#3d8f5f", "#c2504a"

@@ -231,7 +231,7 @@ def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
     # What nobody knows is no difference, but it is said.
     replace(fitted, sampled_by=None).save(path)
     run_answer("bundled", QUESTION, threshold_file=path, temperature=1.0)
-    assert "How the responses of the fit were sampled is not known here" in capsys.readouterr().err
+    assert "How its calibration responses were sampled is not known" in capsys.readouterr().err
 
 
 def test_a_threshold_wants_the_scorers_of_its_fit(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded_pools import NUM_SAMPLES, SAMPLING, sample_store
+from rich.console import Console
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
@@ -19,7 +21,10 @@ from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.calibrate_confidence import run_fit_threshold
 from selfcal_lightning.pipelines.evaluate import run_evaluate
-from selfcal_lightning.pipelines.pools import load_pool
+from selfcal_lightning.pipelines.fitted_confidences import weigh_pool
+from selfcal_lightning.pipelines.given_thresholds import evaluate_given
+from selfcal_lightning.pipelines.pools import RecordedPool, load_pool, load_recorded_pool
+from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 
 
@@ -221,6 +226,27 @@ def test_evaluate_judges_the_procedure_of_the_file_only(tmp_path: Path, capsys: 
     assert judged["samples"]["value"] <= 4.0
     assert judged["promise"] == FittedThreshold.load(output).promise
     assert "guarantees nothing on others" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from selfcal_lightning.pipelines.evaluated_test import EvaluatedTest
+
+    pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"
+    assert fit(pool, output, "--budget", "2") == 0
+    replace(FittedThreshold.load(output), sampled_by={"sampling": {"temperature": 0.5}}).save(output)
+    bare = load_recorded_pool(write_pool(tmp_path / "test.jsonl", prefix="t", num_questions=8))
+    hot, cool = (replace(bare, sampled_by={"sampling": {"temperature": value}}) for value in (1.0, 0.5))
+    settings = StrategySettings(num_resamples=5)
+
+    def judge(**pools: RecordedPool) -> list[str]:
+        weighed = {side: weigh_pool(pool, ["p_true"], []) for side, pool in pools.items()}
+        rows = evaluate_given(EvaluatedTest("test", 4, weighed), [str(output)], settings, Console())
+        return [row["side"] for row in rows]
+
+    assert judge(hot=hot, cool=cool, unknown=bare) == ["cool", "unknown"]
+    assert "hot: not judged" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"sampling\.temperature: 0\.5 at the fit, 1\.0 now"):
+        judge(hot=hot)
 
 
 def test_a_store_says_how_its_responses_were_sampled(tiny_model: str, tmp_path: Path) -> None:

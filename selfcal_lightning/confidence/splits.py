@@ -246,12 +246,6 @@ def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
     return {q.id: first.get(content_hash(q) or "", q.id) for q in questions}
 
 
-def take_questions(pool: Iterable[QuestionSamples], question_ids: Iterable[str]) -> list[QuestionSamples]:
-    """Return the entries of ``pool`` whose question is among ``question_ids``, in the order of the pool."""
-    wanted = set(question_ids)
-    return [entry for entry in pool if entry.question.id in wanted]
-
-
 def _id_of(question: str | Question) -> str:
     return question.id if isinstance(question, Question) else question
 

@@ -101,7 +101,7 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
 
 def promise_note(fitted: FittedThreshold) -> str:
     """Return what a threshold promises, and what of its conditions nobody can check here."""
-    unknown = " How the responses of the fit were sampled is not known here: see that it was like this."
+    unknown = " How its calibration responses were sampled is not known, so see that answers are sampled likewise."
     return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 
 

@@ -86,7 +86,7 @@ def evaluate_given(
     found = []
     for path in paths:
         fitted = FittedThreshold.load(path)
-        strategy = make_strategy(fitted.strategy, **fitted.fields)
+        strategy = fitted.configure(make_strategy(fitted.strategy, **fitted.fields))
         sides = _sides_of(fitted, test, console)
         console.print(f"{fitted.name}: {fitted.promise}", highlight=False)
         for side in sides:

@@ -30,8 +30,8 @@ class CalibrationPool:
 
     @property
     def num_samples(self) -> int:
-        """Responses that every question has."""
-        return fewest_samples(self.entries)
+        """Responses that every question has: as many as the shortest one."""
+        return min(len(entry.samples) for entry in self.entries)
 
 
 def calibration_pool(
@@ -91,11 +91,6 @@ def ready_entries(
         refuse_looking_ahead([strategy.confidence], [*known, *scorers])
         check_confidence(scored, strategy.confidence)
     return scored
-
-
-def fewest_samples(pool: Sequence[QuestionSamples]) -> int:
-    """Return how many responses every question has: the number that the shortest one has."""
-    return min(len(entry.samples) for entry in pool)
 
 
 def _check_width(strategy: Strategy, pool: Sequence[QuestionSamples]) -> None:

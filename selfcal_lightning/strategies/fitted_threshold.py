@@ -63,8 +63,8 @@ class FittedThreshold:
 
     def __post_init__(self) -> None:
         check_can_answer(self.strategy)
-        most = self.fields["max_samples"]
-        if not 1 <= most <= self.num_samples:
+        most = self.fields.get("max_samples")
+        if not isinstance(most, int) or not 1 <= most <= self.num_samples:
             raise ValueError(
                 f"Expected `max_samples` to lie between 1 and {self.num_samples}, the responses that every calibration "
                 f"question had, but got {most}: what draws more is another procedure than the one that was tested."

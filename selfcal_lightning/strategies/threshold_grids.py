@@ -116,7 +116,11 @@ def grid_outcome(
     if not len(grid):
         raise ValueError("Expected `grid` to hold at least one value, but got none.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
-    width = max(with_setting(strategy, value).max_samples for value in grid)
+    width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
+    if width > fewest:
+        raise ValueError(
+            f"Expected `grid` to ask for at most the {fewest} samples that every question has, not {width}."
+        )
     orders = Orders(arrays.length, width, num_reshuffles, seed)
     sums = GridSums(strategy, grid, len(arrays.length))
     for order in orders.blocks():

@@ -119,7 +119,8 @@ def grid_outcome(
     width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
     if width > fewest:
         raise ValueError(
-            f"Expected `grid` to ask for at most the {fewest} samples that every question has, not {width}."
+            f"Expected `grid` to ask for at most the {fewest} samples that every question has, but got {width}. Leave "
+            "larger values out, or sample more."
         )
     orders = Orders(arrays.length, width, num_reshuffles, seed)
     sums = GridSums(strategy, grid, len(arrays.length))

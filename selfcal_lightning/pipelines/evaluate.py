@@ -111,7 +111,8 @@ def run_evaluate(
         confidences: What strategies weigh by, such as p_true, sequence_logprob_platt or fused; null takes the
             probabilities that the samples carry and, with calibration questions, scaled scores and the fusion.
         scorers: JSON files of fitted confidences (`selfcal fit-confidence`) to put on all samples.
-        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on.
+        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
+            the scorers and the number of samples of their fit. Only those of a risk guarantee anything.
         fusion_target: What the fusion is fitted to: label, or without labels ssc or vote_share.
         protocol: "strict" counts unreadable responses as wrong; "paper" is the published arithmetic, for comparison.
         max_samples: Samples of a question that strategies may use; null takes as many as every question has.

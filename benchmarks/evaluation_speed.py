@@ -152,8 +152,9 @@ def as_rows(pool: RecordedPool) -> list[list[Row]]:
 def check_equal(curves: list[StrategyCurve], loops: list[np.ndarray]) -> int:
     """Hold every point of both ways equal; return how many there are."""
     for curve, loop in zip(curves, loops, strict=True):
-        np.testing.assert_allclose(np.stack([curve.accuracy, curve.mean_samples]), loop, rtol=0, atol=1e-12)
-    return sum(len(curve.grid) for curve in curves)
+        found = np.stack([curve.outcome.accuracy, curve.outcome.mean_samples])
+        np.testing.assert_allclose(found, loop, rtol=0, atol=1e-12)
+    return sum(len(curve.outcome.grid) for curve in curves)
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float, object]:

@@ -23,7 +23,10 @@ import numpy as np
 import yaml
 from report_strategies import SAMPLES, strategies_section
 
-from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
+from selfcal_lightning.functional.base import ECE
+from selfcal_lightning.functional.bootstrap import calibration_error_bounds, error_change, question_bootstrap
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.locations import config_path, resolve_model
 from selfcal_lightning.pipelines.comparison import SHORT_NAMES, scored_responses, summarise
 from selfcal_lightning.records import QuestionSamples
@@ -230,6 +233,7 @@ def assemble(options: argparse.Namespace, jobs: Sequence[tuple[str, int]]) -> di
 def compare(options: argparse.Namespace, variant: str, seeds: Sequence[int], test: str) -> dict[str, Any]:
     """Average before, after, change and ratio of each metric over seeds; resamples of the questions are shared."""
     sides: dict[str, list[tuple[dict[str, float], dict[str, Any]]]] = {"base": [], variant: []}
+    bounds: dict[str, list[ErrorBounds]] = {"base": [], variant: []}
     summaries = {}
     for name, rows in sides.items():
         for seed in seeds:
@@ -238,6 +242,7 @@ def compare(options: argparse.Namespace, variant: str, seeds: Sequence[int], tes
             columns = (scored.confidence, scored.correct, scored.question_index)
             values = question_values(*columns)
             rows.append((values, question_bootstrap(*columns, metrics=list(SHORT_NAMES), num_resamples=1000)))
+            bounds[name].append(calibration_error_bounds(*columns, num_resamples=1000))
             summaries[name] = summarise(pool)
     result: dict[str, Any] = {}
     for metric, short in SHORT_NAMES.items():
@@ -245,6 +250,11 @@ def compare(options: argparse.Namespace, variant: str, seeds: Sequence[int], tes
         parts = {"before": before, "after": after, "change": after - before, "ratio": after / before}
         result[short] = {name: estimate(columns) for name, columns in parts.items()}
         result[short]["by_seed"] = {name: columns[:, 0].tolist() for name, columns in parts.items()}
+    change = error_change(*(mean_bounds(rows) for rows in bounds.values()))
+    for name, found in {"before": change.before, "after": change.after, "change": change.change}.items():
+        result[SHORT_NAMES[ECE]][name] = {"value": found.value, "low": found.low, "high": found.high}
+    # The value stays the mean of the seeds' ratios.
+    result[SHORT_NAMES[ECE]]["ratio"] |= {"low": change.ratio.low, "high": change.ratio.high}
     result["unreadable"] = {
         side: summaries[name].unreadable for side, name in zip(("before", "after"), sides, strict=True)
     }
@@ -260,6 +270,15 @@ def question_values(confidence: np.ndarray, correct: np.ndarray, questions: np.n
 
     estimates = bootstrap_interval(confidence, correct, questions, metrics=list(SHORT_NAMES), num_resamples=1)
     return {metric: estimates[metric].value for metric in SHORT_NAMES}
+
+
+def mean_bounds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
+    """Return the mean over seeds of calibration errors on the same resamples of the questions."""
+    return ErrorBounds(
+        float(np.mean([row.value for row in rows])),
+        np.mean([row.least for row in rows], axis=0),
+        np.mean([row.most for row in rows], axis=0),
+    )
 
 
 def estimate(columns: np.ndarray) -> dict[str, float | None]:
@@ -350,8 +369,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
             f"| {side} | {row['plain']:.3f} | {row['begging']:.3f} | {row['mean_shift']:+.3f} | "
             f"{row['mean_shift_wrong_responses']:+.3f} | {row['share_up_by_0.1']:.1%} |"
         )
-    spread = statistics.pstdev(base["ece"]["by_seed"]["after"])
-    lines += ["", f"Standard deviation of ECE after calibration over seeds: {spread:.4f}."]
+    by_seed = base["ece"]["by_seed"]["after"]
+    if len(by_seed) > 1:
+        spread = statistics.stdev(by_seed)
+        lines += ["", f"Standard deviation of ECE after calibration over {len(by_seed)} seeds (n - 1): {spread:.4f}."]
     lines += ["", report["strategies"]["markdown"]]
     return "\n".join(lines) + "\n"
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.functional.bootstrap import Estimate
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.pipelines.calibrated_sides import calibrate_side
+from selfcal_lightning.pipelines.evaluated_test import prepare_test
 from selfcal_lightning.pipelines.evaluation_outputs import report_json, score_cells, write_strategies
 from selfcal_lightning.pipelines.pools import load_recorded_pool
-from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation, StrategyReport
+from selfcal_lightning.pipelines.side_strategies import SideStrategies
+from selfcal_lightning.pipelines.strategy_results import StrategyReport, report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.pipelines.strategy_statistics import Resampled, difference
 from selfcal_lightning.store_shards import write_atomically
@@ -98,15 +100,18 @@ def evaluate_strategies(
         folder: Where files go.
         fusion_target: What the fusion is fitted to.
     """
-    settings = StrategySettings(fusion_target=fusion_target, budgets=[1, 2, 4, 5, 8, 16])  # type: ignore[arg-type]
+    settings = StrategySettings(fusion_target=fusion_target, budgets=[1, 2, 4, 5, 8, 16], seed=0)  # type: ignore[arg-type]
     pools = {side: load_recorded_pool(path, split="id") for side, path in tests.items()}
     calibrated = {
         side: calibrate_side(pool, load_recorded_pool(calibration[side], split="cal"), (), settings)
         for side, pool in pools.items()
     }
-    report = StrategyEvaluation(calibrated, settings).evaluate("id", pools)
+    sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
+    test = prepare_test("id", pools, calibrated, settings)
+    curves = run_strategies(test, sides, settings)
+    report = report_on(test, curves, settings)
     write_strategies([report], folder)
-    return report, [choose_winner([row for row in report.resampled if row.contender.side == side]) for side in tests]
+    return report, [choose_winner([row for row in curves if row.contender.side == side]) for side in tests]
 
 
 def choose_winner(rows: Sequence[Resampled]) -> Winner:
@@ -135,12 +140,12 @@ def choose_winner(rows: Sequence[Resampled]) -> Winner:
     ]
     _, rival, at = max(rivals, key=lambda entry: entry[0])
     return Winner(
-        row.contender.side, row.contender.strategy, str(row.contender.confidence), row.curve.grid[setting], samples,
+        row.contender.side, row.contender.strategy, str(row.contender.confidence), row.grid[setting], samples,
         accuracy=Estimate.from_resamples(float(row.accuracy[setting, 0]), row.accuracy[setting, 1:]),
         plain=float(plain.accuracy[-1, 0]),
-        rival=f"{rival.contender.strategy} at {rival.curve.grid[at]:g}",
+        rival=f"{rival.contender.strategy} at {rival.grid[at]:g}",
         rival_samples=float(rival.samples[at, 0]),
-        to_plain=difference(row, setting, plain, len(plain.curve.grid) - 1),
+        to_plain=difference(row, setting, plain, len(plain.grid) - 1),
         to_rival=difference(row, setting, rival, at),
     )  # fmt: skip
 

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from selfcal_lightning.confidence import splits
 from selfcal_lightning.records import Question, duplicate_ids
 from selfcal_lightning.tasks.registry import get_task
+
+WAY_OUT = (
+    "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
+    "questions out of one of the files."
+)
 
 
 @dataclass(frozen=True)
@@ -85,15 +91,10 @@ def check_disjoint(
         roles: Names of the two splits, for messages.
 
     Raises:
-        ValueError: A question id is in both. Equal wording under different ids is only warned about, since templated
-            tasks repeat themselves by chance.
+        ValueError: A question is in both, by its id or by its content: one file read as two splits gives its lines two
+            ids. Equal wording with another reference is only warned about.
     """
-    shared = {question.id for question in questions} & {question.id for question in others}
-    if shared:
-        raise ValueError(
-            f"Expected `{roles[0]}` and `{roles[1]}` to share no question, but got {len(shared)} in both, for example "
-            f"{min(shared)!r}. Give them different splits or files, or cut one of them out of the other."
-        )
+    splits.check_disjoint(questions, others, names=(f"`{roles[0]}`", f"`{roles[1]}`"), way_out=WAY_OUT)
     wordings = {question.messages for question in questions}
     same = [question.id for question in others if question.messages in wordings]
     if same:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -53,6 +54,33 @@ def read_index(store: SampleStore, *, split: str, round: int, questions: Sequenc
             "(`chain_of_thought`, `path`) of that run, or use another `store_dir`."
         )
     return index.select(np.array([name in wanted for name in index.question_id]))
+
+
+def check_stored_splits(
+    store: SampleStore, rounds: Mapping[str, int], *, known: Mapping[str, Sequence[Question]]
+) -> None:
+    """Hold splits apart of which some are whatever the store holds for them.
+
+    Args:
+        store: The store.
+        rounds: The round that each of these is read from, by split.
+        known: The questions of the other splits.
+
+    Raises:
+        ValueError: A question is in two splits, by its content.
+    """
+    stored = {number: store.stored_questions(round=number) for number in set(rounds.values())}
+    contents = {split: {question_digest(q): q.id for q in questions} for split, questions in known.items()}
+    for split, number in rounds.items():
+        contents[split] = {q.digest: name for name, q in stored[number].items() if q.split == split}
+    for one, other in combinations(contents, 2):
+        shared = sorted(contents[one].keys() & contents[other].keys())
+        if shared:
+            raise ValueError(
+                f"Expected `{one}` and `{other}` in the store {store.path} to share no question, but got {len(shared)} "
+                f"in both, for example {contents[one][shared[0]]!r} and {contents[other][shared[0]]!r}, which are one "
+                "question under two ids. Sample or import them into a store from splits or files that do not overlap."
+            )
 
 
 def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:

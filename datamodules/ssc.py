@@ -26,7 +26,7 @@ from selfcal_lightning.datamodules.dealing import Packing, make_dealer
 from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.datamodules.reading import keep_targets
+from selfcal_lightning.datamodules.reading import check_stored_splits, keep_targets
 from selfcal_lightning.datamodules.rounds import (
     RoundRule,
     check_reload,
@@ -405,6 +405,10 @@ class SSCDataModule(LightningDataModule):
     ) -> tuple[TupleTable, np.ndarray]:
         """Return the split's rows that fit, and for each the reason why it has no target ("" where it has one)."""
         questions = self.questions(split) if self.sources[split] else None
+        if questions is None:
+            stored = {role: self.round if role == "train" else 0 for role in self.sources if not self.sources[role]}
+            known = {role: self.questions(role) for role in self.sources if self.sources[role]}
+            check_stored_splits(store, stored, known=known)
         index = read_rounds(store, split=split, rounds=rounds, questions=questions, chat=collator.chat)
         table, reasons = build_table(
             store, index, collator, target=self.target, p_true=self.p_true, drop_none=self.drop_none

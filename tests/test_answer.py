@@ -209,6 +209,31 @@ def test_answers_below_a_risk_threshold_are_withheld(
         run_answer("bundled", questions=str(questions_file), threshold_file=str(tmp_path / "risk.json"))
 
 
+def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = fit_risk_threshold(EarlyStopping(threshold=0.5, max_samples=3), _pool(), risk=0.3, delta=0.2)
+    facts = {
+        "model": {"model": "there", "weights_sha256": "0" * 64, "adapter_sha256": None},
+        "sampling": {"temperature": 0.8, "edt_scale": 0.8, "edt_theta": 1.0, "top_p": 1.0, "max_new_tokens": 1024},
+    }
+    path = str(tmp_path / "risk.json")
+    replace(fitted, sampled_by=facts).save(path)
+    assert run_answer("bundled", QUESTION, threshold_file=path)
+    assert fitted.promise in capsys.readouterr().err
+    asked = len(oracle.requests)
+    with pytest.raises(ValueError, match=r"sampling.temperature: 0\.8 at the fit, 1\.0 now"):
+        run_answer("bundled", QUESTION, threshold_file=path, temperature=1.0)
+    replace(fitted, sampled_by={"model": {**facts["model"], "weights_sha256": "1" * 64}}).save(path)
+    with pytest.raises(ValueError, match=r"model.weights_sha256: '1+' at the fit, '0+' now"):
+        run_answer("bundled", QUESTION, threshold_file=path)
+    assert len(oracle.requests) == asked
+    # What nobody knows is no difference, but it is said.
+    replace(fitted, sampled_by=None).save(path)
+    run_answer("bundled", QUESTION, threshold_file=path, temperature=1.0)
+    assert "How its calibration responses were sampled is not known" in capsys.readouterr().err
+
+
 def test_a_threshold_wants_the_scorers_of_its_fit(tmp_path: Path) -> None:
     scaler = fit_scaler(random_pool(1, num_questions=60), "platt", name="calm")
     strategy = EarlyStopping(max_samples=3, confidence="calm")

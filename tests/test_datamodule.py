@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit
 
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.pipelines.interchange import import_pool
 from selfcal_lightning.records import Question
 
 
@@ -223,8 +226,43 @@ def test_splits_are_by_question(pool: Pool, store_dir: str) -> None:
         pool.data(store_dir, train=TRAIN * 2).questions("train")
     questions = load_questions(TRAIN, role="train")
     copies = [Question(f"other {q.id}", q.task, q.messages, q.reference, q.text) for q in questions]
-    with pytest.warns(UserWarning, match="12 of 12 validation questions are worded exactly"):
+    with pytest.raises(ValueError, match=r"share no question, but got 12 in both, for example .* and 'other .*two ids"):
         check_disjoint(questions, copies)
+    relabelled = [replace(question, reference="another") for question in copies]
+    with pytest.warns(UserWarning, match="12 of 12 validation questions are worded exactly"):
+        check_disjoint(questions, relabelled)
+
+
+def test_one_file_read_as_two_splits_is_refused(pool: Pool, tmp_path: Path, store_dir: str) -> None:
+    """Its lines have one id in one split and another in the other."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
+    options = {"task": "local_number", "path": str(file)}
+    train, validation = (QuestionSource(split=split, **options) for split in ("train", "validation"))
+    assert not {q.id for q in load_questions([train], role="train")} & {
+        q.id for q in load_questions([validation], role="validation")
+    }
+    message = r"Expected `train` and `validation` to share no question, but got 9 in both, .*\(`offset` and `limit`\)"
+    with pytest.raises(ValueError, match=message):
+        pool.data(store_dir, train=[train], validation=[validation]).questions("train")
+    parts = [QuestionSource(split="train", limit=6, **options)], [QuestionSource(split="dev", offset=6, **options)]
+    assert len(pool.data(store_dir, train=parts[0], validation=parts[1]).questions("validation")) == 3
+
+
+def test_splits_that_the_store_holds_share_no_question(pool: Pool, tmp_path: Path) -> None:
+    lines = [
+        {"id": f"{split}-{i}", "task": "local_number", "split": split, "question": f"{i} + 1?", "reference": str(i + 1),
+         "responses": [{"text": f"It is {i + 1}.", "confidence": {"p_true": 0.5}, "tokens": [5, 6]}] * 4}
+        for split, numbers in (("train", range(6)), ("validation", range(5, 9)))
+        for i in numbers
+    ]  # fmt: skip
+    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
+    data = pool.data(str(tmp_path / "store"), train=[], validation=[], num_samples=4)
+    with pytest.raises(
+        ValueError, match="share no question, but got 1 in both, for example 'train-5' and 'validation-5"
+    ):
+        data.val_dataloader()
 
 
 def test_shares_are_stated_for_all_sources_or_none() -> None:

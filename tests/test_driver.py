@@ -75,6 +75,7 @@ class HalfSure:
 
     name = "half"
     requires = ("p_true",)
+    needs_pool = False
 
     def score_sample(self, sample: Sample) -> float | None:
         value = confidence_of(sample, "p_true")

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.pipelines.comparison import compare_pools, result_keys, scored_responses, summarise
 from selfcal_lightning.pipelines.evaluate import TrainingCost, run_evaluate
-from selfcal_lightning.pipelines.pools import load_pool
+from selfcal_lightning.pipelines.evaluation_inputs import Inputs, split_off_calibration
+from selfcal_lightning.pipelines.pools import load_pool, load_recorded_pool
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.strategies.replay import replay
@@ -18,7 +20,10 @@ from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.thresholds import fit_risk_threshold
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
-COUNTS = ("num_questions", "num_responses", "unreadable", "truncated", "without_confidence", "mean_confidence")
+COUNTS = (
+    "num_questions", "num_responses", "unreadable", "truncated", "confidence", "without_confidence", "mean_confidence",
+    "ece_debiased",
+)  # fmt: skip
 
 
 def _pool(yes: list[list[float | None]], answers: list[list[str | None]]) -> list[QuestionSamples]:
@@ -71,7 +76,7 @@ def test_response_without_confidence_is_left_out_and_counted() -> None:
 
 
 def test_pool_without_any_confidence_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match="sample with a P\\(True\\) query"):
+    with pytest.raises(ValueError, match=r"the confidence 'p_true', but got none\. Sample with the confidence query"):
         scored_responses(_pool([[None]], [["1"]]))
 
 
@@ -95,7 +100,7 @@ def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confi
             {
                 "id": f"{prefix}{number}",
                 "task": "local_number",
-                "question": "?",
+                "question": f"{prefix}{number}?",
                 "reference": "1",
                 "responses": responses,
             }
@@ -190,6 +195,30 @@ def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytes
     assert "not run for want of a confidence: early_stopping" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize("sides", [["m"], ["base", "calibrated"]])
+def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tmp_path: Path) -> None:
+    """Responses made elsewhere bring a probability of another name, and not all of them do."""
+    pools = {}
+    for shift, side in enumerate(sides):
+        path = Path(_write(tmp_path / f"{side}.jsonl", num_questions=6, prefix="t", shift=shift))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for index, response in enumerate(line["responses"]):
+                confidence = response.pop("confidence")
+                response["confidence"] = {"judge": confidence["p_true"]} if index else {}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        pools[side] = str(path)
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, num_reshuffles=2, num_resamples=20)
+    for side, part in zip(sides, ["before", "after"] if len(sides) == 2 else sides, strict=True):
+        (row,) = [r for r in results["strategies"]["test"]["confidences"][side] if r["name"] == "judge"]
+        assert results[f"own.test.confidence.{part}"] == "judge"
+        assert results[f"own.test.without_confidence.{part}"] == row["num_left_out"] == 6
+        values = [s.confidences["judge"] for e in load_pool(pools[side]) for s in e.samples if "judge" in s.confidences]
+        assert results[f"own.test.mean_confidence.{part}"] == pytest.approx(sum(values) / len(values))
+        assert results[f"own.test.ece.{part}"] == pytest.approx(row["ece"])
+        assert results[f"own.test.auroc.{part}"] == pytest.approx(row["auroc"])
+
+
 def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
     path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
     results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, protocol="paper")
@@ -215,6 +244,89 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         run_evaluate(output_dir=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budgets": [0]}, r"`budgets` to be null or numbers of samples from 1, at least one, but got \[0\]"),
+        ({"budgets": []}, r"`budgets` to be null or numbers of samples from 1, at least one, but got \[\]"),
+        ({"targets": [4, 0]}, r"`targets` to be null or numbers of samples from 1"),
+        ({"budgets": [2, 5]}, "`budgets` to be at most 4, the samples that every question has, but got 5"),
+        ({"targets": [8]}, "`targets` to be at most 4, the samples that every question has, but got 8"),
+    ],
+)
+def test_budgets_that_nobody_can_keep(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=1, num_resamples=5, **options)
+
+
+@pytest.mark.parametrize("strategies", [[], ["early_stopping"]])
+def test_pools_of_different_questions_are_told_apart(strategies: list[str], tmp_path: Path) -> None:
+    pools = {
+        "base": _write(tmp_path / "a.jsonl", num_questions=4, prefix="a"),
+        "calibrated": _write(tmp_path / "b.jsonl", num_questions=4, prefix="b"),
+    }
+    message = "to answer the same questions, but got 8 that only one of 'base' and 'calibrated' has, such as 'a0'"
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, strategies=strategies)
+
+
+def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> None:
+    """The same questions under other ids are the same questions."""
+    test = Path(_write(tmp_path / "t.jsonl", num_questions=8, prefix="t"))
+    lines = [json.loads(line) for line in test.read_text().splitlines()]
+    renamed = tmp_path / "c.jsonl"
+    renamed.write_text("".join(json.dumps({**line, "id": f"other-{line['id']}"}) + "\n" for line in lines[:5]))
+    message = (
+        r"Expected the calibration questions of 'm' and test set 'test' to share no question, but got 5 in both, for "
+        r"example 'other-t0' and 't0', which are one question under two ids\. .* different splits or files"
+    )
+    options = {"num_reshuffles": 1, "num_resamples": 5, "strategies": ["early_stopping"]}
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), pools={"m": str(test)}, calibration_pools={"m": str(renamed)}, **options
+        )
+    # What was fitted elsewhere on these questions is refused likewise.
+    scaler = fit_scaler(load_pool(renamed), "platt", name="calm")
+    scaler.save(tmp_path / "calm.json")
+    with pytest.raises(ValueError, match="'calm' was not fitted on, but got 5 of 8 that it was, such as 't0'"):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), pools={"m": str(test)}, scorers=[str(tmp_path / "calm.json")], **options
+        )
+
+
+def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
+    from selfcal_lightning.confidence.splits import halve_pool
+
+    path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps({**line, "id": f"{line['id']}{twin}"}) + "\n" for line in lines for twin in "ab")
+    )
+    inputs = split_off_calibration(Inputs({"test": {"m": load_recorded_pool(path)}}, {}), 0.5)
+    test, aside = (
+        {e.question.id[:-1] for e in pools["m"].entries} for pools in (inputs.tests["test"], inputs.calibration)
+    )
+    assert len(test) == len(aside) == 6
+    assert not test & aside
+    first, second = ({e.question.id[:-1] for e in half} for half in halve_pool(load_pool(path)))
+    assert not first & second
+
+
+def test_a_file_is_not_sampled_as_test_and_calibration(tmp_path: Path) -> None:
+    from selfcal_lightning.pipelines.evaluate import TestSet
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
+    options = {"task": "local_number", "path": str(file)}
+    with pytest.raises(ValueError, match="`calibration` and test set 'id' to share no question, but got 9 in both"):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), model="bundled", tests=[TestSet("id", split="test", **options)],
+            calibration=TestSet("cal", split="calibration", **options),
+        )  # fmt: skip
+    assert not (tmp_path / "out" / "samples").exists()
 
 
 def test_share_set_aside_for_calibration(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from selfcal_lightning.functional.bootstrap import ScoredResponses
 from selfcal_lightning.functional.calibration import reliability_bins
+from selfcal_lightning.functional.estimates import ScoredResponses
 from selfcal_lightning.reports.figures import (
     confidence_distribution,
     reliability_comparison,
@@ -102,12 +102,13 @@ def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
 
 
 def test_grid_has_a_row_a_model_and_a_column_a_confidence() -> None:
-    rows = {"base": {"p_true": _pool(1), "fused": _pool(2)}, "calibrated": {"p_true": _pool(3), "fused": _pool(4)}}
+    bins = [reliability_bins(pool.confidence, pool.correct) for pool in map(_pool, range(1, 5))]
+    rows = {"base": {"p_true": bins[0], "fused": bins[1]}, "calibrated": {"p_true": bins[2], "fused": bins[3]}}
     figure = reliability_grid(rows, title="in-domain")
     headings = [axes.get_title().split(":")[0] for axes in figure.axes if axes.get_title()]
     assert headings == ["p_true, base", "fused, base", "p_true, calibrated", "fused, calibrated"]
     assert len(reliability_grid({"base": rows["base"]}).axes) == 4
-    for bad in ({}, {"base": {}}, {"base": rows["base"], "calibrated": {"p_true": _pool(3)}}):
+    for bad in ({}, {"base": {}}, {"base": rows["base"], "calibrated": {"p_true": bins[2]}}):
         with pytest.raises(ValueError, match="to hold the same columns"):
             reliability_grid(bad)
 

@@ -101,6 +101,9 @@ def test_responses_to_one_question_are_drawn_together() -> None:
 
 def test_equal_sets_do_not_change() -> None:
     changes = paired_bootstrap(_pool(), _pool(), num_resamples=50)
+    error = changes.pop(ECE)
+    assert (error.change.value, error.ratio.value) == (0.0, 1.0)
+    assert error.change.low <= 0.0 <= error.change.high
     for change in changes.values():
         assert change.change == Estimate(0.0, 0.0, 0.0)
         assert change.ratio.value == pytest.approx(1.0)
@@ -113,12 +116,13 @@ def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses(
     changes = paired_bootstrap(before, after, num_resamples=64, seed=2)
     again = paired_bootstrap(before, shuffled, num_resamples=64, seed=2)
     counts = np.concatenate(list(resample_counts(30, num_resamples=64, seed=2)))
-    first, second = ([_reference_naive_resample(pool, row)[ECE] for row in counts] for pool in (before, after))
+    first, second = ([_reference_naive_resample(pool, row)[BRIER] for row in counts] for pool in (before, after))
     expected = np.quantile(np.subtract(second, first), [0.025, 0.975])
-    assert [changes[ECE].change.low, changes[ECE].change.high] == pytest.approx(expected)
-    assert [again[ECE].change.low, again[ECE].change.high] == pytest.approx(expected)
+    assert [changes[BRIER].change.low, changes[BRIER].change.high] == pytest.approx(expected)
+    assert [again[BRIER].change.low, again[BRIER].change.high] == pytest.approx(expected)
     ratio = np.quantile(np.divide(second, first), [0.025, 0.975])
-    assert [changes[ECE].ratio.low, changes[ECE].ratio.high] == pytest.approx(ratio)
+    assert [changes[BRIER].ratio.low, changes[BRIER].ratio.high] == pytest.approx(ratio)
+    assert again[ECE].change.high == pytest.approx(changes[ECE].change.high)
 
 
 def test_undefined_resamples_are_left_out_and_counted() -> None:

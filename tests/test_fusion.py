@@ -16,9 +16,10 @@ from strategy_pools import make_entry
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value
 from selfcal_lightning.confidence.fitted import load_scorer
-from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, POOL_DEPENDENT, Fusion, fit_fusion
-from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.pipelines.fitted_confidences import weigh_pool
+from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
@@ -189,10 +190,21 @@ def test_what_depends_on_the_pool_is_refused_unless_flagged() -> None:
     assert not fit_fusion(pool).needs_pool
 
 
-def test_every_estimator_that_needs_the_pool_is_known_to_depend_on_it() -> None:
-    needing = [name for name, estimator in ESTIMATORS.items() if estimator.needs_pool]
-    assert needing
-    assert set(needing) <= set(POOL_DEPENDENT)
+def test_what_depends_on_the_pool_is_refused_in_its_scaled_form_too() -> None:
+    """Under a name that does not tell, read by a fusion and by strategies."""
+    pool = []
+    for entry in mixed_pool(20):
+        shares = [{"response_consistency": s.index / 6, "consistency": 0.5 + s.index / 12} for s in entry.samples]
+        rows = zip(entry.samples, shares, strict=True)
+        pool.append(replace(entry, samples=tuple(replace(sample, confidences=share) for sample, share in rows)))
+    with pytest.raises(ValueError, match="which depend on the other responses"):
+        fit_fusion(pool, ["sequence_logprob", "consistency"])
+    scaler = fit_scaler(pool, "platt", source="response_consistency", name="calm")
+    other = mixed_pool(20, prefix="new")
+    new = [replace(o, samples=e.samples) for o, e in zip(other, pool, strict=True)]
+    lengths = tuple((1,) * len(entry.samples) for entry in new)
+    with pytest.raises(ValueError, match="calm, which depend on the other responses"):
+        weigh_pool(RecordedPool(tuple(new), lengths), ["calm"], [scaler])
 
 
 def test_fusion_of_a_scaled_part_works_in_a_strategy() -> None:

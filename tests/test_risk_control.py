@@ -203,7 +203,8 @@ def test_no_promise_where_nothing_looks_good_or_the_start_is_unreachable() -> No
     assert "more questions would not help" in bad.message
     unreachable = certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1)
     assert unreachable.threshold is None
-    assert "`guided_grid`" in unreachable.message
+    assert "the others were not tested" in unreachable.message
+    assert (bad.shortfall, unreachable.shortfall) == ("ranking", "start")
     assert certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1, num_starts=2).threshold == 0.5
 
 

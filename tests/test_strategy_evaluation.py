@@ -11,12 +11,15 @@ import pytest
 from selfcal_lightning.confidence.base import MissingConfidenceError
 from selfcal_lightning.pipelines.calibrated_sides import calibrate_side
 from selfcal_lightning.pipelines.consensus import consensus_rows
+from selfcal_lightning.pipelines.evaluated_test import prepare_test
+from selfcal_lightning.pipelines.evaluation_inputs import Inputs, check_inputs
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool, fit_confidences, weigh_pool
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
+from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_evaluation import Job, StrategyCurve, check_pool, evaluate_jobs
-from selfcal_lightning.pipelines.strategy_jobs import at_setting, make_jobs
-from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation, StrategyReport
+from selfcal_lightning.pipelines.strategy_jobs import make_jobs
+from selfcal_lightning.pipelines.strategy_results import StrategyReport, report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.pipelines.strategy_statistics import (
     break_even_rows,
@@ -26,6 +29,7 @@ from selfcal_lightning.pipelines.strategy_statistics import (
 )
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.threshold_grids import GridOutcome, with_setting
 from tests.strategy_pools import make_entry, random_pool
 
 ALL = (
@@ -61,17 +65,17 @@ def test_recorded_order_is_the_replay_of_solve(seed: int) -> None:
     reshuffles = Reshuffles(pool, [None, "p_true"], width=width, num_reshuffles=0, seed=0, query_tokens={"p_true": 3})
     for job, curve in zip(jobs, evaluate_jobs(reshuffles, jobs), strict=True):
         for row, setting in enumerate(job.grid):
-            strategy = at_setting(job, setting)
+            strategy = with_setting(job.strategy, setting)
             for column, entry in enumerate(pool.entries):
                 cut = replace(entry, samples=entry.samples[:width])
                 verdict = replay(strategy, cut)
                 where = f"{job.label} {job.strategy.confidence} at {setting}, {entry.question.id}"
-                assert curve.correct[row, column] == float(bool(verdict.correct)), where
-                assert curve.samples[row, column] == verdict.samples_used, where
+                assert curve.outcome.correct[row, column] == float(bool(verdict.correct)), where
+                assert curve.outcome.samples[row, column] == verdict.samples_used, where
                 used = entry.samples[: verdict.samples_used]
                 query = 3 if job.strategy.confidence else 0
-                assert curve.tokens is not None
-                assert curve.tokens[row, column] == sum(len(s.token_ids or ()) + query for s in used), where
+                assert curve.outcome.tokens is not None
+                assert curve.outcome.tokens[row, column] == sum(len(s.token_ids or ()) + query for s in used), where
 
 
 def test_reshuffles_are_unbiased() -> None:
@@ -82,9 +86,9 @@ def test_reshuffles_are_unbiased() -> None:
     votes, oracle = evaluate_jobs(reshuffles, jobs)
     for column, entry in enumerate(pool.entries):
         n, right = len(entry.samples), sum(bool(sample.correct) for sample in entry.samples)
-        assert votes.correct[0, column] == pytest.approx(right / n, abs=0.03)
+        assert votes.outcome.correct[0, column] == pytest.approx(right / n, abs=0.03)
         expected = [1.0 - comb(n - right, k) / comb(n, k) for k in range(1, width + 1)]
-        assert oracle.correct[:, column] == pytest.approx(expected, abs=0.03)
+        assert oracle.outcome.correct[:, column] == pytest.approx(expected, abs=0.03)
 
 
 def test_orders_depend_on_the_seed_only() -> None:
@@ -94,8 +98,8 @@ def test_orders_depend_on_the_seed_only() -> None:
     def run(seed: int, *, rows: list[str | None]) -> StrategyCurve:
         return evaluate_jobs(Reshuffles(pool, rows, width=5, num_reshuffles=7, seed=seed), jobs)[0]
 
-    np.testing.assert_array_equal(run(3, rows=[None]).correct, run(3, rows=[None, "p_true"]).correct)
-    assert (run(3, rows=[None]).correct != run(4, rows=[None]).correct).any()
+    np.testing.assert_array_equal(run(3, rows=[None]).outcome.correct, run(3, rows=[None, "p_true"]).outcome.correct)
+    assert (run(3, rows=[None]).outcome.correct != run(4, rows=[None]).outcome.correct).any()
 
 
 def test_pools_that_cannot_be_evaluated() -> None:
@@ -131,7 +135,8 @@ def curve(
     correct = np.array([point[1] for point in points])
     samples = np.array([[point[2]] * correct.shape[1] for point in points])
     settings = tuple(point[0] for point in points)
-    return StrategyCurve(label, confidence, parameter, settings, correct, samples, 10 * samples, SelfConsistency(4))
+    outcome = GridOutcome(settings, correct, samples, 10 * samples)
+    return StrategyCurve(label, confidence, parameter, outcome, SelfConsistency(4))
 
 
 VOTES = curve(
@@ -182,7 +187,10 @@ def test_settings_come_from_the_calibration_questions() -> None:
 def evaluate(test: RecordedPool, calibration: RecordedPool | None, **options: object) -> StrategyReport:
     settings = StrategySettings(**{"strategies": FEW, "num_reshuffles": 3, "num_resamples": 40, **options})
     calibrated = {"model": calibrate_side(test, calibration, [], settings)}
-    return StrategyEvaluation(calibrated, settings).evaluate("test", {"model": test})
+    inputs = check_inputs(Inputs({"test": {"model": test}}, {} if calibration is None else {"model": calibration}))
+    prepared = prepare_test("test", inputs.tests["test"], calibrated, settings)
+    sides = {"model": SideStrategies("model", calibrated["model"], settings)}
+    return report_on(prepared, run_strategies(prepared, sides, settings), settings)
 
 
 def test_report_with_calibration_questions() -> None:
@@ -199,7 +207,7 @@ def test_report_with_calibration_questions() -> None:
 
 def test_report_refuses_the_calibration_questions() -> None:
     pool = pool_of(1)
-    with pytest.raises(ValueError, match="'the calibration split' was not fitted on, but got 12 of 12"):
+    with pytest.raises(ValueError, match="of 'model' and test set 'test' to share no question, but got 12 in both"):
         evaluate(pool, pool)
 
 
@@ -233,11 +241,9 @@ def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
 
 
 def test_sides_with_different_questions_cannot_be_paired() -> None:
-    settings = StrategySettings(strategies=FEW, num_reshuffles=1, num_resamples=10)
     pools = {"base": pool_of(1), "calibrated": pool_of(1, num_questions=11)}
-    calibrated = {side: calibrate_side(pool, None, [], settings) for side, pool in pools.items()}
-    with pytest.raises(ValueError, match="to answer the same questions, but got 1 that 'calibrated' or 'base' lacks"):
-        StrategyEvaluation(calibrated, settings).evaluate("test", pools)
+    with pytest.raises(ValueError, match=r"to answer the same questions, but got 1 .*'q11', which 'calibrated' lacks"):
+        check_inputs(Inputs({"test": pools}, {}))
 
 
 def test_confidences_that_look_ahead_are_refused() -> None:
@@ -247,7 +253,7 @@ def test_confidences_that_look_ahead_are_refused() -> None:
         for e in pool.entries
     )
     pool = replace(pool, entries=entries)
-    assert evaluate(pool, None).pools["model"].confidences == ("p_true",)
+    assert [row.name for row in evaluate(pool, None).confidences["model"]] == ["p_true"]
     with pytest.raises(ValueError, match="response_consistency, which depend on the other responses"):
         weigh_pool(pool, ["response_consistency"], [])
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import risk_coverage, wilson_interval
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.reports.strategy_figures import accuracy_figure, risk_coverage_figure
 from selfcal_lightning.reports.strategy_rows import (
     BreakEvenRow,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,15 +16,16 @@ from strategy_pools import make_entry
 from selfcal_lightning.confidence.base import MissingConfidenceError, split_hash
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on
-from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict
-from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
+from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.orders import Orders, right_codes
 from selfcal_lightning.strategies.pool import PoolArrays
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.threshold_grids import grid_outcome, verdict_correct
+from selfcal_lightning.strategies.threshold_grids import grid_outcome
 from selfcal_lightning.strategies.thresholds import (
     FittedThreshold,
+    NoThresholdError,
     fit_accuracy_threshold,
     fit_budget_threshold,
     fit_risk_threshold,
@@ -44,42 +45,39 @@ def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, len
     return pool
 
 
-@dataclass(frozen=True)
-class Uncurved:
-    """Early stopping without a vectorised form."""
-
-    name: ClassVar[str] = "uncurved"
-    threshold: float = 0.9
-    max_samples: int = 6
-    confidence: str = "p_true"
-
-    def solve(self, question: Question) -> Solving:
-        """Stop at the first sample that reaches the threshold."""
-        samples: list[Sample] = []
-        while len(samples) < self.max_samples and (drawn := (yield Ask(1))):
-            samples += drawn
-            value = drawn[0].p_true
-            if value is not None and value >= self.threshold:
-                return make_verdict(question, samples, drawn[0].answer, confidence=value, stopped_early=True)
-        return make_verdict(question, samples, samples[0].answer, confidence=samples[0].p_true, stopped_early=False)
-
-
 def test_grid_outcome_is_the_mean_over_all_orders() -> None:
     """Two samples, right with confidence .9 and wrong with .4: each order comes half of the time."""
     pool = [make_entry(["a", "b"], [0.9, 0.4], name=f"q{number}") for number in range(400)]
     found = grid_outcome(EarlyStopping(max_samples=2), pool, [0.0, 0.5, 1.0], num_reshuffles=10, seed=1)
     # At 0 the first sample decides; at .5 the right one stops it, after 1 or 2 samples; at 1 the weighted vote decides.
     assert found.accuracy == pytest.approx([0.5, 1.0, 1.0], abs=0.03)
-    assert found.samples == pytest.approx([1.0, 1.5, 2.0], abs=0.03)
+    assert found.mean_samples == pytest.approx([1.0, 1.5, 2.0], abs=0.03)
 
 
-def test_replayed_and_vectorised_choices_are_equal() -> None:
-    pool = [*calibrated_pool(15), *calibrated_pool(10, prefix="short", length=3)]
-    common: dict[str, Any] = {"num_reshuffles": 2, "seed": 3}
-    curved = grid_outcome(EarlyStopping(max_samples=5), pool, GRID, **common)
-    replayed = grid_outcome(EarlyStopping(max_samples=5), pool, GRID, parameter="threshold", **common)
-    assert curved.accuracy == pytest.approx(replayed.accuracy, abs=1e-12)
-    assert curved.samples == pytest.approx(replayed.samples, abs=1e-12)
+def test_curves_are_replays_of_the_orders() -> None:
+    """The orders and the verdicts on them, one question at a time."""
+    pool = [*calibrated_pool(15), *calibrated_pool(10, prefix="long", length=8)]
+    strategy = EarlyStopping(max_samples=5)
+    found = grid_outcome(strategy, pool, GRID, num_reshuffles=2, seed=3)
+    (orders,) = Orders(np.array([len(entry.samples) for entry in pool]), 5, 2, 3).blocks()
+    for row, value in enumerate(GRID):
+        verdicts = [
+            replay(replace(strategy, threshold=value), replace(entry, samples=tuple(entry.samples[i] for i in order)))
+            for entry, order in zip(pool * 2, orders.tolist(), strict=True)
+        ]
+        assert found.accuracy[row] == pytest.approx(np.mean([bool(verdict.correct) for verdict in verdicts]))
+        assert found.mean_samples[row] == pytest.approx(np.mean([verdict.samples_used for verdict in verdicts]))
+
+
+def test_a_smaller_budget_cuts_the_same_orders_shorter() -> None:
+    lengths = np.array([4, 7, 5])
+    (wide,), (narrow,) = Orders(lengths, 4, 6).blocks(), Orders(lengths, 2, 6).blocks()
+    np.testing.assert_array_equal(wide[:, :2], narrow)
+    assert all(set(row) <= set(range(lengths[i % 3])) for i, row in enumerate(wide.tolist()))
+    (recorded,) = Orders(lengths, 3, 0).blocks()
+    assert recorded.tolist() == [[0, 1, 2]] * 3
+    with pytest.raises(ValueError, match="between 1 and 4, the fewest samples that a question has, but got 5"):
+        Orders(lengths, 5)
 
 
 def test_budget_takes_the_most_accurate_within_it_and_the_cheapest_of_these() -> None:
@@ -89,7 +87,7 @@ def test_budget_takes_the_most_accurate_within_it_and_the_cheapest_of_these() ->
     fitted = fit_budget_threshold(strategy, pool, GRID, budget=3.0, num_reshuffles=5)
     allowed = [
         (accuracy, -samples, value)
-        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.samples, strict=True)
+        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
         if samples <= 3.0
     ]
     accuracy, samples, threshold = max(allowed)
@@ -110,7 +108,7 @@ def test_accuracy_takes_the_cheapest_that_reaches_it() -> None:
     fitted = fit_accuracy_threshold(strategy, pool, GRID, accuracy=goal, num_reshuffles=5)
     enough = [
         (samples, value)
-        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.samples, strict=True)
+        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
         if accuracy >= goal
     ]
     assert (fitted.achieved["mean_samples"], fitted.threshold) == min(enough)
@@ -120,7 +118,7 @@ def test_accuracy_takes_the_cheapest_that_reaches_it() -> None:
 
 def test_a_budget_below_the_cheapest_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the cheapest, 0, uses 1\.00"):
-        fit_budget_threshold(EarlyStopping(), calibrated_pool(5), GRID, budget=0.9, num_reshuffles=1)
+        fit_budget_threshold(EarlyStopping(max_samples=6), calibrated_pool(5), GRID, budget=0.9, num_reshuffles=1)
 
 
 def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
@@ -132,20 +130,20 @@ def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
     assert isinstance(fitted.fields["max_samples"], int)
 
 
-def test_a_strategy_without_a_curve_is_replayed() -> None:
-    pool = calibrated_pool(20)
-    with pytest.raises(ValueError, match="uncurved to have a vectorised `curve`"):
-        fit_budget_threshold(Uncurved(), pool, GRID, budget=3.0)
-    fitted = fit_budget_threshold(Uncurved(), pool, GRID, budget=3.0, num_reshuffles=2, parameter="threshold")
-    assert fitted.parameter == "threshold"
-    assert fitted.achieved["mean_samples"] <= 3.0
-    assert fitted.configure(Uncurved()).threshold == fitted.threshold
+def test_a_setting_stays_what_it_is() -> None:
+    """A threshold that was given as a whole number is no number of samples."""
+    pool = calibrated_pool(30)
+    fitted = fit_budget_threshold(EarlyStopping(threshold=1, max_samples=6), pool, [0.5, 0.75], budget=6.0)
+    assert fitted.fields["threshold"] in (0.5, 0.75)
 
 
-def test_correctness_of_chosen_answers() -> None:
+def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
     pool = PoolArrays.from_samples([make_entry(["b", "a", None], [0.5, 0.5, 0.5]), make_entry([None], [0.5], name="r")])
-    answer = np.array([[0, -1], [1, -1], [-1, -1]], dtype=np.int32)
-    assert verdict_correct(pool, answer).tolist() == [[False, False], [True, False], [False, False]]
+    right = right_codes(pool.answer, pool.correct)
+    answer = np.array([[0, -1], [1, -1], [-1, -1]])
+    assert right[[0, 1], answer].tolist() == [[False, False], [True, False], [False, False]]
+    contradicting = right_codes(np.array([[0, 0]], dtype=np.int32), np.array([[False, True]]))
+    assert contradicting.tolist() == [[False, False]]
 
 
 # Learn then Test
@@ -172,15 +170,11 @@ def test_the_level_holds_through_strategy_and_guide() -> None:
     strategy = EarlyStopping(threshold=0.0, max_samples=1)
     broken = found = 0
     for seed in range(150):
-        fitted = fit_risk_threshold(
-            strategy,
-            calibrated_pool(120, seed=seed, length=1),
-            risk=0.2,
-            delta=0.2,
-            guide=calibrated_pool(120, prefix="g", seed=seed, length=1),
-        )
-        found += fitted.threshold is not None
-        broken += fitted.threshold is not None and fitted.threshold < 0.6
+        pool, guide = (calibrated_pool(120, prefix=name, seed=seed, length=1) for name in "cg")
+        with contextlib.suppress(NoThresholdError):
+            fitted = fit_risk_threshold(strategy, pool, risk=0.2, delta=0.2, guide=guide)
+            found += 1
+            broken += fitted.threshold < 0.6
     assert broken / 150 <= 0.2 + 3.0 * math.sqrt(0.2 * 0.8 / 150)
     assert found / 150 > 0.4
 
@@ -200,22 +194,30 @@ def test_numbers_on_the_calibration_questions() -> None:
     assert fitted.fitted_on.split_hash == split_hash(entry.question.id for entry in pool)
 
 
-def test_without_a_certificate_every_verdict_is_withheld() -> None:
+def test_without_a_certificate_there_is_no_threshold() -> None:
     strategy = EarlyStopping(threshold=0.0, max_samples=1)
-    fitted = fit_risk_threshold(strategy, calibrated_pool(20, length=1), risk=0.05, delta=0.05)
-    assert fitted.threshold is None
-    assert "more would be needed" in fitted.message or "would not help" in fitted.message
-    assert not fitted.answers(replay(strategy, make_entry(["a"], [1.0])))
+    right = [make_entry(["a"], [0.9], name=f"r{number}") for number in range(20)]
+    with pytest.raises(NoThresholdError, match="more would be needed if they are like these") as few:
+        fit_risk_threshold(strategy, right, risk=0.05, delta=0.05, grid=[0.5])
+    assert few.value.certificate.shortfall == "questions"
+    wrong = [make_entry(["b"], [0.9], name=f"w{number}") for number in range(20)]
+    with pytest.raises(NoThresholdError, match="more questions would not help") as bad:
+        fit_risk_threshold(strategy, wrong, risk=0.05, delta=0.05)
+    assert bad.value.certificate.shortfall == "ranking"
+    with pytest.raises(NoThresholdError, match="the others were not tested") as start:
+        fit_risk_threshold(strategy, right, risk=0.2, grid=[0.95, 0.5])
+    assert start.value.certificate.shortfall == "start"
 
 
 @pytest.mark.parametrize(
     ("answer", "confidence", "given"), [("a", 0.7, True), ("a", 0.69, False), ("a", None, False), (None, 0.9, False)]
 )
 def test_which_verdicts_are_given(answer: str | None, confidence: float | None, given: bool) -> None:
-    fitted = replace(fit_risk_threshold(EarlyStopping(), calibrated_pool(20), risk=0.3, grid=[0.5]), threshold=0.7)
+    six = EarlyStopping(max_samples=6)
+    fitted = replace(fit_risk_threshold(six, calibrated_pool(60), risk=0.4, grid=[0.9]), threshold=0.7)
     verdict = Verdict("q", answer, confidence, None, 1, False)
     assert fitted.answers(verdict) is given
-    of_budget = fit_budget_threshold(EarlyStopping(), calibrated_pool(5), GRID, budget=6.0, num_reshuffles=1)
+    of_budget = fit_budget_threshold(six, calibrated_pool(5), GRID, budget=6.0, num_reshuffles=1)
     assert of_budget.answers(verdict) is (answer is not None)
 
 
@@ -235,32 +237,33 @@ def test_unanswered_questions_are_never_answered_and_never_counted_right() -> No
 def test_questions_that_a_scorer_was_fitted_on_are_refused() -> None:
     pool = calibrated_pool(40)
     scaler = fit_scaler(pool[:20], "platt", name="scaled")
-    strategy = EarlyStopping(confidence="scaled", threshold=0.5)
+    strategy = EarlyStopping(confidence="scaled", threshold=0.5, max_samples=6)
     fitted = fit_budget_threshold(strategy, pool[20:], GRID, budget=4.0, scorers=[scaler], num_reshuffles=1)
-    assert fitted.scorers == {"scaled": scaler.fitted_on.split_hash}
+    assert list(fitted.scorers) == ["scaled"]
     for overlapping in (pool[19:], pool):
         with pytest.raises(ValueError, match="'scaled' was not fitted on"):
             fit_budget_threshold(strategy, overlapping, GRID, budget=4.0, scorers=[scaler])
         with pytest.raises(ValueError, match="'scaled' was not fitted on"):
             fit_risk_threshold(strategy, overlapping, risk=0.3, scorers=[scaler])
     # The guide may be what the scaler was fitted on; it must not be the calibration questions.
-    guided = fit_risk_threshold(strategy, pool[20:], risk=0.4, scorers=[scaler], guide=pool[:20])
+    guided = fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:20])
     assert guided.fitted_on.num_questions == 20
-    with pytest.raises(ValueError, match="`guide` to hold other questions"):
-        fit_risk_threshold(strategy, pool[20:], risk=0.4, scorers=[scaler], guide=pool[:21])
+    with pytest.raises(ValueError, match="`pool` and `guide` to share no question, but got 1 in both"):
+        fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:21])
 
 
 def test_reporting_on_the_split_of_the_fit_is_refused() -> None:
     pool = calibrated_pool(20)
-    fitted = fit_budget_threshold(EarlyStopping(), pool, GRID, budget=6.0, num_reshuffles=1)
+    fitted = fit_budget_threshold(EarlyStopping(max_samples=6), pool, GRID, budget=6.0, num_reshuffles=1)
     check_not_fitted_on(calibrated_pool(20, prefix="t"), fitted)
     with pytest.raises(ValueError, match="'early_stopping_budget_6' was not fitted on, but got 1 of 6"):
         check_not_fitted_on([*calibrated_pool(5, prefix="t"), pool[3]], fitted)
 
 
 def test_another_strategy_is_refused() -> None:
-    fitted = fit_budget_threshold(EarlyStopping(), calibrated_pool(20), GRID, budget=3.0, num_reshuffles=1)
-    assert fitted.configure(EarlyStopping(threshold=0.123)).threshold == fitted.threshold
+    six = EarlyStopping(max_samples=6)
+    fitted = fit_budget_threshold(six, calibrated_pool(20), GRID, budget=3.0, num_reshuffles=1)
+    assert fitted.configure(replace(six, threshold=0.123)).threshold == fitted.threshold
     with pytest.raises(ValueError, match="Fit a threshold for this one"):
         fitted.configure(EarlyStopping(max_samples=3))
     with pytest.raises(ValueError, match="Fit a threshold for this one"):
@@ -268,36 +271,36 @@ def test_another_strategy_is_refused() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    pool = calibrated_pool(10)
+    pool, six = calibrated_pool(10), EarlyStopping(max_samples=6)
     no_reference = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
     with pytest.raises(ValueError, match="reference answer, but 'c0' has none"):
-        fit_budget_threshold(EarlyStopping(), no_reference, GRID, budget=3.0)
+        fit_budget_threshold(six, no_reference, GRID, budget=3.0)
     with pytest.raises(MissingConfidenceError, match="--estimator verbalized"):
-        fit_risk_threshold(EarlyStopping(confidence="verbalized"), pool, risk=0.3)
+        fit_risk_threshold(replace(six, confidence="verbalized"), pool, risk=0.3)
     with pytest.raises(ValueError, match="at least one calibration question"):
-        fit_risk_threshold(EarlyStopping(), [], risk=0.3)
+        fit_risk_threshold(six, [], risk=0.3)
     with pytest.raises(ValueError, match="either `guide` or `grid`"):
-        fit_risk_threshold(EarlyStopping(), pool, risk=0.3, guide=pool, grid=[0.5])
+        fit_risk_threshold(six, pool, risk=0.3, guide=pool, grid=[0.5])
     with pytest.raises(ValueError, match="`grid` to hold at least one"):
-        fit_budget_threshold(EarlyStopping(), pool, [], budget=3.0)
+        fit_budget_threshold(six, pool, [], budget=3.0)
     with pytest.raises(ValueError, match="in \\[0, 1\\]"):
-        fit_budget_threshold(EarlyStopping(), pool, [1.5], budget=3.0)
+        fit_budget_threshold(six, pool, [1.5], budget=3.0)
     with pytest.raises(ValueError, match="`budget` to be positive"):
-        fit_budget_threshold(EarlyStopping(), pool, GRID, budget=0.0)
+        fit_budget_threshold(six, pool, GRID, budget=0.0)
     with pytest.raises(ValueError, match="`accuracy` to lie"):
-        fit_accuracy_threshold(EarlyStopping(), pool, GRID, accuracy=1.1)
+        fit_accuracy_threshold(six, pool, GRID, accuracy=1.1)
 
 
 def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
-    pool = calibrated_pool(40)
-    risk = fit_risk_threshold(EarlyStopping(), pool, risk=0.3)
-    budget = fit_budget_threshold(EarlyStopping(), pool, GRID, budget=3.0, num_reshuffles=1)
-    for number, fitted in enumerate((risk, budget, replace(risk, threshold=None))):
+    pool, six = calibrated_pool(60), EarlyStopping(max_samples=6)
+    risk = fit_risk_threshold(six, pool, risk=0.4)
+    budget = fit_budget_threshold(six, pool, GRID, budget=3.0, num_reshuffles=1)
+    for number, fitted in enumerate((risk, budget, replace(risk, sampled_by={"sampling": {"temperature": 0.5}}))):
         path = tmp_path / f"{number}.json"
         fitted.save(path)
         assert FittedThreshold.load(path) == fitted
     content = json.loads(path.read_text())
-    assert content["fitted_on"]["num_questions"] == 40
+    assert content["fitted_on"]["num_questions"] == 60
     del content["strategy"]
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no field 'strategy'"):

@@ -18,7 +18,7 @@ import pytest
 from selfcal_lightning.confidence.base import add_scores
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.scores import ConfidenceScores
-from selfcal_lightning.confidence.splits import split_in_halves, take_questions
+from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.functional.bootstrap import bootstrap_interval
 from selfcal_lightning.functional.calibration import expected_calibration_error
 from selfcal_lightning.records import Question, QuestionSamples, Sample
@@ -60,8 +60,7 @@ def trials(trial: list[QuestionSamples]) -> list[Trial]:
     """The fit on one half and the scores on the other, on 12 splits."""
     found = []
     for seed in SEEDS:
-        halves = split_in_halves([entry.question.id for entry in trial], seed=seed)
-        fit, test = (take_questions(trial, half) for half in halves)
+        fit, test = halve_pool(trial, seed=seed)
         fusions = {
             target: fit_fusion(fit, target=target, name=target, held_out=test)  # type: ignore[arg-type]
             for target in ("label", "ssc")

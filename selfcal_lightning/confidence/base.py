@@ -42,15 +42,22 @@ class Estimator(Protocol):
 
 
 class SampleScorer(Protocol):
-    """Puts further confidences on a sample from those that it has: scalers and fusions. Works live and replayed.
+    """Puts further confidences on a sample from those that it has: scalers and fusions. Works live and replayed."""
 
-    Attributes:
-        name: Key under which the confidence is added.
-        requires: Names of the confidences that it reads.
-    """
+    @property
+    def name(self) -> str:
+        """Key under which the confidence is added."""
+        ...
 
-    name: str
-    requires: tuple[str, ...]
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Names of the confidences that it reads."""
+        ...
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether one of those depends on the other responses to the question, which a live run does not have yet."""
+        ...
 
     def score_sample(self, sample: Sample) -> float | None:
         """Return the confidence in one sample, or None where a part of it is missing."""

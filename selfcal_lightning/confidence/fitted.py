@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,3 +44,25 @@ def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
         if late:
             raise ValueError(f"Expected {late[0]!r} before {scorer.name!r}, which reads it, but got it after.")
     return scorers
+
+
+def scorer_digests(confidence: str | None, scorers: Sequence[FittedScorer]) -> dict[str, str]:
+    """Return the sha256 of each scorer that a confidence is computed by, directly or through one another, by name.
+
+    Args:
+        confidence: What is read; None reads nothing.
+        scorers: Scorers at hand, in the order of computation.
+    """
+    wanted = {confidence}
+    found = {}
+    for scorer in reversed(scorers):
+        if scorer.name in wanted:
+            wanted.update(scorer.requires)
+            found[scorer.name] = _digest(scorer)
+    return dict(sorted(found.items()))
+
+
+def _digest(scorer: FittedScorer) -> str:
+    kind = KIND if isinstance(scorer, Fusion) else scorer.map.kind
+    content = json.dumps({"kind": kind, **scorer.as_json()}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -7,7 +7,7 @@ fusion takes what each has. It reads one response at a time, so that it works wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, check_confidence, confidence_of
+from selfcal_lightning.confidence.dependence import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.features import (
     LOGIT,
     ResponseTable,
-    confidence_behind,
     feature_value,
     required_confidences,
 )
@@ -36,8 +36,6 @@ TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
 FUSED = "fused"
 KIND = "fusion"
 DEFAULT_FEATURES = (f"{LOGIT}{P_TRUE}", LOGPROB, MEAN_LOGPROB)
-# Confidences of one response that are computed from the other responses to its question, scaled or not.
-POOL_DEPENDENT = ("response_consistency", "ssc", "soft_self_consistency", "vote_share")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Fusion:
         stds: Standard deviation of each feature in the fit [F]; 1 where it was constant.
         target: What it was fitted to: "label", or without labels "ssc" or "vote_share".
         l2: Strength of the regularisation.
-        needs_pool: Whether a feature depends on the other responses to the question: replay only.
+        needs_pool: Whether a feature depends on the other responses to the question: recorded pools only.
         fitted_on: The questions of the fit.
         scores: Each part alone and the fusion on the fitting questions, the fusion last.
         held_out_scores: Likewise on other questions; empty where none were given.
@@ -116,6 +114,8 @@ class Fusion:
         """Return the model as readable text: weights, and what each part and the fusion are worth."""
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
         lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
+        if self.needs_pool:
+            lines.append("It depends on the other responses to a question: for recorded pools only.")
         lines.append(f"{'feature':<26}{'weight':>9}{'per unit':>11}{'mean':>10}{'std':>10}")
         for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
             lines.append(f"{name:<26}{weight:>+9.3f}{weight / std:>+11.4f}{mean:>10.3f}{std:>10.3f}")
@@ -187,6 +187,7 @@ def fit_fusion(
     l2: float = 1.0,
     held_out: Sequence[QuestionSamples] | None = None,
     allow_pool_features: bool = False,
+    known: Iterable[KnownConfidence] = (),
 ) -> Fusion:
     """Fit the fusion on a calibration split.
 
@@ -204,6 +205,7 @@ def fit_fusion(
         l2: Strength of the regularisation of the standardised weights.
         held_out: Other questions, to score parts and fusion on.
         allow_pool_features: Allow features that depend on the other responses, which a live run cannot have.
+        known: Where the features may come from; see ``confidence.dependence.pool_dependent``.
 
     Raises:
         MissingConfidenceError: A feature is absent from a question; names the estimator to run.
@@ -218,11 +220,11 @@ def fit_fusion(
         raise ValueError(f"Expected `features` to be at least one name, each once, but got {features}.")
     if l2 <= 0.0:
         raise ValueError(f"Expected `l2` to be positive, but got {l2}.")
-    of_pool = [name for name in features if confidence_behind(name).startswith(POOL_DEPENDENT)]
+    of_pool = pool_dependent(required_confidences(features), known)
     if of_pool and not allow_pool_features:
         raise ValueError(
             f"Expected `features` to belong to one response, but got {', '.join(of_pool)}, which depend on the other "
-            "responses and do not exist in a live run. Set `allow_pool_features` for a fusion for replay only."
+            "responses and do not exist in a live run. Set `allow_pool_features` for a fusion for recorded pools only."
         )
     table = ResponseTable.from_pool(pool, features)
     targets = _targets(pool, table, target, target_confidence)
@@ -244,7 +246,7 @@ def fit_fusion(
         l2=float(l2),
         needs_pool=bool(of_pool),
         fitted_on=FittedOn.from_questions(
-            table.question_ids, num_responses=int(used.sum()), num_left_out=int((~used).sum())
+            (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
         ),
     )
     fusion = replace(fusion, scores=fusion.score_parts(pool))

@@ -10,7 +10,8 @@ from typing import Any
 from selfcal_lightning.store_shards import write_atomically
 
 FORMAT = "selfcal_lightning.fitted"
-VERSION = 1
+# 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
+VERSION = 2
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:

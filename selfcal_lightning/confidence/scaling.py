@@ -5,14 +5,15 @@ Scaling changes what a confidence says, not (temperature, Platt) or hardly (isot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, RESERVED
+from selfcal_lightning.confidence.dependence import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.features import ResponseTable, feature_value
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.scaling_maps import IsotonicMap, PlattMap, ScalerMap, TemperatureMap, read_map
@@ -33,6 +34,7 @@ class Scaler:
         name: Key under which the probability is added.
         source: The confidence that it reads.
         map: The fitted function.
+        needs_pool: Whether the source depends on the other responses to the question: recorded pools only.
         fitted_on: The questions of the fit.
         before: Scores of the source on them.
         after: Scores of the scaled confidence on them.
@@ -43,6 +45,7 @@ class Scaler:
     name: str
     source: str
     map: ScalerMap
+    needs_pool: bool
     fitted_on: FittedOn
     before: ConfidenceScores
     after: ConfidenceScores
@@ -68,6 +71,7 @@ class Scaler:
             "name": self.name,
             "source": self.source,
             "parameters": asdict(self.map),
+            "needs_pool": self.needs_pool,
             "fitted_on": self.fitted_on.as_json(),
             "scores": {"before": self.before.as_json(), "after": self.after.as_json()},
             "held_out_scores": held_out,
@@ -88,6 +92,7 @@ class Scaler:
             name=content["name"],
             source=content["source"],
             map=read_map(kind, content["parameters"]),
+            needs_pool=bool(content["needs_pool"]),
             fitted_on=FittedOn.from_json(content["fitted_on"]),
             before=read(content["scores"]["before"]),
             after=read(content["scores"]["after"]),
@@ -113,10 +118,12 @@ def fit_scaler(
     name: str | None = None,
     is_probability: bool | None = None,
     held_out: Sequence[QuestionSamples] | None = None,
+    known: Iterable[KnownConfidence] = (),
 ) -> Scaler:
     """Fit a scaler of one confidence to correctness on a calibration split.
 
-    Responses without the confidence are left out and counted; unreadable ones are wrong.
+    Responses without the confidence are left out and counted; unreadable ones are wrong. Of a source that depends on
+    the other responses, the scaler does too, and says so (``needs_pool``).
 
     Args:
         pool: Questions with references.
@@ -126,6 +133,7 @@ def fit_scaler(
         is_probability: Whether the confidence is a probability, which Platt and temperature take by its log-odds. None
             knows P(True) and log-probabilities, and else says yes when all values lie in [0, 1].
         held_out: Other questions, to score the scaler on.
+        known: Where the source may come from; see ``confidence.dependence.pool_dependent``.
 
     Raises:
         MissingConfidenceError: The confidence is absent; names the estimator to run.
@@ -141,15 +149,15 @@ def fit_scaler(
     values, targets = table.values[used, 0], table.correct[used]
     map_ = _fit_map(kind, values, targets, source=source, is_probability=is_probability)
     fitted_on = FittedOn.from_questions(
-        table.question_ids, num_responses=int(used.sum()), num_left_out=int((~used).sum())
+        (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
     )
     before, after = _scores(table, source, name, map_)
-    scaler = Scaler(name, source, map_, fitted_on, before, after)
+    scaler = Scaler(name, source, map_, bool(pool_dependent([source], known)), fitted_on, before, after)
     if held_out is None:
         return scaler
     check_not_fitted_on(held_out, scaler)
-    other = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_)
-    return Scaler(name, source, map_, fitted_on, before, after, *other)
+    held_before, held_after = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_)
+    return replace(scaler, held_out_before=held_before, held_out_after=held_after)
 
 
 def check_labels(table: ResponseTable) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.calibration_bias import debiased_calibration_error
 from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
 
 
@@ -22,10 +23,11 @@ class ConfidenceScores:
         auroc: Over all responses; also rewards knowing which questions are hard.
         within_question_auroc: Mean over the questions with right and wrong responses: does it know which *response* is
             right?
-        ece: Expected calibration error in ten bins; None where the score is no probability.
+        ece: Expected calibration error in ten bins, as measured; None where the score is no probability.
         num_mixed_questions: Questions behind ``within_question_auroc``.
         num_responses: Responses scored; unreadable ones are wrong.
         num_left_out: Responses without the confidence, or whose correctness nobody knows.
+        ece_debiased: The calibration error less what chance adds to it (``functional.calibration_bias``).
     """
 
     name: str
@@ -35,6 +37,7 @@ class ConfidenceScores:
     num_mixed_questions: int
     num_responses: int
     num_left_out: int
+    ece_debiased: float | None = None
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ConfidenceScores:
@@ -72,6 +75,7 @@ def score_confidence(name: str, confidence: Floats, correct: Floats, question: I
         num_mixed_questions=within.num_questions,
         num_responses=int(known.sum()),
         num_left_out=int((~known).sum()),
+        ece_debiased=debiased_calibration_error(values, labels, question[known]) if is_probability else None,
     )
 
 

@@ -1,4 +1,7 @@
-"""Which questions something was fitted on, so that nothing is reported on them."""
+"""Which questions something was fitted on, so that nothing is reported on them, and splits that share no question.
+
+A question is known by its id and by its content: the ids of one file's lines differ when it is read as two splits.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from selfcal_lightning.confidence.base import split_hash
-from selfcal_lightning.records import QuestionSamples, question_hash
+from selfcal_lightning.records import Question, QuestionSamples, question_hash
+from selfcal_lightning.store_shards import question_digest
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,14 @@ class FittedOn:
     Attributes:
         split_hash: sha256 of the set of their ids (``confidence.base.split_hash``).
         question_hashes: Hash of each id as 16 hexadecimal digits, sorted; they show an overlap, not only identity.
+        content_hashes: Hash of each question's content (:func:`content_hash`) where it is known, sorted.
         num_responses: Responses that entered the fit.
         num_left_out: Responses of these questions that did not, for want of a confidence or of a target.
     """
 
     split_hash: str
     question_hashes: tuple[str, ...]
+    content_hashes: tuple[str, ...]
     num_responses: int
     num_left_out: int = 0
 
@@ -32,15 +38,28 @@ class FittedOn:
         return len(self.question_hashes)
 
     @classmethod
-    def from_questions(cls, question_ids: Iterable[str], *, num_responses: int, num_left_out: int = 0) -> FittedOn:
-        """Build the record from question ids.
+    def from_questions(
+        cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
+    ) -> FittedOn:
+        """Build the record from questions, or from their ids where nothing else is known of them.
 
         Example:
             >>> FittedOn.from_questions(["b", "a", "b"], num_responses=12).num_questions
             2
         """
-        ids = set(question_ids)
-        return cls(split_hash(ids), tuple(sorted(map(_hex_hash, ids))), num_responses, num_left_out)
+        found = list(questions)
+        ids = {_id_of(question) for question in found}
+        contents = {content for question in found if (content := _content_of(question)) is not None}
+        return cls(
+            split_hash(ids), tuple(sorted(map(_hex_hash, ids))), tuple(sorted(contents)), num_responses, num_left_out
+        )
+
+    @classmethod
+    def from_pool(cls, pool: Sequence[QuestionSamples]) -> FittedOn:
+        """Build the record of a pool all of whose responses enter the fit."""
+        return cls.from_questions(
+            (entry.question for entry in pool), num_responses=sum(len(entry.samples) for entry in pool)
+        )
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
@@ -49,8 +68,9 @@ class FittedOn:
         Raises:
             KeyError: A field is missing.
         """
-        hashes = tuple(str(value) for value in content["question_hashes"])
-        return cls(str(content["split_hash"]), hashes, int(content["num_responses"]), int(content["num_left_out"]))
+        ids, contents = (tuple(map(str, content[name])) for name in ("question_hashes", "content_hashes"))
+        counts = (int(content[name]) for name in ("num_responses", "num_left_out"))
+        return cls(str(content["split_hash"]), ids, contents, *counts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -60,28 +80,84 @@ class FittedOn:
             "num_responses": self.num_responses,
             "num_left_out": self.num_left_out,
             "question_hashes": list(self.question_hashes),
+            "content_hashes": list(self.content_hashes),
         }
 
-    def shared_questions(self, question_ids: Iterable[str]) -> list[str]:
-        """Return those of ``question_ids`` that were fitted on, in their order."""
-        known = set(self.question_hashes)
-        return [name for name in dict.fromkeys(question_ids) if _hex_hash(name) in known]
+    def shared_questions(self, questions: Iterable[str | Question]) -> list[str]:
+        """Return the ids of those of ``questions`` that were fitted on, under this id or another, in their order."""
+        ids, contents = set(self.question_hashes), set(self.content_hashes)
+        shared = (_id_of(q) for q in questions if _hex_hash(_id_of(q)) in ids or _content_of(q) in contents)
+        return list(dict.fromkeys(shared))
 
 
 class Fitted(Protocol):
     """Something with a ``name`` that was fitted on questions: a scaler, a fusion, a threshold."""
 
-    name: str
-    fitted_on: FittedOn
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """The questions of the fit."""
+        ...
+
+
+def content_hash(question: Question) -> str | None:
+    """Return the hash of a question's task, messages and reference, as the store has it; None without any text.
+
+    Example:
+        >>> content_hash(Question("q", "local_number", ())) is None
+        True
+    """
+    return question_digest(question) if any(message.content.strip() for message in question.messages) else None
+
+
+def check_disjoint(
+    first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
+) -> None:
+    """Hold two splits apart: split by question, never by response.
+
+    Args:
+        first: Questions of the first split.
+        second: Questions of the second split.
+        names: Of the two splits, for the message.
+        way_out: A sentence that says what to do.
+
+    Raises:
+        ValueError: A question is in both, under one id or by its content under two.
+
+    Example:
+        >>> first, second = [Question("a", "t", ())], [Question("a", "t", ()), Question("b", "t", ())]
+        >>> check_disjoint(first, second, names=("`train`", "`test`"), way_out="Use another file.")
+        Traceback (most recent call last):
+        ValueError: Expected `train` and `test` to share no question, but got 1 in both, for example 'a'. Use another...
+    """
+    ids: set[str] = set()
+    contents: dict[str, str] = {}
+    for question in first:
+        ids.add(question.id)
+        if (content := content_hash(question)) is not None:
+            contents.setdefault(content, question.id)
+    shared = [(q.id, q.id if q.id in ids else contents.get(content_hash(q) or "")) for q in second]
+    shared = [(name, other) for name, other in shared if other is not None]
+    if shared:
+        name, other = min(shared)
+        example = repr(name) if name == other else f"{other!r} and {name!r}, which are one question under two ids"
+        raise ValueError(
+            f"Expected {names[0]} and {names[1]} to share no question, but got {len(shared)} in both, for example "
+            f"{example}. {way_out}"
+        )
 
 
 def check_not_fitted_on(
-    questions: Iterable[str] | Sequence[QuestionSamples], fitted: Fitted | Iterable[Fitted]
+    questions: Iterable[str | Question | QuestionSamples], fitted: Fitted | Iterable[Fitted]
 ) -> None:
     """Raise unless ``fitted`` never saw any of ``questions``; call it before anything is reported on them.
 
     Args:
-        questions: Ids, or a pool.
+        questions: Questions, a pool, or ids where nothing else is known.
         fitted: One or several scalers, fusions or thresholds.
 
     Raises:
@@ -95,12 +171,13 @@ def check_not_fitted_on(
         Traceback (most recent call last):
         ValueError: Expected questions that 'fused' was not fitted on, but got 1 of 2 that it was, such as 'b'. ...
     """
-    ids = [item.question.id if isinstance(item, QuestionSamples) else item for item in questions]
+    asked = [item.question if isinstance(item, QuestionSamples) else item for item in questions]
     for one in fitted if isinstance(fitted, Iterable) else (fitted,):
-        shared = one.fitted_on.shared_questions(ids)
+        shared = one.fitted_on.shared_questions(asked)
         if shared:
+            count = len({_id_of(question) for question in asked})
             raise ValueError(
-                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {len(set(ids))} "
+                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} "
                 f"that it was, such as {shared[0]!r}. Numbers on a fitting split flatter: use another split, or the "
                 "other half (`split_in_halves`)."
             )
@@ -133,10 +210,48 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
     return tuple(sorted(ids[:middle])), tuple(sorted(ids[middle:]))
 
 
-def take_questions(pool: Iterable[QuestionSamples], question_ids: Iterable[str]) -> list[QuestionSamples]:
-    """Return the entries of ``pool`` whose question is among ``question_ids``, in the order of the pool."""
-    wanted = set(question_ids)
-    return [entry for entry in pool if entry.question.id in wanted]
+def halve_pool(
+    pool: Sequence[QuestionSamples], *, seed: int = 0
+) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
+    """Deal a pool into the two halves of :func:`split_in_halves`; one question under several ids goes to one half.
+
+    Raises:
+        ValueError: If there are fewer than two questions.
+    """
+    leaders = leading_ids([entry.question for entry in pool])
+    if len(set(leaders.values())) < 2:
+        raise ValueError(
+            f"Expected at least 2 different questions to deal into two halves, but got {len(pool)} of one content. "
+            "Look at the texts of the pool."
+        )
+    halves = map(set, split_in_halves(leaders.values(), seed=seed))
+    first, second = ([entry for entry in pool if leaders[entry.question.id] in half] for half in halves)
+    return first, second
+
+
+def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
+    """Return for the id of each question the smallest id of its content, so that what is one question stays together.
+
+    Example:
+        >>> from selfcal_lightning.records import Message
+        >>> same = (Message("user", "1 + 1?"),)
+        >>> leading_ids([Question("b", "t", same), Question("a", "t", same), Question("c", "t", ())])
+        {'b': 'a', 'a': 'a', 'c': 'c'}
+    """
+    first: dict[str, str] = {}
+    for question in questions:
+        content = content_hash(question)
+        if content is not None:
+            first[content] = min(question.id, first.get(content, question.id))
+    return {q.id: first.get(content_hash(q) or "", q.id) for q in questions}
+
+
+def _id_of(question: str | Question) -> str:
+    return question.id if isinstance(question, Question) else question
+
+
+def _content_of(question: str | Question) -> str | None:
+    return content_hash(question) if isinstance(question, Question) else None
 
 
 def _hex_hash(question_id: str) -> str:

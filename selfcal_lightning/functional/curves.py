@@ -155,6 +155,26 @@ def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | Non
     return int(within[np.lexsort((within, cost[within], -value[within]))[0]])
 
 
+def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int | None:
+    """Return the index of the cheapest setting whose value is at least ``target``, the better on ties.
+
+    Choose on other questions than those that are reported: what reaches a target by luck is among them.
+
+    Args:
+        cost: Mean cost of each setting [G].
+        value: What it reaches [G]; a rounding error below the target is allowed.
+        target: What is to be reached.
+
+    Example:
+        >>> cheapest_setting_reaching(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.75]), 0.7)
+        1
+    """
+    enough = np.flatnonzero(value >= target - 1e-12)
+    if not len(enough):
+        return None
+    return int(enough[np.lexsort((enough, -value[enough], cost[enough]))[0]])
+
+
 def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
     """Compute the risk among the answers whose confidence is at least t, for each distinct t.
 

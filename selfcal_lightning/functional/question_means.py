@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.bootstrap import Estimate, resample_counts
+from selfcal_lightning.functional.bootstrap import resample_counts
+from selfcal_lightning.functional.estimates import Estimate
 
 
 def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Floats:

@@ -36,6 +36,7 @@ from selfcal_lightning.functional.risk_tests import (
 )
 
 Test = Literal["binomial", "hoeffding_bentkus"]
+Shortfall = Literal["questions", "start", "ranking"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Certificate:
         p_value: Of the threshold; 1 without one.
         num_certified: Certified thresholds of the grid.
         message: The outcome in a sentence; without a threshold, about how many more questions it would take.
+        shortfall: Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first
+            do not look good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
     """
 
     threshold: float | None
@@ -63,6 +66,7 @@ class Certificate:
     p_value: float
     num_certified: int
     message: str
+    shortfall: Shortfall | None = None
 
 
 def certify_threshold(
@@ -113,8 +117,10 @@ def certify_threshold(
             questions_needed(scores, losses, among, risk=risk, delta=delta / len(tested))
             for among in (tested, thresholds)
         ]
-        message = _no_threshold(risk, delta, len(scores), *needed)
-        return Certificate(None, num_answered=0, loss=0.0, p_value=1.0, num_certified=0, message=message, **common)
+        shortfall, message = _no_threshold(risk, delta, len(scores), *needed)
+        return Certificate(
+            None, num_answered=0, loss=0.0, p_value=1.0, num_certified=0, message=message, shortfall=shortfall, **common
+        )
     best = int(np.flatnonzero(rejected)[np.argmin(thresholds[rejected])])
     share = f"{answered[best]} of {len(scores)}"
     return Certificate(
@@ -139,24 +145,20 @@ def _p_values(test: Test, losses: Floats, answered: NDArray[np.int64], total: Fl
     return binomial_p_value(total, answered, risk=risk)
 
 
-def _no_threshold(risk: float, delta: float, num_questions: int, needed: int | None, anywhere: int | None) -> str:
-    """Say what to do; ``needed`` questions certify a threshold that is tested first, ``anywhere`` any of the grid."""
+def _no_threshold(
+    risk: float, delta: float, num_questions: int, needed: int | None, anywhere: int | None
+) -> tuple[Shortfall, str]:
+    """Say what is missing; ``needed`` questions certify a threshold that is tested first, ``anywhere`` any other."""
     start = (
         f"No threshold keeps the error rate among the answered at or below {risk:g} with confidence {1.0 - delta:g} "
         f"on {num_questions} calibration questions"
     )
     if anywhere is None:
-        return (
-            f"{start}: none looks as good as that, so that more questions would not help. Raise `risk`, or give the "
-            "verdicts a confidence that ranks questions better. Until then abstain."
-        )
+        return "ranking", f"{start}: none looks as good as that, so that more questions would not help."
     if needed is None:
-        return (
+        return "start", (
             f"{start}: the thresholds tested first do not look as good as that, or too few questions reach them, and "
-            "the others were not tested. Begin at one that other questions suggest (`guided_grid`), take more "
-            "`num_starts`, or raise `risk`. Until then abstain."
+            "the others were not tested."
         )
-    return (
-        f"{start}; about {max(needed - num_questions, 1)} more would be needed if they are like these. "
-        "Raise `risk` or `delta`, or add questions. Until then abstain."
-    )
+    more = max(needed - num_questions, 1)
+    return "questions", f"{start}; about {more} more would be needed if they are like these."

@@ -11,14 +11,17 @@ from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
     Dtype,
+    check_sampled_alike,
     choose_strategy,
     default_task,
     load_fitted_files,
+    promise_note,
     uncalibrated_note,
 )
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
 from selfcal_lightning.pipelines.engines import EngineName, open_engine
 from selfcal_lightning.pipelines.progress import Progress, say
+from selfcal_lightning.pipelines.sampling import store_fingerprint
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.strategies.driver import run_strategy
@@ -81,8 +84,9 @@ def run_answer(
         strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
         scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
             add. Several: `--scorers '[a.json, b.json]'`.
-        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy. One that was
-            fitted to an error rate withholds answers that it cannot vouch for.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy and must be
+            used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
+            risk guarantees an error rate; it withholds answers that it cannot vouch for.
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
@@ -112,13 +116,15 @@ def run_answer(
     sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
     known, fitted = load_fitted_files(scorers, threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
-    check_not_fitted_on([q.id for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
+    check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {"threshold": threshold, "max_samples": max_samples, "confidence": confidence}
     given = {name: value for name, value in fields.items() if value is not None} | (strategy_args or {})
     chosen = choose_strategy(strategy, given, scorers=known, fitted=fitted)
     say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
     if (note := uncalibrated_note(model, adapter, chosen)) is not None:
         say(note)
+    if fitted is not None:
+        say(promise_note(fitted))
     options = engine_args or {}
     chat = ChatFormat(load_tokenizer(options.get("tokenizer") or model, revision=revision), query=query)
     opened = open_engine(
@@ -126,6 +132,8 @@ def run_answer(
         engine_args=options,
     )  # fmt: skip
     try:
+        if fitted is not None:
+            check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, seed))
         source = EngineSource(opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say)
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             printer = _Printer(asked, chosen, fitted, bar, as_json=json)
@@ -180,8 +188,7 @@ class _Printer:
         if fitted is None or verdict.answer is None or fitted.answers(verdict):
             return None
         sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
-        wanted = "no threshold could be certified" if fitted.threshold is None else f"{fitted.threshold:.3f} is needed"
-        return f"{sure}, and {wanted} for an error rate of at most {fitted.value:g}"
+        return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"
 
     def _write(self, answer: Answer) -> None:
         line = json_format.dumps(answer.as_json(), ensure_ascii=False) if self._as_json else answer.as_text()

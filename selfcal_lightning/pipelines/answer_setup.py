@@ -11,9 +11,10 @@ from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.pipelines.export import MANIFEST
+from selfcal_lightning.store_manifest import StoreFingerprint
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.fitted_threshold import FittedThreshold, split_hashes
-from selfcal_lightning.strategies.registry import ORACLES, make_strategy
+from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
+from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEFAULT_STRATEGY = "early_stopping"
@@ -54,8 +55,8 @@ def choose_strategy(
         >>> choose_strategy(None, {"max_samples": 8})
         EarlyStopping(threshold=0.7, max_samples=8, confidence='p_true', fallback='weighted_vote')
     """
-    if name in ORACLES:
-        raise ValueError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
+    if name is not None:
+        check_can_answer(name)
     if fitted is not None:
         return _fitted_strategy(name, fields, scorers, fitted)
     if name is None:
@@ -71,11 +72,7 @@ def _fitted_strategy(
 ) -> Strategy:
     if fitted.parameter in fields:
         raise ValueError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
-    if (found := split_hashes(scorers)) != dict(fitted.scorers):
-        raise ValueError(
-            f"Expected the scorers that {fitted.name!r} was fitted with, {sorted(fitted.scorers)}, but got "
-            f"{sorted(found)}, or others of these names. Give the very files of the fit by `scorers`."
-        )
+    fitted.check_scorers(scorers)
     return fitted.configure(make_strategy(name or fitted.strategy, **{**fitted.fields, **fields}))
 
 
@@ -85,6 +82,27 @@ def load_fitted_files(
     """Read the files of fitted confidences, in their order, and of the fitted threshold."""
     paths = [scorers] if isinstance(scorers, str) else list(scorers)
     return load_scorers(paths), None if threshold_file is None else FittedThreshold.load(threshold_file)
+
+
+def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
+    """Raise ValueError where responses will be sampled otherwise than those that a threshold was fitted on.
+
+    Args:
+        fitted: The threshold; where it does not know, nothing is checked.
+        fingerprint: Of the samples that the engine will draw.
+    """
+    facts = {"model": fingerprint.model, "prompt": fingerprint.prompt, "sampling": fingerprint.sampling}
+    if changed := fitted.sampling_differences(facts):
+        raise ValueError(
+            f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}. "
+            "Set these as they were, or sample calibration questions as you want to answer and fit a threshold there."
+        )
+
+
+def promise_note(fitted: FittedThreshold) -> str:
+    """Return what a threshold promises, and what of its conditions nobody can check here."""
+    unknown = " How its calibration responses were sampled is not known, so see that answers are sampled likewise."
+    return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 
 
 def uncalibrated_note(model: str, adapter: str | None, strategy: Strategy) -> str | None:

@@ -6,27 +6,34 @@ Both deal the questions of the split into the same two halves: the first fits co
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from selfcal_lightning.confidence.base import STORED, add_scores, confidence_of
+from selfcal_lightning.confidence.dependence import recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.features import required_confidences
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.scores import scores_text
-from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves, take_questions
+from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
 from selfcal_lightning.functional.risk_tests import Procedure
-from selfcal_lightning.pipelines.pools import load_pool
+from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
+from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
-from selfcal_lightning.strategies.registry import make_strategy, setting_names
-
-THRESHOLD = "threshold"
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
+from selfcal_lightning.strategies.thresholds import (
+    NoThresholdError,
+    fit_accuracy_threshold,
+    fit_budget_threshold,
+    fit_risk_threshold,
+)
 
 
 def run_fit_confidence(
@@ -45,7 +52,7 @@ def run_fit_confidence(
     l2: float = 1.0,
     allow_pool_features: bool = False,
     figure: bool = True,
-    seed: int = 0,
+    seed: int = SEED,
 ) -> FittedScorer:
     """Fit a fused or scaled confidence on the first half of a calibration split, and score it on the second.
 
@@ -65,15 +72,17 @@ def run_fit_confidence(
         allow_pool_features: Let a fusion read confidences that depend on the other responses; it then works on
             recorded pools only.
         figure: Whether to draw the reliability diagram.
-        seed: Of the halves; `selfcal fit-threshold` must get the same.
+        seed: Of the halves; `selfcal fit-threshold` must get the same, and has the same default.
 
     Returns:
         The fitted confidence.
     """
     known = load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
-    entries = _load(pool, split, task, needed, known)
-    fit, held_out = (entries, None) if use_all else _halves(entries, seed)
+    read = _load(pool, split, task, needed, known)
+    recorded = [*recorded_confidences(read.estimators), *known]
+    entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
+    fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
     if held_out is not None:
         check_not_fitted_on(held_out, known)
     fitted: FittedScorer
@@ -86,9 +95,10 @@ def run_fit_confidence(
             l2=l2,
             held_out=held_out,
             allow_pool_features=allow_pool_features,
+            known=recorded,
         )
     else:
-        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out)
+        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
     fitted.save(output)
     written = [output]
     if figure and held_out is not None:
@@ -117,73 +127,115 @@ def run_fit_threshold(
     scorers: list[str] = [],  # noqa: B006
     grid: list[float] | None = None,
     use_all: bool = False,
-    num_reshuffles: int = 20,
-    seed: int = 0,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
 ) -> FittedThreshold:
     """Choose a strategy's threshold on the second half of a calibration split; state one of budget, accuracy and risk.
 
-    A risk is a guarantee by Learn then Test: with confidence 1 - delta the error rate among the answered questions is
-    at most the risk; the other questions are left unanswered. The first half then suggests what to test first.
+    Only a risk is a guarantee, by Learn then Test: with confidence 1 - delta the error rate among the answered
+    questions is at most the risk; the other questions are left unanswered. The first half then suggests what to test
+    first. It holds for questions drawn like these, responses sampled like these, and settings that were not chosen on
+    the second half. A budget and an accuracy hold on the calibration questions themselves and promise nothing on
+    others. The file says what it promises.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
-        output: JSON file of the threshold.
+        output: JSON file of the threshold; nothing is written where none is found.
         strategy: Name of the strategy.
         confidence: The confidence that it reads; null keeps its default.
-        max_samples: Its budget for a question; null keeps its default.
+        max_samples: Its budget for a question, at most the fewest responses that a question of the pool has; null takes
+            that number.
         settings: Its further fields by name.
-        budget: Mean samples used at most: take the most accurate threshold within.
-        accuracy: Accuracy to reach: take the cheapest threshold that does.
-        risk: Bound on the error rate among the answered: take the threshold that answers most.
+        budget: Mean samples used at most: take the most accurate threshold within. No guarantee.
+        accuracy: Accuracy to reach: take the cheapest threshold that does. No guarantee.
+        risk: Bound on the error rate among the answered: take the threshold that answers most. Guaranteed.
         delta: Chance that the bound on the risk does not hold.
         procedure: How Learn then Test pays for testing many thresholds.
         split: The calibration split; null takes all questions.
         task: Task to read; of a file, the task of all its questions.
         scorers: Files of fitted confidences to put on the samples, in their order.
-        grid: Values to choose from; null takes 0, .01 ... 1, or 1, 2 ... for what counts samples. With a risk: in the
-            order of testing, null leaves it to the first half.
+        grid: Values to choose from; null takes 0, .01 ... .99 and .991 ... 1 (for early_stopping, quantiles of the
+            confidence too), or 1, 2 ... for what counts samples. With a risk: in the order of testing, null leaves it
+            to the first half.
         use_all: Take all questions instead of the second half.
         num_reshuffles: Random orders of each question's samples to average over (budget, accuracy).
-        seed: Of the halves and of the orders.
+        seed: Of the halves and of the orders; `selfcal evaluate` has the same default.
 
     Returns:
-        The threshold. Without one that can be certified it withholds every verdict.
-    """
-    from selfcal_lightning.strategies.thresholds import (
-        fit_accuracy_threshold,
-        fit_budget_threshold,
-        fit_risk_threshold,
-    )
+        The threshold.
 
+    Raises:
+        ValueError: There is none, or options or pool are not as described.
+    """
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
         raise ValueError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
-    given = {"confidence": confidence, "max_samples": max_samples}
-    chosen = make_strategy(strategy, **{k: v for k, v in given.items() if v is not None}, **settings)
+    check_can_answer(strategy)
     known = load_scorers(scorers)
-    needed = () if chosen.confidence is None else (chosen.confidence,)
-    entries = _load(pool, split, task, needed, known)
-    guide, own = (None, entries) if use_all else _halves(entries, seed)
+    fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
+    needed = _confidence_of(strategy, fields)
+    read = _load(pool, split, task, needed, known)
+    width = len(read.shortest.samples)
+    chosen = make_strategy(strategy, **{"max_samples": width, **fields})
+    _say_width(read, chosen)
+    refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
+    guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
     common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
-    values = _default_grid(chosen, own) if grid is None else grid
     if budget is not None:
-        fitted = fit_budget_threshold(chosen, own, values, budget=budget, **common)
+        fitted = fit_budget_threshold(chosen, own, grid, budget=budget, **common)
     elif accuracy is not None:
-        fitted = fit_accuracy_threshold(chosen, own, values, accuracy=accuracy, **common)
+        fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
     else:
-        fitted = fit_risk_threshold(
-            chosen,
-            own,
-            risk=float(risk or 0.0),
-            delta=delta,
-            scorers=known,
-            guide=guide if grid is None else None,
-            grid=grid,
+        guide = guide if grid is None else None
+        fitted = _fit_risk(
+            chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
             procedure=procedure,
-        )
+        )  # fmt: skip
+    fitted = replace(fitted, sampled_by=read.sampled_by)
     fitted.save(output)
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
-    sys.stdout.write(f"{fitted.message}\nOn the calibration questions: {numbers}.\nWritten: {output}\n")
+    sys.stdout.write(
+        f"{fitted.message}\nOn the calibration questions: {numbers}.\n{fitted.promise}\nWritten: {output}\n"
+    )
     return fitted
+
+
+def _fields(strategy: str, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the strategy's fields that were set, by ``settings`` or by an option of their name."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if twice := sorted(given.keys() & settings.keys()):
+        raise ValueError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
+    return {**settings, **given}
+
+
+def _confidence_of(strategy: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the confidence that a strategy reads, if any; its budget is not known yet and does not matter."""
+    reads = make_strategy(strategy, **fields).confidence
+    return () if reads is None else (reads,)
+
+
+def _say_width(pool: RecordedPool, strategy: Strategy) -> None:
+    shortest, most = pool.shortest, max(len(entry.samples) for entry in pool.entries)
+    if most > strategy.max_samples:
+        say(
+            f"Questions have {len(shortest.samples)} ({shortest.question.id!r}) to {most} responses; {strategy.name} "
+            f"draws at most {strategy.max_samples}, here and wherever the threshold is used."
+        )
+
+
+def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> FittedThreshold:
+    """Fit a threshold with a guarantee; where there is none, say so with the options that may help."""
+    try:
+        return fit_risk_threshold(strategy, pool, **options)
+    except NoThresholdError as error:
+        has_guide = options["guide"] is not None or options["grid"] is not None
+        other_start = "name others by `grid`" if has_guide else "let the first half suggest some (`use_all` false)"
+        ways = {
+            "questions": "Sample more calibration questions, or raise `risk` or `delta`.",
+            "start": f"Raise `risk`, or {other_start}.",
+            "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal fit-confidence`).",
+        }
+        way_out = ways[error.certificate.shortfall or "ranking"]
+        raise ValueError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
 
 
 def describe_scorer(fitted: FittedScorer) -> str:
@@ -193,6 +245,7 @@ def describe_scorer(fitted: FittedScorer) -> str:
     lines = [
         f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
         f"responses to {fitted.fitted_on.num_questions} questions ({fitted.fitted_on.num_left_out} left out)",
+        *(["It depends on the other responses to a question: for recorded pools only."] if fitted.needs_pool else []),
         "",
         scores_text((fitted.before, fitted.after), title="on the fitting questions"),
     ]
@@ -203,26 +256,12 @@ def describe_scorer(fitted: FittedScorer) -> str:
 
 def _load(
     pool: str, split: str | None, task: str | None, needed: Sequence[str], scorers: Sequence[FittedScorer]
-) -> list[QuestionSamples]:
-    """Return the questions with what the scorers add, annotations of a store merged in where they are needed."""
+) -> RecordedPool:
+    """Return the questions, annotations of a store merged in where they or the scorers need them."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    entries = load_pool(pool, split=split, task=task, confidences=annotations)
-    return [replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in entries]
-
-
-def _halves(entries: Sequence[QuestionSamples], seed: int) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
-    first, second = split_in_halves((entry.question.id for entry in entries), seed=seed)
-    return take_questions(entries, first), take_questions(entries, second)
-
-
-def _default_grid(strategy: Strategy, entries: Sequence[QuestionSamples]) -> list[float]:
-    """Return hundredths for a threshold, and every number of samples there is for anything else."""
-    if THRESHOLD in setting_names(strategy.name):
-        return [step / 100 for step in range(101)]
-    most = min(strategy.max_samples, max(len(entry.samples) for entry in entries))
-    return [float(number) for number in range(1, most + 1)]
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations)
 
 
 def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:

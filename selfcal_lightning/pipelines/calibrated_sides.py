@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfcal_lightning.confidence.fitted import FittedScorer
-from selfcal_lightning.confidence.splits import FittedOn, split_in_halves
+from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.pipelines.fitted_confidences import (
     WeighedPool,
     default_confidences,
     fit_confidences,
-    part_of,
     weigh_pool,
 )
 from selfcal_lightning.pipelines.pools import RecordedPool
@@ -27,16 +26,12 @@ class Calibrated:
         scorers: Fitted on the first half, or read from files.
         first_half: The questions of the fit, with the scorers' confidences.
         second_half: The questions on which settings are chosen, with the scorers' confidences.
-        fitted_on: All calibration questions.
     """
 
     names: tuple[str, ...]
     scorers: tuple[FittedScorer, ...]
     first_half: WeighedPool | None
     second_half: WeighedPool | None
-    fitted_on: FittedOn | None
-
-    name = "the calibration split"
 
 
 def calibrate_side(
@@ -54,13 +49,12 @@ def calibrate_side(
     wanted = settings.confidences
     if calibration is None:
         names = [*default_confidences(pool, can_fit=False), *given] if wanted is None else list(wanted)
-        return Calibrated(tuple(names), tuple(scorers), None, None, None)
-    ids = [entry.question.id for entry in calibration.entries]
-    fitted_on = FittedOn.from_questions(ids, num_responses=sum(len(e.samples) for e in calibration.entries))
+        return Calibrated(tuple(names), tuple(scorers), None, None)
     names = [*default_confidences(calibration, can_fit=True), *given] if wanted is None else list(wanted)
     names = list(dict.fromkeys(names))
-    first, second = (part_of(calibration, half) for half in split_in_halves(ids, seed=settings.seed))
-    own = fit_confidences(first, names, target=settings.fusion_target, known=given)
+    halves = halve_pool(calibration.entries, seed=settings.seed)
+    first, second = (calibration.subset({entry.question.id for entry in half}) for half in halves)
+    own = fit_confidences(first, names, target=settings.fusion_target, known=scorers)
     first_half = weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
     second_half = weigh_pool(second, names, [*scorers, *own])
-    return Calibrated(tuple(names), (*scorers, *own), first_half, second_half, fitted_on)
+    return Calibrated(tuple(names), (*scorers, *own), first_half, second_half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from selfcal_lightning.pipelines.comparison import (
     SIDES,
     PoolSummary,
     compare_pools,
+    debiased_error,
+    debiased_key,
     result_keys,
     scored_responses,
     summarise,
     summary_keys,
 )
+from selfcal_lightning.pipelines.fitted_confidences import carried_confidences, is_probability
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.reports.figures import reliability_comparison
@@ -35,9 +39,10 @@ Pool = Sequence[QuestionSamples]
 def compare_calibration(
     tests: Mapping[str, Mapping[str, RecordedPool]], folder: Path, *, num_resamples: int
 ) -> dict[str, Any]:
-    """Compare the first two sides of every test set by P(True), print it and write it.
+    """Compare the first two sides of every test set by their own confidence, print it and write it.
 
-    With one side its metrics stand alone. Where P(True) was not asked there is nothing to compare: only counts remain.
+    That is P(True), or where it was not asked the first probability that the samples of all sides carry. With one side
+    its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
 
     Args:
         tests: Samples by test set, then by side.
@@ -49,34 +54,52 @@ def compare_calibration(
         single one keeps its name.
     """
     keys: dict[str, Any] = {}
-    pairs: dict[str, tuple[Pool, Pool]] = {}
+    pairs: dict[str, _Pair] = {}
     for test, sides in tests.items():
-        pools = {side: pool.entries for side, pool in sides.items()}
-        has_p_true = all(any(_asked(e) for e in pool) for pool in pools.values())
-        if len(pools) == len(SIDES) and has_p_true and num_resamples:
-            first, second = pools.values()
-            pairs[test] = (first, second)
+        name = own_confidence(list(sides.values()))
+        if len(sides) == len(SIDES) and name is not None and num_resamples:
+            first, second = (pool.entries for pool in sides.values())
+            pairs[test] = _Pair(first, second, name)
             continue
-        for side, pool in pools.items():
-            keys |= summary_keys(test, side, pool)
-            own = _metrics if has_p_true and num_resamples else _accuracy
-            keys |= own(test, side, pool, num_resamples=num_resamples)
+        for side, pool in sides.items():
+            keys |= summary_keys(test, side, pool.entries, name=name)
+            if name is None or not num_resamples:
+                keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
+            else:
+                keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
     return keys | (_compare(pairs, folder, num_resamples=num_resamples) if pairs else {})
+
+
+def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
+    """Return the confidence by which pools are compared: P(True), else the first probability that all carry."""
+    if all(any(_asked(entry) for entry in pool.entries) for pool in pools):
+        return P_TRUE
+    shared = [name for name in carried_confidences(pools[0]) if all(is_probability(pool, name) for pool in pools)]
+    return next((name for name in shared if all(name in carried_confidences(pool) for pool in pools)), None)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Samples of the same questions before and after, and the confidence that they are compared by."""
+
+    before: Pool
+    after: Pool
+    name: str
 
 
 def _asked(entry: QuestionSamples) -> bool:
     return any(confidence_of(sample, P_TRUE) is not None for sample in entry.samples)
 
 
-def _metrics(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
-    scored = scored_responses(pool)
+def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
+    scored = scored_responses(pool, name=name)
     columns = scored.confidence, scored.correct, scored.question_index
     estimates = bootstrap_interval(*columns, metrics=list(SHORT_NAMES), num_resamples=num_resamples)
     flat: dict[str, Any] = {}
     for metric, found in estimates.items():
         key = f"own.{test}.{SHORT_NAMES[metric]}.{side}"
         flat |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
-    return flat
+    return flat | {debiased_key(test, side): debiased_error(pool, name)}
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
@@ -87,26 +110,38 @@ def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[s
     return {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
 
 
-def _compare(pairs: Mapping[str, tuple[Pool, Pool]], folder: Path, *, num_resamples: int) -> dict[str, Any]:
-    changes = {test: compare_pools(*pools, num_resamples=num_resamples) for test, pools in pairs.items()}
-    by_side = {side: {test: pools[at] for test, pools in pairs.items()} for at, side in enumerate(SIDES)}
-    scored = [{test: scored_responses(pool) for test, pool in by_side[side].items()} for side in SIDES]
+def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) -> dict[str, Any]:
+    changes = {
+        test: compare_pools(pair.before, pair.after, name=pair.name, num_resamples=num_resamples)
+        for test, pair in pairs.items()
+    }
+    names = {test: pair.name for test, pair in pairs.items()}
+    by_side = {
+        "before": {test: pair.before for test, pair in pairs.items()},
+        "after": {test: pair.after for test, pair in pairs.items()},
+    }
+    scored = [
+        {test: scored_responses(pool, name=names[test]) for test, pool in by_side[side].items()} for side in SIDES
+    ]
     reliability_comparison(*scored).savefig(folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())
     console = Console()
     console.print(comparison_table(rows, title="Each model on its own samples; 95 % bootstrap over questions"))
-    for test, pools in pairs.items():
-        console.print(_sample_line(test, *map(summarise, pools)))
-    return result_keys(changes, by_side)
+    for test, pair in pairs.items():
+        pools = pair.before, pair.after
+        console.print(_sample_line(test, *(summarise(pool, name=pair.name) for pool in pools)))
+        errors = (debiased_error(pool, pair.name) for pool in pools)
+        console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
+    return result_keys(changes, by_side, names=names)
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
     """Say what stands behind a test set's numbers: sizes, mean confidence, unreadable and left-out responses."""
     return (
         f"{name}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
-        f"mean confidence {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
+        f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
         f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
         f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
     )

@@ -15,10 +15,12 @@ from selfcal_lightning.confidence.fusion import FusionTarget
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.comparison import SIDES
+from selfcal_lightning.pipelines.evaluated_test import prepare_test
 from selfcal_lightning.pipelines.evaluation_inputs import (
     Inputs,
     PoolSource,
     TestSet,
+    check_inputs,
     read_pools,
     sample_models,
     split_off_calibration,
@@ -32,12 +34,14 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import run_paper
+from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import PLANS
-from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation
+from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.store_shards import write_atomically
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
@@ -66,7 +70,7 @@ def run_evaluate(
     budgets: list[int] | None = None,
     targets: list[int] | None = None,
     thresholds: list[float] | None = None,
-    num_reshuffles: int = 100,
+    num_reshuffles: int = NUM_RESHUFFLES,
     num_resamples: int = 1000,
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "full",
@@ -81,7 +85,7 @@ def run_evaluate(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     devices: int = 1,
     max_batch: int = 128,
-    seed: int = 1,
+    seed: int = SEED,
 ) -> dict[str, Any]:
     """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
 
@@ -107,7 +111,8 @@ def run_evaluate(
         confidences: What strategies weigh by, such as p_true, sequence_logprob_platt or fused; null takes the
             probabilities that the samples carry and, with calibration questions, scaled scores and the fusion.
         scorers: JSON files of fitted confidences (`selfcal fit-confidence`) to put on all samples.
-        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on.
+        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
+            the scorers and the number of samples of their fit. Only those of a risk guarantee anything.
         fusion_target: What the fusion is fitted to: label, or without labels ssc or vote_share.
         protocol: "strict" counts unreadable responses as wrong; "paper" is the published arithmetic, for comparison.
         max_samples: Samples of a question that strategies may use; null takes as many as every question has.
@@ -163,6 +168,7 @@ def run_evaluate(
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:
+        inputs = check_inputs(inputs)
         results = compare_calibration(inputs.tests, folder, num_resamples=num_resamples) | results
         if strategies != []:
             results |= _run_strategies(
@@ -189,18 +195,20 @@ def _run_strategies(
     calibrated = {
         side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
     }
-    evaluation = StrategyEvaluation(calibrated, settings)
-    reports, judged = [], []
-    for test, pools in inputs.tests.items():
-        report = evaluation.evaluate(test, pools)
+    sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
+    reports, judged, curves = [], [], []
+    for name, pools in inputs.tests.items():
+        test = prepare_test(name, pools, calibrated, settings)
+        curves.append(run_strategies(test, sides, settings))
+        report = report_on(test, curves[-1], settings)
         if is_short:
             show_briefly(report, console)
         else:
             show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
-        judged += evaluate_given(report, thresholds, settings, console)
+        judged += evaluate_given(test, thresholds, settings, console)
         reports.append(report)
     fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
-    fitted += save_thresholds(reports[0].resampled, calibrated, folder / "fitted")
+    fitted += save_thresholds(curves[0], calibrated, folder / "fitted")
     return {
         "strategies": {report.test: report_json(report) for report in reports},
         "fitted_thresholds": judged,

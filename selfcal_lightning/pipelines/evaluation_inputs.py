@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
-from selfcal_lightning.records import question_hash
+from selfcal_lightning.records import Question, question_hash
+from selfcal_lightning.tasks.registry import get_task
 
 CALIBRATION = "calibration"
+DISJOINT = (
+    "Numbers on questions that something was fitted on flatter. Give them different splits or files, or let "
+    "`calibration_share` set some questions of one recorded pool aside."
+)
 
 
 @dataclass(frozen=True)
@@ -117,16 +123,38 @@ def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
     if inputs.calibration or len(inputs.tests) > 1:
         raise ValueError("Expected `calibration_share` with one test set and no calibration questions, but got more.")
     ((test, pools),) = inputs.tests.items()
-    # All sides answer the same questions, so the hash sets the same ones aside.
-    ids = sorted({entry.question.id for pool in pools.values() for entry in pool.entries}, key=question_hash)
-    aside = set(ids[: round(share * len(ids))])
-    if len(aside) < 2 or len(aside) == len(ids):
+    # All sides answer the same questions, so the hash sets the same ones aside; what is one question under several ids
+    # goes to one part.
+    leaders = leading_ids([entry.question for pool in pools.values() for entry in pool.entries])
+    ids = sorted(set(leaders.values()), key=question_hash)
+    chosen = set(ids[: round(share * len(ids))])
+    if len(chosen) < 2 or len(chosen) == len(ids):
         raise ValueError(f"Expected enough questions for both parts, but got {len(ids)} in all at a share of {share}.")
-    kept = set(ids) - aside
+    aside = {name for name, leader in leaders.items() if leader in chosen}
+    kept = leaders.keys() - aside
     return Inputs(
         {test: {side: pool.subset(kept) for side, pool in pools.items()}},
         {side: pool.subset(aside) for side, pool in pools.items()},
     )
+
+
+def check_inputs(inputs: Inputs) -> Inputs:
+    """Return the inputs with the questions of each test set in one order on all sides.
+
+    Raises:
+        ValueError: The sides of a test set have different questions, or it shares some with a side's calibration.
+    """
+    aligned = {test: _same_questions(test, pools) for test, pools in inputs.tests.items()}
+    for test, pools in aligned.items():
+        for side, pool in pools.items():
+            if side in inputs.calibration:
+                check_disjoint(
+                    (entry.question for entry in inputs.calibration[side].entries),
+                    (entry.question for entry in pool.entries),
+                    names=(f"the calibration questions of {side!r}", f"test set {test!r}"),
+                    way_out=DISJOINT,
+                )
+    return Inputs(aligned, inputs.calibration)
 
 
 def sample_models(
@@ -142,6 +170,8 @@ def sample_models(
         options: Arguments of ``pipelines.generate.run_generate``, the same for all.
     """
     check_names(tests)
+    if calibration is not None:
+        _check_questions(tests, calibration)
     found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
     for side, model in models.items():
         store = folder / "samples" / side
@@ -175,6 +205,40 @@ def _sample(side: str, model: str, test: TestSet, name: str, store: Path, option
         store_split=name,
         chain_of_thought=test.chain_of_thought,
         **options,
+    )
+
+
+def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
+    """Return the pools with their questions in the order of the first side; pairs need the same ones."""
+    sides = list(pools)
+    order = {entry.question.id: position for position, entry in enumerate(pools[sides[0]].entries)}
+    aligned = {}
+    for side, pool in pools.items():
+        ids = {entry.question.id for entry in pool.entries}
+        if ids != set(order):
+            unshared = sorted(ids ^ set(order))
+            lacks = side if unshared[0] in order else sides[0]
+            raise ValueError(
+                f"Expected all sides of test set {test!r} to answer the same questions, but got {len(unshared)} that "
+                f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks. Evaluate "
+                "them apart, one call a side, or sample the rest."
+            )
+        rows = sorted(zip(pool.entries, pool.lengths, strict=True), key=lambda row: order[row[0].question.id])
+        aligned[side] = replace(pool, entries=tuple(e for e, _ in rows), lengths=tuple(n for _, n in rows))
+    return aligned
+
+
+def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
+    """Raise ValueError where a test set shares questions with the calibration split, before anything is sampled."""
+    fitted_on = _questions(calibration)
+    for test in tests:
+        names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
+        check_disjoint(fitted_on, _questions(test), names=names, way_out=DISJOINT)
+
+
+def _questions(test: TestSet) -> list[Question]:
+    return get_task(test.task).load(
+        test.split, path=test.path, chain_of_thought=test.chain_of_thought, limit=test.limit
     )
 
 

@@ -8,13 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.functional.bootstrap import ScoredResponses
-from selfcal_lightning.pipelines.fitted_confidences import WeighedPool, is_probability
 from selfcal_lightning.pipelines.strategy_results import StrategyReport
 from selfcal_lightning.reports.figures import reliability_grid
 from selfcal_lightning.reports.strategy_figures import accuracy_figure, risk_coverage_figure
@@ -132,7 +128,7 @@ def _figures(report: StrategyReport, folder: Path) -> list[str]:
             report.curves, cost="tokens", title=_title(report)
         )
     figures[f"risk_coverage_{report.test}.png"] = risk_coverage_figure(report.consensus, title=_title(report))
-    panels = {side: _scored(pool) for side, pool in report.pools.items()}
+    panels = report.reliability
     shared = [name for name in next(iter(panels.values())) if all(name in row for row in panels.values())]
     if shared:
         figures[f"reliability_{report.test}.png"] = reliability_grid(
@@ -145,19 +141,3 @@ def _figures(report: StrategyReport, folder: Path) -> list[str]:
 
 def _title(report: StrategyReport) -> str:
     return f"{report.test}: {report.num_questions} questions"
-
-
-def _scored(weighed: WeighedPool) -> dict[str, ScoredResponses]:
-    """Return the responses with each confidence that is a probability."""
-    found = {}
-    for name in weighed.confidences:
-        rows = [
-            (value, bool(sample.correct), entry.question.id)
-            for entry in weighed.pool.entries
-            for sample in entry.samples
-            if (value := confidence_of(sample, name)) is not None
-        ]
-        if rows and is_probability(weighed.pool, name):
-            confidence, correct, questions = zip(*rows, strict=True)
-            found[name] = ScoredResponses(np.array(confidence), np.array(correct), np.array(questions))
-    return found

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, add_scores, check_confidence, confidence_of
+from selfcal_lightning.confidence.dependence import pool_dependent, recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS
 from selfcal_lightning.confidence.fitted import FittedScorer
-from selfcal_lightning.confidence.fusion import FUSED, POOL_DEPENDENT, FusionTarget, fit_fusion
+from selfcal_lightning.confidence.fusion import FUSED, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, fit_scaler
-from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on, take_questions
+from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
 
@@ -32,13 +33,6 @@ class WeighedPool:
     scorers: tuple[FittedScorer, ...]
     query_tokens: Mapping[str, int]
 
-    def fitted_on(self) -> FittedOn:
-        """Return the record of these questions, for what is chosen on them."""
-        return FittedOn.from_questions(
-            (entry.question.id for entry in self.pool.entries),
-            num_responses=sum(len(entry.samples) for entry in self.pool.entries),
-        )
-
 
 def carried_confidences(pool: RecordedPool) -> list[str]:
     """Return the names of the confidences that every question with a readable answer has, in a fixed order.
@@ -48,11 +42,8 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
     """
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
     candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
-    return [
-        name
-        for name in candidates
-        if name not in (NUM_TOKENS, *POOL_DEPENDENT) and all(_has(entry, name) for entry in pool.entries)
-    ]
+    left_out = {NUM_TOKENS, *pool_dependent(candidates, recorded_confidences(pool.estimators))}
+    return [name for name in candidates if name not in left_out and all(_has(entry, name) for entry in pool.entries)]
 
 
 def is_probability(pool: RecordedPool, name: str) -> bool:
@@ -75,7 +66,7 @@ def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
 
 
 def fit_confidences(
-    pool: RecordedPool, names: Sequence[str], *, target: FusionTarget = "label", known: Sequence[str] = ()
+    pool: RecordedPool, names: Sequence[str], *, target: FusionTarget = "label", known: Sequence[FittedScorer] = ()
 ) -> list[FittedScorer]:
     """Fit those of ``names`` that a pool does not carry: ``SOURCE_platt`` (or another scaler) and ``fused``.
 
@@ -83,16 +74,18 @@ def fit_confidences(
         pool: The calibration questions of the fit.
         names: What is asked for.
         target: What the fusion is fitted to.
-        known: Names that other scorers add.
+        known: Other scorers in use, whose names need no fit.
 
     Raises:
         MissingConfidenceError: A name is neither carried nor something that can be fitted.
+        ValueError: A name or its source depends on the other responses.
     """
     scorers: list[FittedScorer] = []
     carried = carried_confidences(pool)
+    there = {*carried, *(scorer.name for scorer in known)}
     for name in names:
         source, _, kind = name.rpartition("_")
-        if name in carried or name in known:
+        if name in there:
             continue
         if name == FUSED:
             features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
@@ -100,6 +93,7 @@ def fit_confidences(
         elif kind in SCALER_KINDS and source in carried:
             scorers.append(fit_scaler(pool.entries, kind, source=source))
         else:
+            refuse_looking_ahead([name, source], recorded_confidences(pool.estimators))
             check_confidence(pool.entries, name)
     return scorers
 
@@ -120,12 +114,7 @@ def weigh_pool(
         ValueError: A scorer was fitted on one of these questions, or a name depends on the other responses.
     """
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
-    ahead = [name for name in names if name in POOL_DEPENDENT]
-    if ahead:
-        raise ValueError(
-            f"Expected `confidences` that belong to one response, but got {', '.join(ahead)}, which depend on the "
-            "other responses of the pool: a strategy that reads them looks ahead. Leave them out."
-        )
+    refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
     entries = tuple(
         replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool.entries
     )
@@ -148,12 +137,6 @@ def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
     for scorer in scorers:
         scorer.save(folder / f"{scorer.name}.json")
     return [f"{scorer.name}.json" for scorer in scorers]
-
-
-def part_of(pool: RecordedPool, question_ids: Sequence[str]) -> RecordedPool:
-    """Return the pool of these questions."""
-    kept = {entry.question.id for entry in take_questions(pool.entries, question_ids)}
-    return pool.subset(kept)
 
 
 def _has(entry: QuestionSamples, name: str) -> bool:

@@ -2,119 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 
-from selfcal_lightning.confidence.splits import check_not_fitted_on
-from selfcal_lightning.functional.bootstrap import Estimate
-from selfcal_lightning.functional.curves import wilson_interval
+from selfcal_lightning.confidence.base import check_confidence
+from selfcal_lightning.confidence.dependence import recorded_confidences, refuse_looking_ahead
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.functional.curves import best_setting_within, wilson_interval
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
+from selfcal_lightning.pipelines.evaluated_test import EvaluatedTest
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.pipelines.strategy_evaluation import Job, evaluate_jobs
-from selfcal_lightning.pipelines.strategy_results import StrategyReport
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
-from selfcal_lightning.pipelines.strategy_statistics import Resampled, setting_for
+from selfcal_lightning.pipelines.strategy_statistics import Resampled
 from selfcal_lightning.reports.tables import format_estimate
-from selfcal_lightning.strategies.fitted_threshold import FittedThreshold, fields_of, split_hashes
-from selfcal_lightning.strategies.pool import CurveStrategy
+from selfcal_lightning.strategies.base import Strategy
+from selfcal_lightning.strategies.calibration_pool import CalibrationPool
+from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.registry import make_strategy
 from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.threshold_grids import as_curved
+from selfcal_lightning.strategies.thresholds import threshold_for_budget
 
 THRESHOLD = "threshold"
 
 
-def save_thresholds(resampled: Sequence[Resampled], calibrated: dict[str, Calibrated], folder: Path) -> list[str]:
+def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Calibrated], folder: Path) -> list[str]:
     """Write the threshold that each contender takes at each budget; return the names of the files.
 
-    Only thresholds that calibration questions chose are written.
+    Only thresholds that calibration questions chose are written, by the code of ``selfcal fit-threshold``.
 
     Args:
         resampled: The contenders with their calibration curves.
         calibrated: By side.
         folder: The files go under ``folder/SIDE/thresholds``.
     """
+    halves = {side: found.second_half for side, found in calibrated.items()}
+    questions = {side: _as_calibration(half) for side, half in halves.items() if half is not None}
     files = []
     for row in resampled:
-        side = calibrated[row.contender.side]
-        half = side.second_half
-        if row.calibration is None or half is None or row.curve.parameter != THRESHOLD:
+        side = row.contender.side
+        if row.calibration is None or side not in questions or row.curve.parameter != THRESHOLD:
             continue
-        for budget in range(2, int(row.curve.solver.max_samples) + 1):
-            if budget & (budget - 1):
+        found = row.calibration
+        for budget in _powers_of_two(row.curve.solver.max_samples):
+            if best_setting_within(found.mean_samples, found.accuracy, budget) is None:
                 continue
-            at = setting_for(row, budget)
-            if at is None:
-                continue
-            fitted = _fitted(row, side, half, at, budget)
-            name = f"{row.contender.side}/thresholds/{fitted.name}.json"
+            weighted = f"_{row.contender.confidence}" if row.contender.confidence else ""
+            fitted = replace(
+                threshold_for_budget(row.curve.solver, questions[side], found, budget),
+                name=f"{row.contender.strategy}{weighted}_budget_{budget}",
+                sampled_by=None if halves[side] is None else halves[side].pool.sampled_by,
+            )
+            name = f"{side}/thresholds/{fitted.name}.json"
             fitted.save(folder / name)
             files.append(name)
     return files
 
 
 def evaluate_given(
-    report: StrategyReport, paths: Sequence[str], settings: StrategySettings, console: Console
+    test: EvaluatedTest, paths: Sequence[str], settings: StrategySettings, console: Console
 ) -> list[dict[str, Any]]:
-    """Report on fitted thresholds from files, on every side; print a line each.
+    """Report on fitted thresholds from files, on every side whose responses were sampled alike; print a line each.
 
     Args:
-        report: The evaluation of the same questions.
+        test: The samples.
         paths: The files.
         settings: Orders, resamples and seed.
         console: Where to print.
 
     Raises:
-        ValueError: A threshold was fitted on one of these questions, or its budget is larger than the pool.
+        MissingConfidenceError: The samples lack the confidence that a threshold was fitted for.
+        ValueError: A threshold was fitted on one of these questions, with other scorers, for a larger budget than the
+            pool has, or for responses that were sampled otherwise than those of any side.
     """
     found = []
     for path in paths:
         fitted = FittedThreshold.load(path)
-        for side, weighed in report.pools.items():
-            check_not_fitted_on(weighed.pool.entries, fitted)
+        strategy = fitted.configure(make_strategy(fitted.strategy, **fitted.fields))
+        sides = _sides_of(fitted, test, console)
+        console.print(f"{fitted.name}: {fitted.promise}", highlight=False)
+        for side in sides:
+            weighed = test.pools[side]
+            _check_runnable(fitted, strategy, weighed, test.width)
             judge = _judge_risk if fitted.target == "risk" else _judge_curve
-            numbers = judge(fitted, weighed, report.width, settings)
-            found.append({"file": str(path), "test": report.test, "side": side, "name": fitted.name} | numbers)
+            numbers = judge(fitted, strategy, weighed, test.width, settings)
+            facts = {"file": str(path), "test": test.name, "side": side, "name": fitted.name}
+            found.append({**facts, **numbers, "promise": fitted.promise})
             words = ", ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in numbers.items())
-            console.print(f"{report.test}, {side}: {fitted.name}: {words}", highlight=False)
+            console.print(f"{test.name}, {side}: {fitted.name}: {words}", highlight=False)
     return found
 
 
+def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) -> list[str]:
+    """Return the sides whose responses were sampled as at the fit, as far as that is known; say who is left out."""
+    changed = {side: fitted.sampling_differences(weighed.pool.sampled_by) for side, weighed in test.pools.items()}
+    if all(changed.values()):
+        raise ValueError(
+            f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got "
+            f"{'; '.join(next(iter(changed.values())))}. Fit a threshold on calibration questions sampled like these."
+        )
+    for side, differences in changed.items():
+        if differences:
+            reason = "; ".join(differences)
+            console.print(f"{test.name}, {side}: not judged by {fitted.name}: {reason}", highlight=False)
+    return [side for side, differences in changed.items() if not differences]
+
+
+def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int) -> None:
+    """Raise unless these samples can be judged by the very procedure of the fit."""
+    entries = weighed.pool.entries
+    check_not_fitted_on(entries, fitted)
+    if strategy.max_samples > width:
+        raise ValueError(
+            f"Expected the budget of {fitted.name!r} to be at most the {width} samples that every question has, but "
+            f"got {strategy.max_samples}. Sample more responses, or fit a threshold for fewer."
+        )
+    if strategy.confidence is not None:
+        fitted.check_scorers(weighed.scorers)
+        known = [*recorded_confidences(weighed.pool.estimators), *weighed.scorers]
+        refuse_looking_ahead([strategy.confidence], known)
+        check_confidence(entries, strategy.confidence)
+
+
 def _judge_curve(
-    fitted: FittedThreshold, weighed: WeighedPool, width: int, settings: StrategySettings
+    fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
-    strategy = _strategy(fitted)
-    if fitted.threshold is None:
-        raise ValueError(f"Expected {fitted.name!r} to have a threshold, but got none.")
     reshuffles = Reshuffles(
         weighed.pool,
         [strategy.confidence],
         width=width,
         num_reshuffles=settings.num_reshuffles,
         seed=settings.seed,
-        query_tokens=weighed.query_tokens,
     )
-    (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, strategy, (fitted.threshold,))])
-    weights = resample_weights(curve.correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
-    accuracy, samples = (estimate_of((values @ weights)[0]) for values in (curve.correct, curve.samples))
+    (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_curved(strategy), (fitted.threshold,))])
+    correct, used = curve.outcome.correct, curve.outcome.samples
+    weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
+    accuracy, samples = (estimate_of((values @ weights)[0]) for values in (correct, used))
     return {"accuracy": asdict(accuracy), "samples": asdict(samples)}
 
 
 def _judge_risk(
-    fitted: FittedThreshold, weighed: WeighedPool, width: int, settings: StrategySettings
+    fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
     """Judge a threshold with a guarantee on the recorded order, as it was fitted: one verdict a question."""
-    strategy = _strategy(fitted)
-    if strategy.max_samples > width:
-        raise ValueError(
-            f"Expected the budget of {fitted.name!r} to be at most the {width} samples that every question has, but "
-            f"got {strategy.max_samples}."
-        )
     verdicts = [replay(strategy, entry) for entry in weighed.pool.entries]
     given = [verdict for verdict in verdicts if fitted.answers(verdict)]
     risk = wilson_interval(sum(not verdict.correct for verdict in given), len(given))
@@ -129,8 +167,13 @@ def _judge_risk(
     }
 
 
-def _strategy(fitted: FittedThreshold) -> CurveStrategy:
-    return cast("CurveStrategy", make_strategy(fitted.strategy, **fitted.fields))
+def _as_calibration(half: WeighedPool) -> CalibrationPool:
+    """Return the questions of a half as those that something is chosen on; all has been checked already."""
+    return CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(1, most.bit_length()) if 2**power <= most]
 
 
 def _words(value: Any) -> str:
@@ -138,26 +181,3 @@ def _words(value: Any) -> str:
     if not isinstance(value, dict):
         return "none" if value is None else f"{value:.4g}"
     return format_estimate(Estimate(value["value"], value["low"], value["high"]))
-
-
-def _fitted(row: Resampled, side: Calibrated, half: WeighedPool, at: int, budget: int) -> FittedThreshold:
-    """Return the threshold of one contender at one budget as a record of its own."""
-    curve = row.choosing()
-    threshold = row.curve.grid[at]
-    accuracy, samples = float(curve.accuracy[at]), float(curve.mean_samples[at])
-    weighted = f"_{row.contender.confidence}" if row.contender.confidence else ""
-    return FittedThreshold(
-        name=f"{row.contender.strategy}{weighted}_budget_{budget}",
-        strategy=row.curve.solver.name,
-        fields=fields_of(row.curve.solver) | {THRESHOLD: threshold},
-        parameter=THRESHOLD,
-        threshold=threshold,
-        target="budget",
-        value=float(budget),
-        delta=None,
-        scorers=split_hashes(side.scorers),
-        fitted_on=half.fitted_on(),
-        achieved={"accuracy": accuracy, "mean_samples": samples},
-        message=f"{THRESHOLD} {threshold:g} reaches accuracy {accuracy:.4f} at {samples:.2f} samples on the "
-        "calibration questions that it was chosen on.",
-    )

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
+from selfcal_lightning.pipelines.pools import annotation_estimators
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
@@ -191,6 +193,8 @@ def run_export_pool(
         confidences: Names of further confidences to write, which `selfcal score` or `selfcal predict` left in the
             store.
     """
+    for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):
+        check_name_tells(one)
     report = export_pool(
         store_dir, path, split=split, round=round, task=task, token_ids=token_ids, confidences=confidences or ()
     )

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.pipelines.pools import RecordedPool
-from selfcal_lightning.pipelines.reshuffles import right_codes
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.best_of_n import BestOfN
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.orders import right_codes
 from selfcal_lightning.strategies.pass_at_n import PassAtN
 from selfcal_lightning.strategies.pool import CurveStrategy, PoolArrays
 from selfcal_lightning.strategies.self_consistency import SelfConsistency

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from selfcal_lightning.confidence.features import NUM_TOKENS
 from selfcal_lightning.pipelines.foreign import line_error
@@ -13,6 +14,7 @@ from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples, Sample
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_annotations import Annotation
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.registry import get_task
 
@@ -27,11 +29,15 @@ class RecordedPool:
         entries: The questions with their samples, each at least one; ids are unique.
         lengths: Tokens of each response, [question][sample]; None where the pool does not say.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
+        estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
+        sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
     """
 
     entries: tuple[QuestionSamples, ...]
     lengths: Lengths
     query_tokens: int = 0
+    estimators: Mapping[str, str] = field(default_factory=dict)
+    sampled_by: Mapping[str, Any] | None = None
 
     @property
     def has_lengths(self) -> bool:
@@ -50,7 +56,7 @@ class RecordedPool:
             for entry, lengths in zip(self.entries, self.lengths, strict=True)
             if entry.question.id in question_ids
         ]
-        return RecordedPool(tuple(entry for entry, _ in rows), tuple(lengths for _, lengths in rows), self.query_tokens)
+        return replace(self, entries=tuple(entry for entry, _ in rows), lengths=tuple(lengths for _, lengths in rows))
 
 
 def load_pool(
@@ -117,7 +123,10 @@ def _from_store(
     entries: list[QuestionSamples] = []
     lengths: list[tuple[int | None, ...]] = []
     store = SampleStore(path)
-    suffix_ids = store.round_manifest()["fingerprint"]["prompt"].get("suffix_ids", ())
+    fingerprint = store.round_manifest()["fingerprint"]
+    suffix_ids = fingerprint["prompt"].get("suffix_ids", ())
+    # Responses made elsewhere have a prompt of their own kind and no sampling settings.
+    facts = {name: fingerprint[name] for name in ("model", "prompt", "sampling")} if fingerprint["sampling"] else None
     for rows in store.rows(split=split, task=task, confidences=confidences):
         if limit is not None and len(entries) == limit:
             break
@@ -126,7 +135,15 @@ def _from_store(
             QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
         )
         lengths.append(tuple(row.num_tokens for row in rows))
-    return RecordedPool(tuple(entries), tuple(lengths), len(suffix_ids))
+    return RecordedPool(
+        tuple(entries), tuple(lengths), len(suffix_ids), annotation_estimators(path, confidences), facts
+    )
+
+
+def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the estimator that computed each of the annotations ``names`` of a store, where it is known."""
+    origins = {name: (Annotation(store, name).record or {"origin": {}})["origin"] for name in names}
+    return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
 
 
 def _from_file(

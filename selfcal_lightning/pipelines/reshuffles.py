@@ -1,4 +1,4 @@
-"""A pool in many random orders at once: each order is one run that might have been."""
+"""A pool in many random orders at once, with every confidence that is read and what each sample costs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.pipelines.pools import RecordedPool
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED, Orders, right_codes
 from selfcal_lightning.strategies.pool import PoolArrays
-
-# Rows (questions times orders) worked on at a time: their columns stay in the cache of a core.
-ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,7 @@ class Block:
 
 
 class Reshuffles:
-    """Hands out the samples of a pool in random orders, cut to a budget.
-
-    The orders depend on the seed, the number of questions and their numbers of samples only, so that all strategies and
-    all confidences see the same ones.
+    """Hands out the samples of a pool in random orders (``strategies.orders``), cut to a budget.
 
     Args:
         pool: The samples.
@@ -54,49 +49,41 @@ class Reshuffles:
         confidences: Sequence[str | None],
         *,
         width: int,
-        num_reshuffles: int,
-        seed: int,
+        num_reshuffles: int = NUM_RESHUFFLES,
+        seed: int = SEED,
         query_tokens: Mapping[str, int] | None = None,
     ) -> None:
         costs = query_tokens or {}
         entries = pool.entries
-        self.width, self.num_reshuffles, self.seed = width, num_reshuffles, seed
         self.num_questions = len(entries)
         self._arrays = {name: PoolArrays.from_samples(entries, confidence=name) for name in dict.fromkeys(confidences)}
         first = next(iter(self._arrays.values()))
-        self._length, size = first.length, first.answer.shape
+        self._orders = Orders(first.length, width, num_reshuffles, seed)
         self._tokens = {name: None if name is None else costs.get(name, 0) for name in self._arrays}
         self._lengths = None
         if pool.has_lengths:
-            self._lengths = np.zeros(size)
+            self._lengths = np.zeros(first.answer.shape)
             for row, lengths in enumerate(pool.lengths):
                 self._lengths[row, : len(lengths)] = lengths
 
     @property
+    def width(self) -> int:
+        """Samples of each question in an order."""
+        return self._orders.width
+
+    @property
     def num_orders(self) -> int:
         """Orders in all, at least one."""
-        return max(self.num_reshuffles, 1)
+        return self._orders.num_orders
 
     def blocks(self) -> Iterator[Block]:
         """Yield the orders, some at a time."""
-        generator = np.random.default_rng(self.seed)
-        at_once = max(1, ROWS_AT_ONCE // self.num_questions)
-        for start in range(0, self.num_orders, at_once):
-            yield self._block(min(at_once, self.num_orders - start), generator)
+        for order in self._orders.blocks():
+            yield self._block(order)
 
-    def _block(self, num_orders: int, generator: np.random.Generator) -> Block:
-        order = self._orders(num_orders, generator)
+    def _block(self, order: NDArray[np.int64]) -> Block:
         rows = np.arange(len(order))[:, None] % self.num_questions
-        some = next(iter(self._arrays.values()))
-        answer, correct = some.answer[rows, order], some.correct[rows, order]
-        common = replace(
-            some,
-            question_ids=some.question_ids * num_orders,
-            length=np.full(len(order), self.width, dtype=np.int64),
-            answer=answer,
-            correct=correct,
-            tokens=np.zeros(order.shape, dtype=np.int64),
-        )
+        common = next(iter(self._arrays.values())).in_orders(order)
         pools = {
             name: replace(common, confidence=arrays.confidence[rows, order]) for name, arrays in self._arrays.items()
         }
@@ -104,30 +91,8 @@ class Reshuffles:
         if self._lengths is not None:
             lengths = self._lengths[rows, order]
             spent = {name: _cumulated(lengths + (cost or 0)) for name, cost in self._tokens.items()}
-        return Block(num_orders, pools, right_codes(answer, correct), spent)
-
-    def _orders(self, num_orders: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return positions of samples [r * Q, width]: of each question the first so many of a random order."""
-        columns = np.arange(self._arrays[next(iter(self._arrays))].answer.shape[1])
-        if self.num_reshuffles == 0:
-            return np.tile(columns[: self.width], (self.num_questions, 1))
-        keys = generator.random((num_orders * self.num_questions, len(columns)))
-        keys[columns[None] >= np.tile(self._length, num_orders)[:, None]] = np.inf
-        return np.argsort(keys, axis=1)[:, : self.width]
-
-
-def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return whether each code is right [rows, K + 1], by the first of its samples as a verdict is judged.
-
-    The last column stands for "no answer", which never is.
-    """
-    num_codes = int(answer.max(initial=-1)) + 1
-    right = np.zeros((len(answer), num_codes + 1), dtype=bool)
-    rows = np.arange(len(answer))
-    for column in reversed(range(answer.shape[1])):
-        right[rows, answer[:, column]] = correct[:, column]
-    right[:, num_codes] = False
-    return right
+        right = right_codes(common.answer, common.correct)
+        return Block(len(order) // self.num_questions, pools, right, spent)
 
 
 def _cumulated(tokens: Floats) -> Floats:

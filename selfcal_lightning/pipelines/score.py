@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.base import Estimator
+from selfcal_lightning.confidence.dependence import RecordedConfidence, check_name_tells
 from selfcal_lightning.confidence.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.sequences import entry_ids
 from selfcal_lightning.pipelines.generate import parse_shard
@@ -134,6 +135,8 @@ def run_score(
         _open_store(target, scoring, members, arguments)
         place = f"{store_dir}/annotations"
     else:
+        for member in members:
+            check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool))
         scoring = ScoringModel(settings)
         target = PoolTarget(Path(pool), Path(output), task=task, overwrite=overwrite)
         place = str(output)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.pipelines.pools import RecordedPool
-from selfcal_lightning.pipelines.reshuffles import Block, Reshuffles
+from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.strategies.pool import CurveStrategy
+from selfcal_lightning.strategies.threshold_grids import GridOutcome, GridSums
 
 
 @dataclass(frozen=True)
@@ -32,16 +30,13 @@ class Job:
 
 @dataclass(frozen=True)
 class StrategyCurve:
-    """A strategy at G settings on Q questions; every number is a mean over the orders of the pool.
+    """A strategy at every setting of its grid on a pool.
 
     Attributes:
         strategy: Label of the job.
         confidence: Name of the confidence that it reads, or None.
         parameter: What the grid sets.
-        grid: The settings, G.
-        correct: Share of the orders in which the verdict is right [G, Q]; no readable answer is wrong.
-        samples: Samples used [G, Q].
-        tokens: Tokens of these samples [G, Q], those of the confidence query too; None where lengths are unknown.
+        outcome: What it costs and reaches at each setting; tokens are those of the confidence query too.
         solver: The strategy itself, its budget set; its grid parameter is at the default.
         is_oracle: Whether it looks at the reference.
     """
@@ -49,27 +44,9 @@ class StrategyCurve:
     strategy: str
     confidence: str | None
     parameter: str
-    grid: tuple[float, ...]
-    correct: Floats = field(repr=False)
-    samples: Floats = field(repr=False)
-    tokens: Floats | None = field(repr=False)
+    outcome: GridOutcome
     solver: CurveStrategy = field(repr=False)
     is_oracle: bool = False
-
-    @property
-    def accuracy(self) -> Floats:
-        """Accuracy at each setting [G]."""
-        return self.correct.mean(axis=1)
-
-    @property
-    def mean_samples(self) -> Floats:
-        """Mean number of samples at each setting [G]."""
-        return self.samples.mean(axis=1)
-
-    @property
-    def mean_tokens(self) -> Floats | None:
-        """Mean number of tokens at each setting [G], or None."""
-        return None if self.tokens is None else self.tokens.mean(axis=1)
 
 
 def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None) -> int:
@@ -122,44 +99,16 @@ def evaluate_jobs(
                 f"Expected the budget of {job.strategy.name!r} to be at most the {reshuffles.width} samples that every "
                 f"question has, but got {job.strategy.max_samples}."
             )
-    sums = [_Sums(job, reshuffles.num_questions) for job in jobs]
+    sums = [GridSums(job.strategy, job.grid, reshuffles.num_questions) for job in jobs]
     for block in reshuffles.blocks():
         for job, total in zip(jobs, sums, strict=True):
-            total.add(job, block)
+            name = job.strategy.confidence
+            total.add(block.pools[name], block.right, None if block.spent is None else block.spent[name])
             if progress is not None:
                 progress(block.num_orders)
-    return [total.curve(job, reshuffles.num_orders) for job, total in zip(jobs, sums, strict=True)]
+    return [_curve(job, total.outcome(reshuffles.num_orders)) for job, total in zip(jobs, sums, strict=True)]
 
 
-class _Sums:
-    """Adds up the outcomes of a job over the orders."""
-
-    def __init__(self, job: Job, num_questions: int) -> None:
-        shape = len(job.grid), num_questions
-        self._correct, self._samples = np.zeros(shape), np.zeros(shape)
-        self._tokens: Floats | None = np.zeros(shape)
-
-    def add(self, job: Job, block: Block) -> None:
-        """Run the job on a block of orders."""
-        name = job.strategy.confidence
-        outcome = job.strategy.curve(block.pools[name], job.grid)
-        rows = np.arange(outcome.answer.shape[1])
-        self._correct += self._over_orders(block.right[rows, outcome.answer], block.num_orders)
-        self._samples += self._over_orders(outcome.used, block.num_orders)
-        if block.spent is None:
-            self._tokens = None
-        elif self._tokens is not None:
-            self._tokens += self._over_orders(block.spent[name][rows, outcome.used], block.num_orders)
-
-    def curve(self, job: Job, num_orders: int) -> StrategyCurve:
-        """Return the means."""
-        strategy = job.strategy
-        tokens = None if self._tokens is None else self._tokens / num_orders
-        correct, samples = self._correct / num_orders, self._samples / num_orders
-        return StrategyCurve(
-            job.label, strategy.confidence, strategy.grid_parameter, job.grid, correct, samples, tokens,
-            strategy, job.is_oracle,
-        )  # fmt: skip
-
-    def _over_orders(self, values: np.ndarray, num_orders: int) -> Floats:
-        return values.reshape(len(values), num_orders, -1).sum(axis=1, dtype=np.float64)
+def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
+    strategy = job.strategy
+    return StrategyCurve(job.label, strategy.confidence, strategy.grid_parameter, outcome, strategy, job.is_oracle)

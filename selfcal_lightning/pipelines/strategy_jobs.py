@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from selfcal_lightning.pipelines.strategy_evaluation import Job
 from selfcal_lightning.strategies.pool import CurveStrategy
 from selfcal_lightning.strategies.registry import ORACLES, make_strategy, setting_names
+from selfcal_lightning.strategies.threshold_grids import THRESHOLDS, as_curved, grid_of
 
 CONFIDENCE = "confidence"
-# Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
-THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
 
 
 @dataclass(frozen=True)
@@ -99,27 +98,12 @@ def make_jobs(
         if plan.weighted is not None:
             runs += [(name, {**plan.weighted, **extra.get((label, name), {})}) for name in confidences]
         for name, settings in runs:
-            more = (values or {}).get(name or "", ()) if label == "early_stopping" else ()
-            jobs.append(_job(label, plan.name, name, settings, width, (*thresholds, *more)))
+            strategy = _strategy(plan.name, name, {**settings, "max_samples": width})
+            grid = grid_of(strategy, thresholds=thresholds, values=(values or {}).get(name or "", ()))
+            jobs.append(Job(label, strategy, grid, is_oracle=plan.name in ORACLES))
     return jobs
 
 
-def _job(
-    label: str, name: str, confidence: str | None, fixed: Mapping[str, Any], width: int, thresholds: Sequence[float]
-) -> Job:
-    settings = {**fixed, "max_samples": width}
-    if CONFIDENCE in setting_names(name):
-        settings[CONFIDENCE] = confidence
-    strategy = cast("CurveStrategy", make_strategy(name, **settings))
-    grids = {
-        "max_samples": tuple(range(1, width + 1)),
-        "window": tuple(range(min(2, width), width + 1)),
-        "threshold": tuple(sorted(set(thresholds))),
-    }
-    return Job(label, strategy, grids[strategy.grid_parameter], is_oracle=name in ORACLES)
-
-
-def at_setting(job: Job, setting: float) -> CurveStrategy:
-    """Return the strategy of a job with its grid parameter set, as ``solve`` runs it."""
-    value = setting if job.strategy.grid_parameter == "threshold" else int(setting)
-    return cast("CurveStrategy", replace(job.strategy, **{job.strategy.grid_parameter: value}))  # type: ignore[type-var]
+def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) -> CurveStrategy:
+    reads = {CONFIDENCE: confidence} if CONFIDENCE in setting_names(name) else {}
+    return as_curved(make_strategy(name, **settings, **reads))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfcal_lightning.confidence.fusion import FusionTarget
-from selfcal_lightning.pipelines.strategy_jobs import PLANS, THRESHOLDS, check_labels, check_thresholds
+from selfcal_lightning.pipelines.strategy_jobs import PLANS, check_labels, check_thresholds
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+from selfcal_lightning.strategies.threshold_grids import THRESHOLDS
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class StrategySettings:
     targets: Sequence[int] | None = None
     thresholds: Sequence[float] = THRESHOLDS
     fusion_target: FusionTarget = "label"
-    num_reshuffles: int = 100
+    num_reshuffles: int = NUM_RESHUFFLES
     num_resamples: int = 1000
     cost_tokens: float | None = None
-    seed: int = 0
+    seed: int = SEED
 
     def __post_init__(self) -> None:
         check_labels(self.strategies)
@@ -48,6 +50,16 @@ class StrategySettings:
         for name in ("num_reshuffles", "num_resamples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+        _check_counts(budgets=self.budgets, targets=self.targets)
+
+
+def _check_counts(**counts: Sequence[int] | None) -> None:
+    """Raise ValueError unless every list is None or holds whole numbers from 1; keywords are the options' names."""
+    for name, values in counts.items():
+        if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
+            raise ValueError(
+                f"Expected `{name}` to be null or numbers of samples from 1, at least one, but got {list(values)}."
+            )
 
 
 def settings_json(settings: StrategySettings) -> dict[str, Any]:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import (
     best_setting_within,
     break_even,
+    cheapest_setting_reaching,
     cost_to_reach,
     costs_to_reach,
     setting_within,
 )
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, estimate_or_never, resample_weights
 from selfcal_lightning.pipelines.strategy_evaluation import StrategyCurve
 from selfcal_lightning.reports.strategy_rows import (
@@ -26,6 +27,7 @@ from selfcal_lightning.reports.strategy_rows import (
     CurveRow,
     SavingRow,
 )
+from selfcal_lightning.strategies.threshold_grids import GridOutcome
 
 # Self-consistency without weights: what everything is held against.
 REFERENCE = "self_consistency"
@@ -41,7 +43,7 @@ class Resampled:
         accuracy: Accuracy [G, 1 + R]; the first column is the value.
         samples: Mean samples [G, 1 + R].
         tokens: Mean tokens [G, 1 + R], or None.
-        calibration: The same contender's curve on the calibration questions, or None.
+        calibration: What the same contender costs and reaches on the calibration questions, or None.
     """
 
     contender: Contender
@@ -49,21 +51,26 @@ class Resampled:
     accuracy: Floats
     samples: Floats
     tokens: Floats | None
-    calibration: StrategyCurve | None
+    calibration: GridOutcome | None
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The settings, G."""
+        return self.curve.outcome.grid
 
     def row(self) -> CurveRow:
         """Return the curve as a row."""
-        curve, resamples = self.curve, self.accuracy[:, 1:]
-        nothing = np.full(len(curve.grid), np.nan)
+        found, resamples = self.curve.outcome, self.accuracy[:, 1:]
+        nothing = np.full(len(self.grid), np.nan)
         low, high = np.quantile(resamples, [0.025, 0.975], axis=1) if resamples.size else (nothing, nothing)
         return CurveRow(
-            self.contender, curve.parameter, curve.grid, curve.accuracy, low, high, curve.mean_samples,
-            curve.mean_tokens,
+            self.contender, self.curve.parameter, self.grid, found.accuracy, low, high, found.mean_samples,
+            found.mean_tokens,
         )  # fmt: skip
 
-    def choosing(self) -> StrategyCurve:
+    def choosing(self) -> GridOutcome:
         """Return the curve that settings are chosen on: of the calibration questions where there are any."""
-        return self.calibration or self.curve
+        return self.calibration or self.curve.outcome
 
 
 def resample_curves(
@@ -82,14 +89,18 @@ def resample_curves(
         seed: Of the draw.
     """
     found = []
-    num_questions = next(iter(curves.values()))[0].correct.shape[1]
+    num_questions = next(iter(curves.values()))[0].outcome.correct.shape[1]
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
     for side, rows in curves.items():
         others: Sequence[StrategyCurve | None] = [None] * len(rows) if calibration is None else calibration[side]
         for curve, other in zip(rows, others, strict=True):
             contender = Contender(side, curve.strategy, curve.confidence, curve.is_oracle)
-            tokens = None if curve.tokens is None else curve.tokens @ weights
-            found.append(Resampled(contender, curve, curve.correct @ weights, curve.samples @ weights, tokens, other))
+            means = curve.outcome
+            tokens = None if means.tokens is None else means.tokens @ weights
+            chosen_on = None if other is None else other.outcome
+            found.append(
+                Resampled(contender, curve, means.correct @ weights, means.samples @ weights, tokens, chosen_on)
+            )
     return found
 
 
@@ -116,9 +127,9 @@ def setting_for(row: Resampled, budget: int) -> int | None:
     would flatter it.
     """
     if row.curve.parameter == "max_samples":
-        return row.curve.grid.index(budget) if budget in row.curve.grid else None
+        return row.grid.index(budget) if budget in row.grid else None
     if row.calibration is None:
-        return setting_within(row.curve.mean_samples, budget)
+        return setting_within(row.curve.outcome.mean_samples, budget)
     return best_setting_within(row.calibration.mean_samples, row.calibration.accuracy, budget)
 
 
@@ -137,7 +148,7 @@ def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[
                 BudgetRow(
                     row.contender,
                     budget,
-                    row.curve.grid[setting],
+                    row.grid[setting],
                     accuracy=estimate_of(accuracy),
                     samples=estimate_of(row.samples[setting]),
                     tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
@@ -210,13 +221,12 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     """Choose on the calibration questions the cheapest setting that is as good as the reference is there."""
     if row.calibration is None or reference.calibration is None:
         return None
-    wanted = reference.calibration.accuracy[_at(reference, target)]
-    allowed = row.calibration.accuracy >= wanted
-    if not allowed.any():
+    wanted = float(reference.calibration.accuracy[_at(reference, target)])
+    setting = cheapest_setting_reaching(row.calibration.mean_samples, row.calibration.accuracy, wanted)
+    if setting is None:
         return None
-    setting = int(np.where(allowed, row.calibration.mean_samples, np.inf).argmin())
     return ChosenSetting(
-        row.curve.grid[setting],
+        row.grid[setting],
         change=estimate_of(row.accuracy[setting] - reference.accuracy[_at(reference, target)]),
         samples=estimate_of(row.samples[setting]),
         tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
@@ -224,7 +234,7 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     )
 
 
-def _saved(curve: StrategyCurve, reference: StrategyCurve, at: int) -> float | None:
+def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
     """Return the tokens that a curve saves where it is as accurate as the reference is; None where it never is."""
     costs, others = curve.mean_tokens, reference.mean_tokens
     if costs is None or others is None:
@@ -235,9 +245,9 @@ def _saved(curve: StrategyCurve, reference: StrategyCurve, at: int) -> float | N
 
 def _at(reference: Resampled, budget: int) -> int:
     """Return the position of a budget in the grid of the reference."""
-    if budget not in reference.curve.grid:
+    if budget not in reference.grid:
         raise ValueError(
-            f"Expected a budget between 1 and {int(max(reference.curve.grid))}, the samples that every question has, "
+            f"Expected a budget between 1 and {int(max(reference.grid))}, the samples that every question has, "
             f"but got {budget}."
         )
-    return reference.curve.grid.index(budget)
+    return reference.grid.index(budget)

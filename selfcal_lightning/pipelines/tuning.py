@@ -12,6 +12,7 @@ from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.cges import CGES, fit_evidence
 from selfcal_lightning.strategies.cisc import CISC
+from selfcal_lightning.strategies.orders import SEED
 from selfcal_lightning.strategies.pool import PoolArrays
 from selfcal_lightning.strategies.threshold_grids import grid_outcome
 
@@ -22,7 +23,12 @@ TEMPERATURES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 def tune(
-    pool: Sequence[QuestionSamples], labels: Sequence[str], confidences: Sequence[str], *, max_samples: int
+    pool: Sequence[QuestionSamples],
+    labels: Sequence[str],
+    confidences: Sequence[str],
+    *,
+    max_samples: int,
+    seed: int = SEED,
 ) -> Tuned:
     """Fit the temperature of CISC and the evidence of CGES for every confidence.
 
@@ -31,11 +37,13 @@ def tune(
         labels: Strategies that will be run.
         confidences: Names of confidences.
         max_samples: Budget of the strategies.
+        seed: Of the orders of the samples.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name in confidences:
         if "cisc" in labels:
-            found["cisc", name] = {"temperature": _temperature(pool, CISC(confidence=name, max_samples=max_samples))}
+            strategy = CISC(confidence=name, max_samples=max_samples)
+            found["cisc", name] = {"temperature": _temperature(pool, strategy, seed)}
         if "cges" in labels and _is_probability(pool, name):
             arrays = PoolArrays.from_samples(pool, confidence=name)
             evidence = fit_evidence(arrays, CGES(confidence=name, max_samples=max_samples))
@@ -43,11 +51,11 @@ def tune(
     return found
 
 
-def _temperature(pool: Sequence[QuestionSamples], strategy: CISC) -> float:
+def _temperature(pool: Sequence[QuestionSamples], strategy: CISC, seed: int) -> float:
     """Return the temperature of the best accuracy over budgets of 2, 4, 8 ... samples, the first on ties."""
     budgets = sorted({min(2**power, strategy.max_samples) for power in range(1, 11)})
     accuracies = [
-        grid_outcome(replace(strategy, temperature=value), pool, budgets, num_reshuffles=10).accuracy.mean()
+        grid_outcome(replace(strategy, temperature=value), pool, budgets, num_reshuffles=10, seed=seed).accuracy.mean()
         for value in TEMPERATURES
     ]
     return TEMPERATURES[int(np.argmax(accuracies))]

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from selfcal_lightning.functional.base import Array, Floats, as_labels, as_probabilities
-from selfcal_lightning.functional.bootstrap import ScoredResponses
 from selfcal_lightning.functional.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.functional.discrimination import auroc, roc_curve
+from selfcal_lightning.functional.estimates import ScoredResponses
 
 BEFORE, AFTER = "#4878a8", "#e0813a"
 RIGHT, WRONG = "#3d8f5f", "#c2504a"
@@ -98,38 +98,40 @@ def reliability_comparison(
         raise ValueError(
             f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
         )
-    return reliability_grid({"before": before, "after": after}, num_bins=num_bins, title=title)
+    sides = {"before": before, "after": after}
+    diagrams = {
+        side: {name: reliability_bins(part.confidence, part.correct, num_bins=num_bins) for name, part in pools.items()}
+        for side, pools in sides.items()
+    }
+    return reliability_grid(diagrams, title=title)
 
 
-def reliability_grid(
-    pools: Mapping[str, Mapping[str, ScoredResponses]], *, num_bins: int = 10, title: str = ""
-) -> Figure:
+def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, title: str = "") -> Figure:
     """Draw reliability diagrams side by side: one row per model, one column per split or confidence.
 
     Args:
-        pools: Responses by the name of the row, then by the name of the column; every row has the same columns.
-        num_bins: Number of bins of equal width.
+        diagrams: Bins by the name of the row, then by the name of the column; every row has the same columns.
         title: Over the whole figure; empty for none.
 
     Raises:
         ValueError: If the columns of the rows differ or there is none.
 
     Example:
-        >>> pool = ScoredResponses([0.2, 0.9], [False, True], [0, 1])
-        >>> len(reliability_grid({"base": {"p_true": pool, "fused": pool}}).axes)
+        >>> bins = reliability_bins([0.2, 0.9], [False, True])
+        >>> len(reliability_grid({"base": {"p_true": bins, "fused": bins}}).axes)
         4
     """
-    columns = list(next(iter(pools.values()), {}))
-    if not columns or any(list(row) != columns for row in pools.values()):
+    columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
+    if not columns or any(list(row) != columns for row in diagrams.values()):
         raise ValueError(
-            f"Expected every row of `pools` to hold the same columns, but got {[list(r) for r in pools.values()]}."
+            f"Expected every row of `diagrams` to hold the same columns, but got {[*map(list, diagrams.values())]}."
         )
-    figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * len(pools)), layout="constrained")
+    figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * rows), layout="constrained")
     grid = figure.subplots(
-        2 * len(pools), len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * len(pools)
+        2 * rows, len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * rows
     )
-    for row, (name, by_column) in enumerate(pools.items()):
-        all_bins = [reliability_bins(part.confidence, part.correct, num_bins=num_bins) for part in by_column.values()]
+    for row, (name, by_column) in enumerate(diagrams.items()):
+        all_bins = list(by_column.values())
         for column, (label, bins) in enumerate(zip(columns, all_bins, strict=True)):
             upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
             colour = BEFORE if row % 2 == 0 else AFTER

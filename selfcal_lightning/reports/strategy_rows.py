@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import Proportion, RiskCoverage
+from selfcal_lightning.functional.estimates import Estimate
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import Proportion
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.reports.strategy_rows import (
     BreakEvenRow,
     BudgetRow,

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, MCE, PASS_AT_1, WITHIN_QUESTION_AUROC
-from selfcal_lightning.functional.bootstrap import Estimate, MetricChange
+from selfcal_lightning.functional.estimates import Estimate, MetricChange
 
 # Metric key -> (what people call it, whether higher is better).
 METRIC_NAMES: dict[str, tuple[str, bool]] = {

@@ -12,6 +12,7 @@ from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
 from selfcal_lightning.strategies.curves import Floats, Integers, as_thresholds, first_crossing, outcome_at, votes_of
+from selfcal_lightning.strategies.orders import right_codes
 from selfcal_lightning.strategies.pool import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.votes import check_budget, check_confidence_name, check_threshold, vote_confidence
 
@@ -221,9 +222,7 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
 def _log_loss(strategy: CGES, pool: PoolArrays) -> float:
     """Return the mean negative log-likelihood of the leaders' correctness under their posteriors."""
     rows, losses = np.arange(len(pool.answer)), [np.zeros(0)]
-    right = np.zeros((len(pool.answer), int(pool.answer.max(initial=UNREADABLE)) + 2), dtype=bool)
-    for column in range(pool.answer.shape[1]):
-        right[rows, pool.answer[:, column]] |= pool.correct[:, column]
+    right = right_codes(pool.answer, pool.correct)
     for column, (leader, posterior) in enumerate(strategy._walk(pool)):
         known = (leader != UNREADABLE) & (column < pool.length)
         chance = posterior[known].clip(1e-12, 1.0 - 1e-12)

@@ -69,13 +69,29 @@ class PoolArrays:
 
     def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
         """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
-        take = lambda values: np.take_along_axis(values, order, axis=1)  # noqa: E731
+        return replace(self._taken(np.arange(len(order)), order), length=self.length)
+
+    def in_orders(self, order: NDArray[np.int64]) -> PoolArrays:
+        """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``.
+
+        Args:
+            order: Positions of samples [r * Q, W]; none may be padding.
+        """
+        times, questions = divmod(len(order), len(self.length))
+        if questions:
+            raise ValueError(f"Expected orders of all {len(self.length)} questions, but got {len(order)} rows.")
+        taken = self._taken(np.arange(len(order)) % len(self.length), order)
+        length = np.full(len(order), order.shape[1], dtype=np.int64)
+        return replace(taken, question_ids=self.question_ids * times, length=length)
+
+    def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
+        place = rows[:, None], order
         return replace(
             self,
-            answer=take(self.answer),
-            confidence=take(self.confidence),
-            correct=take(self.correct),
-            tokens=take(self.tokens),
+            answer=self.answer[place],
+            confidence=self.confidence[place],
+            correct=self.correct[place],
+            tokens=self.tokens[place],
         )
 
 

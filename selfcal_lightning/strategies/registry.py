@@ -55,6 +55,18 @@ def make_strategy(name: str, **settings: Any) -> Strategy:
     return strategy
 
 
+def check_can_answer(name: str) -> None:
+    """Raise ValueError where the strategy ``name`` looks at the reference, so that nobody can run it on a question.
+
+    Example:
+        >>> check_can_answer("pass_at_n")
+        Traceback (most recent call last):
+        ValueError: Expected `strategy` to be one that can answer, but got 'pass_at_n', which knows the reference.
+    """
+    if name in ORACLES:
+        raise ValueError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
+
+
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the fields of the strategy ``name``.
 

@@ -15,6 +15,7 @@ from selfcal_lightning.confidence.base import (
     add_scores,
     check_confidence,
 )
+from selfcal_lightning.confidence.dependence import refuse_looking_ahead
 from selfcal_lightning.engines.base import Engine, RequestsFailedError
 from selfcal_lightning.records import (
     Question,
@@ -111,7 +112,10 @@ def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
 
     Raises:
         MissingConfidenceError: Names what is missing, and what there is.
+        ValueError: Something that is read depends on the other responses to the question.
     """
+    read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
+    refuse_looking_ahead(dict.fromkeys(read), scorers)
     known = list(STORED)
     wanted = [(f"scorer {scorer.name!r}", scorer.requires, scorer.name) for scorer in scorers]
     if confidence is not None:

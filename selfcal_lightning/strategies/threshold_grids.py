@@ -1,98 +1,184 @@
-"""What a strategy costs and reaches at each value of a grid, averaged over reshuffles of recorded samples."""
+"""What a strategy costs and reaches at each value of a grid, averaged over random orders of recorded samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.functional.base import Floats, check_positive
-from selfcal_lightning.records import QuestionSamples, Verdict
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.pool import UNREADABLE, CurveStrategy, PoolArrays
-from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED, Orders, right_codes
+from selfcal_lightning.strategies.pool import CurveStrategy, PoolArrays
+
+# Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
+THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
+NUM_QUANTILES = 50
 
 
 @dataclass(frozen=True)
 class GridOutcome:
-    """Means over questions and reshuffles at each of G values.
+    """A strategy at G settings on Q questions; every number is a mean over the orders of the samples.
 
     Attributes:
-        grid: The values [G].
-        accuracy: Share of right verdicts [G]; no answer is a wrong one.
-        samples: Samples used [G].
+        grid: The settings, G.
+        correct: Share of the orders in which the verdict is right [G, Q]; no readable answer is wrong.
+        samples: Samples used [G, Q].
+        tokens: Tokens of these samples [G, Q]; None where lengths are unknown or were not asked for.
     """
 
-    grid: Floats
-    accuracy: Floats
-    samples: Floats
+    grid: tuple[float, ...]
+    correct: Floats = field(repr=False)
+    samples: Floats = field(repr=False)
+    tokens: Floats | None = field(default=None, repr=False)
+
+    @property
+    def accuracy(self) -> Floats:
+        """Accuracy at each setting [G]."""
+        return self.correct.mean(axis=1)
+
+    @property
+    def mean_samples(self) -> Floats:
+        """Mean number of samples at each setting [G]."""
+        return self.samples.mean(axis=1)
+
+    @property
+    def mean_tokens(self) -> Floats | None:
+        """Mean number of tokens at each setting [G], or None."""
+        return None if self.tokens is None else self.tokens.mean(axis=1)
+
+
+class GridSums:
+    """Adds up what a strategy does over the orders of a pool.
+
+    Args:
+        strategy: The strategy.
+        grid: Values of its grid parameter, G.
+        num_questions: Q.
+    """
+
+    def __init__(self, strategy: CurveStrategy, grid: Sequence[float], num_questions: int) -> None:
+        shape = len(grid), num_questions
+        self._strategy, self._grid = strategy, tuple(grid)
+        self._correct, self._samples = np.zeros(shape), np.zeros(shape)
+        self._tokens: Floats | None = np.zeros(shape)
+
+    def add(self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None) -> None:
+        """Run the strategy on r orders of the questions, one below the other.
+
+        Args:
+            pool: The samples [r * Q, N].
+            right: Whether each answer code is right [r * Q, K + 1], see ``orders.right_codes``.
+            spent: Tokens of the first n samples [r * Q, N + 1]; None where they are unknown.
+        """
+        outcome = self._strategy.curve(pool, self._grid)
+        rows = np.arange(outcome.answer.shape[1])
+        self._correct += self._over_orders(right[rows, outcome.answer])
+        self._samples += self._over_orders(outcome.used)
+        if spent is None:
+            self._tokens = None
+        elif self._tokens is not None:
+            self._tokens += self._over_orders(spent[rows, outcome.used])
+
+    def outcome(self, num_orders: int) -> GridOutcome:
+        """Return the means over ``num_orders`` orders, all that were added."""
+        tokens = None if self._tokens is None else self._tokens / num_orders
+        return GridOutcome(self._grid, self._correct / num_orders, self._samples / num_orders, tokens)
+
+    def _over_orders(self, values: np.ndarray) -> Floats:
+        num_questions = self._correct.shape[1]
+        return values.reshape(len(values), -1, num_questions).sum(axis=1, dtype=np.float64)
 
 
 def grid_outcome(
-    strategy: Strategy,
+    strategy: CurveStrategy,
     pool: Sequence[QuestionSamples],
     grid: Sequence[float],
     *,
-    num_reshuffles: int = 20,
-    seed: int = 0,
-    parameter: str | None = None,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
 ) -> GridOutcome:
-    """Return accuracy and cost of ``strategy`` at every value of ``grid``; see ``thresholds.fit_budget_threshold``."""
-    check_positive(num_reshuffles, "num_reshuffles")
+    """Return what ``strategy`` costs and reaches at every value of ``grid``.
+
+    Args:
+        strategy: The strategy; no question may have fewer samples than it draws at any value.
+        pool: Questions with references.
+        grid: Values of the field ``strategy.grid_parameter``.
+        num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
+        seed: Of these orders.
+    """
     if not len(grid):
         raise ValueError("Expected `grid` to hold at least one value, but got none.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
-    generator = np.random.default_rng(seed)
-    accuracy, samples = np.zeros(len(grid)), np.zeros(len(grid))
-    for _ in range(num_reshuffles):
-        order = _random_order(arrays, generator)
-        if parameter is None:
-            outcome = as_curved(strategy).curve(arrays.reordered(order), grid)
-            right = verdict_correct(arrays, outcome.answer)
-            accuracy += right.mean(axis=1)
-            samples += outcome.used.mean(axis=1)
-        else:
-            for row, value in enumerate(grid):
-                verdicts = _replays(replace(strategy, **{parameter: value}), pool, order)  # type: ignore[type-var]
-                accuracy[row] += sum(bool(verdict.correct) for verdict in verdicts) / len(pool)
-                samples[row] += sum(verdict.samples_used for verdict in verdicts) / len(pool)
-    values = np.asarray(grid, dtype=np.float64)
-    return GridOutcome(values, accuracy / num_reshuffles, samples / num_reshuffles)
+    width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
+    if width > fewest:
+        raise ValueError(
+            f"Expected `grid` to ask for at most the {fewest} samples that every question has, but got {width}. Leave "
+            "larger values out, or sample more."
+        )
+    orders = Orders(arrays.length, width, num_reshuffles, seed)
+    sums = GridSums(strategy, grid, len(arrays.length))
+    for order in orders.blocks():
+        block = arrays.in_orders(order)
+        sums.add(block, right_codes(block.answer, block.correct), None)
+    return sums.outcome(orders.num_orders)
 
 
-def verdict_correct(pool: PoolArrays, answer: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return whether the chosen answers [G, Q] are right [G, Q]; no answer is wrong."""
-    num_codes = max(int(pool.answer.max(initial=UNREADABLE)), int(answer.max(initial=UNREADABLE))) + 1
-    right = np.zeros((len(pool.answer), num_codes + 1), dtype=bool)
-    rows = np.repeat(np.arange(len(pool.answer)), pool.answer.shape[1])
-    # Column num_codes holds the unreadable, which are never right. Equal answers have equal correctness.
-    np.logical_or.at(right, (rows, pool.answer.ravel()), pool.correct.ravel())
-    right[:, num_codes] = False
-    return np.asarray(right[np.arange(len(right)), answer])
+def grid_of(
+    strategy: CurveStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Return the settings of a strategy that are worth trying, rising.
+
+    Args:
+        strategy: The strategy; a number of samples goes up to its budget.
+        thresholds: For a strategy whose setting is a threshold.
+        values: Values that the confidence takes: further thresholds of the strategy that compares it with one.
+
+    Example:
+        >>> grid_of(EarlyStopping(), thresholds=(0.5, 0.9), values=(0.71,))
+        (0.5, 0.71, 0.9)
+    """
+    if strategy.grid_parameter == "threshold":
+        more = values if isinstance(strategy, EarlyStopping) else ()
+        return tuple(sorted({*thresholds, *more}))
+    least = min(2, strategy.max_samples) if strategy.grid_parameter == "window" else 1
+    return tuple(range(least, strategy.max_samples + 1))
 
 
-def _replays(strategy: Strategy, pool: Sequence[QuestionSamples], order: NDArray[np.int64]) -> list[Verdict]:
-    """Return the verdicts on the samples in another order."""
-    return [
-        replay(strategy, replace(entry, samples=tuple(entry.samples[i] for i in row[: len(entry.samples)])))
-        for entry, row in zip(pool, order.tolist(), strict=True)
+def with_setting(strategy: CurveStrategy, value: float) -> CurveStrategy:
+    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number.
+
+    Example:
+        >>> with_setting(EarlyStopping(), 0.5).threshold
+        0.5
+    """
+    setting = value if strategy.grid_parameter == "threshold" else int(value)
+    return cast("CurveStrategy", replace(strategy, **{strategy.grid_parameter: setting}))  # type: ignore[type-var]
+
+
+def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[float, ...]:
+    """Return fifty quantiles of a confidence, those in [0, 1]: a narrow range needs thresholds of its own."""
+    values = [
+        value
+        for entry in pool
+        for sample in entry.samples
+        if sample.answer is not None and (value := confidence_of(sample, name)) is not None
     ]
+    levels = np.quantile(values, np.linspace(0.01, 0.99, NUM_QUANTILES)) if values else np.zeros(0)
+    return tuple(round(float(level), 6) for level in levels if 0.0 <= level <= 1.0)
 
 
 def as_curved(strategy: Strategy) -> CurveStrategy:
     """Return ``strategy``, which has a vectorised form; raise ValueError where it has none."""
     if not isinstance(strategy, CurveStrategy):
         raise ValueError(
-            f"Expected {strategy.name} to have a vectorised `curve`, but got none. Name the field as `parameter`; "
-            "then it is replayed."
+            f"Expected {strategy.name} to have a vectorised `curve` to choose its setting by, but got none. Add one, "
+            "or fit a threshold with a guarantee (`fit_risk_threshold`), which replays the strategy."
         )
     return strategy
-
-
-def _random_order(pool: PoolArrays, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return a random order of the samples of each question [Q, N], padding last."""
-    keys = generator.random(pool.answer.shape)
-    keys[np.arange(pool.answer.shape[1])[None, :] >= pool.length[:, None]] = 2.0
-    return np.argsort(keys, axis=1, kind="stable")

@@ -148,7 +148,7 @@ def round_to_total(values: Array, total: int) -> Integers:
     short = total - int(whole.sum())
     if (shares < 0.0).any() or not 0 <= short <= np.count_nonzero(shares - whole > 1e-9):
         raise ValueError(
-            f"Expected `values` to be at least 0 and to add up to {total}, but their sum is {shares.sum():g}."
+            f"Expected `values` to be at least 0 and to add up to {total}, but got a sum of {shares.sum():g}."
         )
     whole[np.argsort(whole - shares, kind="stable")[:short]] += 1.0
     return whole.astype(np.int64)
@@ -175,7 +175,14 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
         >>> expected_solved([2, 0, 1], 4, [1, 4, 4]).round(6).tolist()
         [0.5, 0.0, 1.0]
     """
-    return pass_at_k(num_samples, num_correct, as_counts(allocation, "allocation"))
+    drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
+    if (drawn > recorded).any():
+        raise ValueError(
+            "Expected `allocation` to give a question at most its recorded samples, "
+            f"but got {int(drawn[drawn > recorded][0])} of {int(recorded[drawn > recorded][0])}. "
+            "Allocate with `maximum` at most the number of recorded samples."
+        )
+    return pass_at_k(recorded, num_correct, drawn)
 
 
 def sequential_allocation(

@@ -105,7 +105,7 @@ def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[fl
         tensor([[0.0300, 0.0000, 0.0300]])
 
     Reference:
-        Koenker and Bassett, Regression Quantiles, 1978, equation 1.1; arXiv 2506.09338, section 3.
+        Koenker and Bassett, Regression Quantiles, 1978; Park et al., arXiv 2506.09338.
     """
     if not all(0.0 < level < 1.0 for level in quantiles):
         raise ValueError(f"Expected `quantiles` to lie in (0, 1), but got {list(quantiles)}.")

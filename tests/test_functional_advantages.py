@@ -57,10 +57,8 @@ def test_a_shift_changes_nothing_and_a_scale_neither(
     groups: list[list[float | None]], shift: float, scale: float
 ) -> None:
     moved = [[None if r is None else scale * r + shift for r in group] for group in groups]
-    wanted = group_advantages(groups)
-    assert group_advantages(moved) == [
-        [None if a is None else pytest.approx(a, abs=1e-6) for a in row] for row in wanted
-    ]
+    near = [[None if a is None else pytest.approx(a, abs=1e-6) for a in row] for row in group_advantages(groups)]
+    assert group_advantages(moved) == near
 
 
 def test_constant_and_lone_groups_give_zeros_even_where_sums_round() -> None:

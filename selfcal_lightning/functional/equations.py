@@ -153,8 +153,12 @@ def _last_expression(text: str, tokens: list[_Token], *, is_first: bool) -> _Sid
     """Return what stands directly before a sign of equality; None where it is part of what is no arithmetic."""
     cut = max((at + 1 for at, token in enumerate(tokens) if token.text in _PUNCTUATION), default=0)
     own = tokens[cut:]
+    if len(own) > _MOST_TOKENS:
+        return None
+    while own and own[0].text == "(" and _depth(own) > 0:  # "(3 + 4 = 7)"
+        own = own[1:]
     if own and is_first and cut == 0:
-        before = text[: own[0].start].rstrip("$")
+        before = text[max(own[0].start - 8, 0) : own[0].start].rstrip("$")
         # "x^2 + 1", "f(2)", "30 % of 20", and "x - 3": the expression begins further left than numbers do.
         is_inside = before[-1:].isalnum() or before[-1:] in tuple("^_{}\\√!|&]")
         is_binary = own[0].text in "-−" and text[own[0].end : own[0].end + 1] == " "
@@ -167,14 +171,17 @@ def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Sid
     """Return what stands directly behind a sign of equality; None where it is part of what is no arithmetic."""
     cut = next((at for at, token in enumerate(tokens) if token.text in _PUNCTUATION), len(tokens))
     own = tokens[:cut]
-    if is_last and cut == len(tokens):
-        while own and own[-1].text == "(":
-            own = own[:-1]
-        if own and (
-            text[own[-1].end : own[-1].end + 1].isalnum() or text[own[-1].end : own[-1].end + 1] in tuple("^_{\\!")
-        ):
-            return None
-    return _side(own)
+    if len(own) > _MOST_TOKENS:
+        return None
+    while own and own[-1].text == ("(" if _depth(own) > 0 else ")") and _depth(own) != 0:  # "... = 7 (since"
+        own = own[:-1]
+    behind = text[own[-1].end : own[-1].end + 1] if own and is_last and cut == len(tokens) else ""
+    return None if behind.isalnum() or behind in tuple("^_{\\!") else _side(own)
+
+
+def _depth(tokens: list[_Token]) -> int:
+    """Return how many brackets are open at the end, less those that were closed without being open."""
+    return sum((token.text == "(") - (token.text == ")") for token in tokens)
 
 
 def _side(tokens: list[_Token]) -> _Side | None:

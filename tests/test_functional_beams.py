@@ -92,6 +92,16 @@ def test_particle_weights_equal_the_vectors(vectors: Vectors) -> None:
         assert_allclose(special.softmax(case["log_weights"]), particle_weights(case["prm"]), atol=1e-6)
 
 
+def test_copies_of_a_path_are_dropped(vectors: Vectors) -> None:
+    """Another library copies its two best beams until it has eight again, finished ones too."""
+    for case in vectors("its_hub_beam_search")["cases"]:
+        paths = [Path((text,), is_done=True) for text in case["responses"]]
+        kept = distinct(paths)
+        assert kept == [0, 1]
+        scores = [case["scores"][at] for at in kept]
+        assert kept[select_topk(scores, 1)[0]] == case["selected_index"]
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 10))
 def test_selection_equals_sorting(scores: list[float], k: int) -> None:

@@ -130,5 +130,5 @@ def test_wrong_arguments_are_named() -> None:
         beta_pass_at_k([0.5], 2, concentration=np.nan)
     with pytest.raises(ValueError, match=r"Expected `inflation` to lie in \[0, 1\], but got 1.5"):
         InflatedBeta(1.5, 1.0)
-    with pytest.raises(ValueError, match="Expected counts of several questions, some with at least 2 samples"):
+    with pytest.raises(ValueError, match="a question to have at least 2 samples, but got shape"):
         fit_concentration([0.5], [1], 1)

@@ -57,7 +57,7 @@ def test_isotonic_equals_its_minimax_formula(targets: list[float]) -> None:
 @given(QUESTIONS, st.lists(st.floats(-1.0, 2.0), min_size=1, max_size=6))
 def test_maps_rise_with_the_score_and_with_k(questions: list[tuple[float, int]], asked: list[float]) -> None:
     scores, correct = zip(*questions, strict=True)
-    maps = fit_pass_at_k_maps(scores, 8, correct, ks=[4, 1, 2, 8])
+    maps = fit_pass_at_k_maps(scores, correct, 8, ks=[4, 1, 2, 8])
     assert maps.k == (1, 2, 4, 8)
     found = maps.transform(sorted(asked))
     assert (np.diff(found, axis=0) >= -1e-9).all()
@@ -73,7 +73,7 @@ def test_maps_mend_the_curve_of_a_point() -> None:
     p = generator.random(2000)
     theta = generator.beta(1.2 * p, 1.2 * (1.0 - p))
     correct = generator.binomial(64, theta)
-    maps = fit_pass_at_k_maps(p[:1000], 64, correct[:1000], ks=[1, 4, 16])
+    maps = fit_pass_at_k_maps(p[:1000], correct[:1000], 64, ks=[1, 4, 16])
     found = maps.transform(p[1000:])
     for k, predicted in zip(maps.k, found, strict=True):
         truth = simulated_pass_at_k(theta[1000:], k)
@@ -108,9 +108,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="Expected `scores`, `targets` to have the same length"):
         isotonic_knots([0.5], [0.5, 0.5])
     with pytest.raises(ValueError, match="Expected `ks` to hold at least one number of samples"):
-        fit_pass_at_k_maps([0.5], 4, [1], ks=[])
+        fit_pass_at_k_maps([0.5], [1], 4, ks=[])
     with pytest.raises(ValueError, match="Expected `k` to be at most the number of samples, but got k = 8 for 4"):
-        fit_pass_at_k_maps([0.5], 4, [1], ks=[1, 8])
+        fit_pass_at_k_maps([0.5], [1], 4, ks=[1, 8])
     with pytest.raises(ValueError, match="Expected `distribution` to hold at least one value"):
         quantile_mapping([0.5], [])
     with pytest.raises(ValueError, match='Expected `ties` to be "mean" or "first"'):

@@ -191,6 +191,14 @@ def test_spans_are_stripped_apart_and_rising(text: str, rule: str) -> None:
     assert all(first.end <= second.start for first, second in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize("part", ["vs. ", ".", " ", "*", "#", "Step 1: ", "2. ", "a. "])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_model_that_repeats_itself_is_read_too(part: str, rule: str) -> None:
+    """Long runs, on which a pattern that tries everything would not come back."""
+    pieces = [part] * 20_000 + ["x"]
+    assert step_ends(pieces, rule, marker=_marker(rule))[-1] == len(pieces)
+
+
 def test_token_spans_equal_overlaps(vectors: Vectors) -> None:
     """Steps without their headings, on the tokens of the recorded response; the reference counts from token 0."""
     case = vectors("ttt_step_confidence")["cases"][0]

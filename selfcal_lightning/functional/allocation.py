@@ -69,8 +69,8 @@ def greedy_allocation(p: Array, total: int, *, minimum: int = 0, maximum: int) -
 def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
     """Share samples where the chance of each question is only known as Beta(a, b).
 
-    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``, which falls more slowly than
-    ``p (1 - p)^k``: failures are also a sign that the question is harder than was thought.
+    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. Against ``p (1 - p)^k`` it falls
+    faster at first, for a failure is also a sign that the question is harder than was thought, and ever more slowly.
 
     Args:
         right: a of each question [Q], above 0: concentration times predicted capability, plus right samples seen.

@@ -52,7 +52,7 @@ class InflatedBeta:
             >>> InflatedBeta(1.0, 1.0).pass_at_k([0.25], 8).tolist()  # either always or never right
             [0.25]
         """
-        atoms = np.where(np.asarray(as_counts(k, "k")) > 0, as_rates(p, "p"), 0.0)
+        atoms = np.where(as_counts(k, "k") > 0, as_rates(p, "p"), 0.0)
         return np.asarray(
             self.inflation * atoms + (1.0 - self.inflation) * beta_pass_at_k(p, k, concentration=self.concentration)
         )
@@ -165,7 +165,7 @@ def _counts(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[F
     p, correct, samples = np.broadcast_arrays(as_rates(predicted, "predicted"), correct, samples)
     if p.ndim != 1 or not (samples > 1).any():
         raise ValueError(
-            "Expected counts of several questions, some with at least 2 samples, "
+            "Expected `predicted` to be one-dimensional and a question to have at least 2 samples, "
             f"but got shape {p.shape} and at most {int(samples.max(initial=0))} samples."
         )
     return p.clip(_LEAST_P, 1.0 - _LEAST_P), correct.astype(np.float64), samples.astype(np.float64)

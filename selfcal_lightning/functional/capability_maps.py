@@ -67,20 +67,20 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
     return tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist())
 
 
-def fit_pass_at_k_maps(scores: Array, num_samples: Array, num_correct: Array, ks: Sequence[int]) -> PassAtKMaps:
+def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
     """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k.
 
     Args:
         scores: A score of each question [Q], such as its predicted capability.
-        num_samples: n of each question [Q] or one number; at least the largest k.
         num_correct: Right samples of each question [Q].
+        num_samples: n of each question [Q] or one number; at least the largest k.
         ks: The numbers of samples that maps are wanted for.
 
     Raises:
         ValueError: If lengths differ, a value is out of its range, a k is above n, or there is no k.
 
     Example:
-        >>> maps = fit_pass_at_k_maps([0.2, 0.8], 4, [1, 3], ks=[1, 2])
+        >>> maps = fit_pass_at_k_maps([0.2, 0.8], [1, 3], 4, ks=[1, 2])
         >>> maps.transform([0.0, 0.5, 1.0]).round(6).tolist()  # pass@1 is 1/4 and 3/4, pass@2 is 1/2 and 1
         [[0.25, 0.5, 0.75], [0.5, 0.75, 1.0]]
     """

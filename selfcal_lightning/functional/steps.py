@@ -23,12 +23,17 @@ StepRule = Literal["sentence", "line", "blank_line", "heading", "marker"]
 Aggregation = Literal["last", "min", "prod", "mean"]
 POSITIONS = ("question", "first", "middle", "before_answer", "end")
 
-_SENTENCE = re.compile(r"""[.!?]+["'’”)\]}*_]*(?=\s|\Z)|[。！？]+[”’）」』]*""")
+_SENTENCE = re.compile(r"""(?<![.!?])[.!?]+["'’”)\]}*_]*(?=\s|\Z)|[。！？]+[”’）」』]*""")
 _LONE_LABEL = re.compile(r"[(\[*#\s-]*(?:\d+|[A-Za-z])\.[*]*")
 _ABBREVIATION = re.compile(r"(?<!\w)(?:dr|mr|mrs|ms|prof|st|vs|cf|fig|eq|approx|e\.g|i\.e)\.\Z", re.IGNORECASE)
 _LINE = re.compile(r"\n")
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
-_HEADING = re.compile(r"(#{1,6}[ \t]*)?\**[ \t]*\bstep[ \t]*\d+\b(?!\.\d)[ \t]*\**(?P<colon>[:.)]?)\**", re.IGNORECASE)
+# Numbers of repetitions have ends, so that no pattern takes long on a model that repeats itself.
+_HEADING = re.compile(
+    r"(#{1,6}[ \t]{0,4})?\*{0,3}[ \t]{0,4}\bstep[ \t]{0,4}\d{1,4}\b(?!\.\d)[ \t]{0,4}\*{0,3}(?P<colon>[:.)]?)\*{0,3}",
+    re.IGNORECASE,
+)
+_LONGEST_LABEL, _LONGEST_ABBREVIATION = 40, 8
 
 
 class Span(NamedTuple):
@@ -222,7 +227,7 @@ def _ended_steps(text: str, rule: StepRule, marker: str) -> tuple[list[_Step], i
     patterns = {"sentence": _SENTENCE, "line": _LINE, "blank_line": _BLANK_LINE}
     found, start = [], 0
     for match in (patterns.get(rule) or re.compile(re.escape(marker))).finditer(text):
-        if rule == "sentence" and _is_label(text[start : match.end()]):
+        if rule == "sentence" and _is_label(text, start, match.end()):
             continue
         step = _stripped(text, start, match.start() if rule == "marker" else match.end())
         start = match.end()
@@ -245,15 +250,19 @@ def _headed_steps(text: str, is_over: bool) -> tuple[list[_Step], int]:
 def _headings(text: str, *, is_over: bool) -> Iterator[Span]:
     """Yield the headings ``Step k:``; one at the very end of a text that goes on may turn out to be none."""
     for match in _HEADING.finditer(text):
-        before = text[: match.start()].rstrip(" \t")
-        is_own = before == "" or before[-1] in "\n.!?:;。！？"
+        before = match.start() - 1
+        while before >= 0 and text[before] in " \t":
+            before -= 1
+        is_own = before < 0 or text[before] in "\n.!?:;。！？"
         if (match[1] or (match["colon"] and is_own)) and (is_over or match.end() < len(text)):
             yield Span(*match.span())
 
 
-def _is_label(text: str) -> bool:
+def _is_label(text: str, start: int, end: int) -> bool:
     """Return whether a would-be sentence is an item's label, or ends with an abbreviation."""
-    return _LONE_LABEL.fullmatch(text.strip()) is not None or _ABBREVIATION.search(text) is not None
+    if end - start <= _LONGEST_LABEL and _LONE_LABEL.fullmatch(text[start:end].strip()):
+        return True
+    return _ABBREVIATION.search(text[max(start, end - _LONGEST_ABBREVIATION) : end]) is not None
 
 
 def _stripped(text: str, start: int, end: int) -> Span | None:

@@ -29,7 +29,7 @@ def _reference_autograd_ppo(new: Tensor, old: Tensor, advantage: Tensor) -> Tens
 
 
 def _reference_autograd_gspo(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """Return GSPO's loss of each response, with its ratio inside the graph (arXiv 2507.18071, equation 5)."""
+    """Return GSPO's loss of each response, with its ratio inside the graph (arXiv 2507.18071)."""
     losses = []
     for row in range(len(advantage)):
         mine = row == ROW

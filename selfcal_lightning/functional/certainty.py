@@ -124,7 +124,7 @@ def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
         tensor(1.5000)
 
     Reference:
-        Fu et al., Deep Think with Confidence, arXiv 2508.15260, section 3.
+        Fu et al., Deep Think with Confidence, arXiv 2508.15260.
     """
     check_positive(k, "k")
     size = torch.as_tensor(logits).shape[-1:]

@@ -57,7 +57,7 @@ def policy_gradient_loss(
 
     Reference:
         Schulman et al., PPO, arXiv 1707.06347, equation 7; Yu et al., DAPO, arXiv 2503.14476, section 3.1 (two bounds);
-        Zheng et al., GSPO, arXiv 2507.18071, equation 13.
+        Zheng et al., GSPO, arXiv 2507.18071 (one ratio a response).
     """
     if normalise not in ("tokens", "responses"):
         raise ValueError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
@@ -116,7 +116,7 @@ def sequence_ratio(new: Tensor, old: Tensor, length: Tensor) -> Tensor:
         tensor([2.7183])
 
     Reference:
-        Zheng et al., Group Sequence Policy Optimization, arXiv 2507.18071, equation 7.
+        Zheng et al., Group Sequence Policy Optimization, arXiv 2507.18071.
     """
     _check_same(new=new, old=old, length=length)
     return torch.exp((at_least_float32(new) - at_least_float32(old)) / length.clamp(min=1))

@@ -15,8 +15,10 @@ from torch import multiprocessing as mp
 from torchmetrics import Metric
 
 from selfcal_lightning.metrics.calibration import BinnedCalibrationError
+from selfcal_lightning.metrics.capability import CapabilityMetrics
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.metrics.discrimination import ConfidenceAUROC, WithinQuestionAUROC
+from selfcal_lightning.metrics.steps import QuantileMetrics, StepMetrics
 
 Batch = dict[str, Any]
 
@@ -28,7 +30,12 @@ METRICS: dict[str, tuple[Callable[[], Metric], tuple[str, ...]]] = {
         CalibrationMetrics,
         ("confidence", "correct", "target", "question_index", "task", "yes_no_mass"),
     ),
+    "capability": (CapabilityMetrics, ("confidence", "num_correct", "num_samples")),
+    "steps": (StepMetrics, ("confidence", "rate", "num_rollouts", "position")),
+    "quantiles": (QuantileMetrics, ("target", "confidence", "rate", "position")),
 }
+# Those that keep sums: sums of two partial sums may differ in the last bits.
+SUMS = ("ece", "steps", "quantiles")
 # Which of the eight batches each of two processes sees: uneven, an empty second, an empty first process.
 DEALS = {"uneven": ([0, 2, 4, 5, 6, 7], [1, 3]), "empty second": (list(range(8)), []), "empty first": ([], [0, 3, 5])}
 
@@ -41,6 +48,7 @@ def _batches() -> list[Batch]:
         size = 5 + 3 * number
         confidence = torch.rand(size, generator=generator).mul(20).round().div(20)
         correct = (torch.rand(size, generator=generator) < confidence).float()
+        num_rollouts = torch.randint(1, 9, (size,), generator=generator)
         batches.append(
             {
                 "confidence": confidence,
@@ -49,6 +57,12 @@ def _batches() -> list[Batch]:
                 "question_index": torch.randint(6, (size,), generator=generator),
                 "task": ["choice à la carte" if number % 2 else "arithmetic"] * size,
                 "yes_no_mass": torch.rand(size, generator=generator),
+                "num_correct": torch.randint(9, (size,), generator=generator),
+                "num_samples": torch.full((size,), 8),
+                "num_rollouts": num_rollouts,
+                "rate": (confidence * num_rollouts).round() / num_rollouts,
+                # A position that only the odd batches have, which a process may never meet.
+                "position": torch.randint(4, (size,), generator=generator) + number % 2,
             }
         )
     return batches
@@ -102,10 +116,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_two_processes_equal_one(ranks: list[dict[str, Any]], deal: str, name: str) -> None:
     batches = _batches()
     alone = _computed(name, [batches[i] for share in DEALS[deal] for i in share])
-    exact = name != "ece"  # sums of two partial sums may differ in the last bit
     for values in ranks:
         together = values[f"{deal}/{name}"]
-        assert together == (alone if exact else pytest.approx(alone, rel=0.0, abs=1e-15))
+        assert together == (pytest.approx(alone, rel=0.0, abs=1e-14) if name in SUMS else alone)
 
 
 def test_diagrams_see_the_responses_of_all_processes(ranks: list[dict[str, Any]]) -> None:
@@ -189,7 +202,7 @@ def test_nothing_seen_is_nan(name: str) -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_uneven_columns_are_refused(name: str) -> None:
-    batch = _batches()[0]
-    batch["correct"] = batch["correct"][:-1]
-    with pytest.raises(ValueError, match=r"Expected `confidence`, `correct`.* to have the same shape \[B\]"):
+    batch, second = _batches()[0], METRICS[name][1][1]
+    batch[second] = batch[second][:-1]
+    with pytest.raises(ValueError, match=r"Expected `\w+`, `\w+`.* to have the same shape \[B\]"):
         _computed(name, [batch])

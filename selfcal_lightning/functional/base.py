@@ -29,7 +29,7 @@ PASS_AT_1 = "accuracy/PassAt1"  # noqa: S105 - a metric key, no password
 _ROUNDING = 1e-6
 
 
-def as_array(values: Array) -> NDArray[Any]:
+def as_array(values: Array | float) -> NDArray[Any]:
     """Return ``values`` as an array on the CPU; floating tensors become float64, whatever their dtype."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(values, torch.Tensor):
@@ -81,6 +81,30 @@ def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
     if not ((labels == 0.0) | (labels == 1.0)).all():
         raise ValueError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
     return labels == 1.0
+
+
+def as_rates(values: Array | float, name: str) -> Floats:
+    """Return probabilities or shares of any shape as float64 in [0, 1]; rounding is clipped as in ``as_probabilities``.
+
+    Raises:
+        ValueError: If a value is None or NaN, or lies outside [0, 1].
+    """
+    array = as_array(values)
+    return as_probabilities(array.reshape(-1), name).reshape(array.shape)
+
+
+def as_counts(values: Array | int, name: str) -> Integers:
+    """Return whole numbers of at least 0, of any shape, as int64.
+
+    Raises:
+        ValueError: If a number is negative, not whole, None or NaN.
+    """
+    array = as_array(values)
+    counts = as_scores(array.reshape(-1), name)
+    odd = (counts < 0.0) | (counts != np.floor(counts)) | np.isinf(counts)
+    if odd.any():
+        raise ValueError(f"Expected `{name}` to hold whole numbers of at least 0, but got {counts[odd][0]:g}.")
+    return counts.astype(np.int64).reshape(array.shape)
 
 
 def check_same_length(**arrays: NDArray[Any]) -> None:

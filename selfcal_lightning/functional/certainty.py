@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfcal_lightning.functional.base import Array
+from selfcal_lightning.functional.base import Array, check_positive
 
 _CHUNK_ELEMENTS = 2**24
 
@@ -102,6 +102,35 @@ def token_entropy(logits: Array) -> Tensor:
         tensor([0.6931, 0.0000])
     """
     return _by_rows(logits, _entropy)
+
+
+def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
+    """Compute the mean negative log-probability of the k likeliest tokens, in nats; higher is surer.
+
+    ``-1/k sum_{j <= k} log p_(j)``: a sure model leaves little to the second and further tokens.
+
+    Args:
+        logits: Logits [..., V].
+        k: How many tokens count, at most V.
+
+    Returns:
+        One value for each distribution [...].
+
+    Raises:
+        ValueError: If k does not lie between 1 and V.
+
+    Example:
+        >>> top_k_confidence(torch.tensor([0.5, 0.25, 0.25]).log(), 2).div(math.log(2.0))  # (1 + 2) / 2
+        tensor(1.5000)
+
+    Reference:
+        Fu et al., Deep Think with Confidence, arXiv 2508.15260.
+    """
+    check_positive(k, "k")
+    size = torch.as_tensor(logits).shape[-1:]
+    if size and k > size[0]:
+        raise ValueError(f"Expected `k` to be at most the size of the vocabulary, {size[0]}, but got {k}.")
+    return _by_rows(logits, lambda z, log_total: log_total - z.topk(k, dim=-1).values.mean(-1))
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor) -> TokenStatistics:

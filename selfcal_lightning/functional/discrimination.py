@@ -202,6 +202,26 @@ def average_rank(values: Array) -> Floats:
     return (np.cumsum(counts) - 0.5 * (counts - 1))[inverse]
 
 
+def pearson(first: Array, second: Array) -> float | None:
+    """Compute the linear correlation of two columns [N], in [-1, 1]; None where one of them is constant.
+
+    Raises:
+        ValueError: If a value is None or NaN, or the lengths differ.
+
+    Example:
+        >>> pearson([0.0, 1.0, 2.0], [3.0, 2.0, 1.0])
+        -1.0
+    """
+    x, y = as_scores(first, "first"), as_scores(second, "second")
+    check_same_length(first=x, second=y)
+    # A constant may be off its mean by rounding, which is no variation.
+    if not len(x) or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
+        return None
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(np.clip((x @ y) / scale, -1.0, 1.0)) if scale else None
+
+
 def spearman(first: Array, second: Array) -> float | None:
     """Compute the rank correlation of two columns [N], in [-1, 1]; None where one of them is constant.
 
@@ -214,11 +234,7 @@ def spearman(first: Array, second: Array) -> float | None:
     """
     columns = as_scores(first, "first"), as_scores(second, "second")
     check_same_length(first=columns[0], second=columns[1])
-    if not len(columns[0]):
-        return None
-    x, y = (ranks - ranks.mean() for ranks in map(average_rank, columns))
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(np.clip((x @ y) / scale, -1.0, 1.0)) if scale else None
+    return pearson(*map(average_rank, columns))
 
 
 def _checked(confidence: Array, correct: Array) -> tuple[Floats, NDArray[np.bool_]]:

@@ -1,0 +1,185 @@
+"""How far predictions of capability are from what samples say, without counting the noise of the samples as error.
+
+The capability c* of a question is known only through n graded samples, whose share of right ones has the variance
+``c* (1 - c*) / n``. Debiased errors subtract its unbiased estimate, so that 8 samples give what 100 would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from selfcal_lightning.functional.base import Array, Floats, as_rates, check_same_length
+from selfcal_lightning.functional.capability import checked_counts
+
+
+@dataclass(frozen=True)
+class ErrorParts:
+    """The squared error of a prediction against single responses, taken apart: ``response = capability + spread``.
+
+    Attributes:
+        response: ``mean E(p - y)^2`` with y = 1 for a right response: what response calibration measures.
+        capability: ``mean (p - c*)^2``: the part that a better prediction could remove.
+        spread: ``mean c* (1 - c*)``: what no prediction made before the response can remove.
+    """
+
+    response: float
+    capability: float
+    spread: float
+
+
+def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> Floats:
+    """Compute the squared error of the predicted capability of each question.
+
+    ``(p - c)^2 - [debiased] c (1 - c) / (n - 1)`` with c the share of right ones among n samples. The debiased error
+    has the expectation ``(p - c*)^2``; that of a single question may be negative.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is subtracted.
+
+    Returns:
+        Errors [Q].
+
+    Raises:
+        ValueError: If lengths differ, a value is out of its range, or a question has one sample only and ``debiased``.
+
+    Example:
+        >>> squared_errors([0.5, 0.5], [1, 2], [2, 2], debiased=False).tolist()
+        [0.0, 0.25]
+        >>> squared_errors([0.5, 0.5], [1, 2], [2, 2]).tolist()
+        [-0.25, 0.25]
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    errors = (p - share) ** 2
+    return errors - _noise(share, samples) if debiased else errors
+
+
+def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
+    """Compute the mean squared error of the predicted capability over the questions; lower is better.
+
+    See ``squared_errors``. Debiased it estimates ``E (p - c*)^2`` whatever n is, and may come out below 0 by chance.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is subtracted.
+
+    Returns:
+        The mean; None without questions.
+
+    Raises:
+        ValueError: As ``squared_errors``.
+
+    Example:
+        >>> squared_error([1.0, 0.5], [3, 2], [4, 4], debiased=False)
+        0.03125
+    """
+    errors = squared_errors(predicted, num_correct, num_samples, debiased=debiased)
+    return float(errors.mean()) if len(errors) else None
+
+
+def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
+    """Compute the share of the variance of capability that a prediction explains, at most 1; higher is better.
+
+    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so that a small error on questions that are all alike earns nothing.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is taken out of both errors.
+
+    Returns:
+        The skill; None where the capabilities do not differ beyond their noise.
+
+    Raises:
+        ValueError: As ``squared_errors``.
+
+    Example:
+        >>> skill([0.25, 0.75], [0, 4], [4, 4]), skill([0.5, 0.5], [0, 4], [4, 4])
+        (0.75, 0.0)
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    if not len(p):
+        return None
+    noise = float(_noise(share, samples).mean()) if debiased else 0.0
+    spread = float(np.var(share)) - noise
+    error = float(np.mean((p - share) ** 2)) - noise
+    return 1.0 - error / spread if spread > 1e-12 else None
+
+
+def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> ErrorParts | None:
+    """Take the squared error against single responses apart into error of capability and spread of the responses.
+
+    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)`` for every p that does not look at the response. All three are
+    estimated without bias from the samples, and the equation holds to the last digit for the estimates too.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number; at least 2.
+
+    Returns:
+        The parts; None without questions.
+
+    Raises:
+        ValueError: If lengths differ, a value is out of its range, or a question has one sample only.
+
+    Example:
+        >>> error_parts([0.5], [1], [2])  # c* (1 - c*) is estimated by 1/4 * 2 / (2 - 1)
+        ErrorParts(response=0.25, capability=-0.25, spread=0.5)
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    if not len(p):
+        return None
+    noise = _noise(share, samples)
+    response = share * (1.0 - p) ** 2 + (1.0 - share) * p**2
+    capability = (p - share) ** 2 - noise
+    return ErrorParts(float(response.mean()), float(capability.mean()), float((noise * samples).mean()))
+
+
+def random_brier(expected_accuracy: Array) -> float | None:
+    """Compute the squared error that a confidence drawn uniformly from [0, 1] has on average: what no skill costs.
+
+    ``mean(1/3 - c* + c*^2)``
+
+    Args:
+        expected_accuracy: c* of each question [Q].
+
+    Returns:
+        The error; None without questions.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1].
+
+    Example:
+        >>> round(random_brier([0.5]), 6), round(random_brier([0.0, 1.0]), 6)
+        (0.083333, 0.333333)
+    """
+    truth = as_rates(expected_accuracy, "expected_accuracy")
+    return float(np.mean(1.0 / 3.0 - truth + truth**2)) if truth.size else None
+
+
+def _columns(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[Floats, Floats, Floats]:
+    """Return predictions, shares of right samples and numbers of samples, each [Q]."""
+    p = as_rates(predicted, "predicted")
+    samples, correct = checked_counts(num_samples, num_correct)
+    if p.ndim != 1:
+        raise ValueError(f"Expected `predicted` to be one-dimensional, but got shape {p.shape}.")
+    check_same_length(predicted=p, num_correct=np.atleast_1d(correct))
+    return p, correct / samples, samples.astype(np.float64)
+
+
+def _noise(share: Floats, samples: Floats) -> Floats:
+    """Return the unbiased estimate of the variance of each share [Q]."""
+    if (samples < 2).any():
+        raise ValueError(
+            "Expected `num_samples` to be at least 2 where the noise of the samples is taken out, but got 1. "
+            "Sample more, or pass `debiased=False` and say that the error includes the noise."
+        )
+    return share * (1.0 - share) / (samples - 1.0)

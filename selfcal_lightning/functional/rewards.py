@@ -1,0 +1,141 @@
+"""Rewards of the responses to one question that need no label: pure functions of the group's answers and confidences.
+
+Each gives one reward per response, higher is better. An unreadable response is a wrong one, so that its reward is 0;
+where nothing in the group can be read, nobody can judge and all rewards are None. An empty answer is unreadable too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfcal_lightning.functional.consistency import soft_self_consistency, vote_share
+
+
+@dataclass(frozen=True)
+class RewardQuality:
+    """What labels say of label-free rewards, for reports: never for training.
+
+    Attributes:
+        reward_accuracy: Share of responses whose reward is above one half exactly where they are right.
+        mean_gap: Mean reward minus the share of right responses: above 0 where rewards are too kind.
+        count: Responses with a reward and a label.
+    """
+
+    reward_accuracy: float | None
+    mean_gap: float | None
+    count: int
+
+
+def majority_answer(answers: Sequence[str | None]) -> str | None:
+    """Return the most frequent readable answer, the first seen on ties; None where none can be read.
+
+    Example:
+        >>> majority_answer(["8", "7", None, None, None, "7"]), majority_answer([None, ""])
+        ('7', None)
+    """
+    votes = Counter(answer for answer in answers if answer)
+    return max(votes, key=votes.__getitem__, default=None)
+
+
+def majority(answers: Sequence[str | None]) -> list[float | None]:
+    """Return 1 for responses that give the majority's answer and 0 for others: the reward of TTRL.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+
+    Example:
+        >>> majority(["7", "7", "8", None])
+        [1.0, 1.0, 0.0, 0.0]
+
+    Reference:
+        Zuo et al., TTRL: Test-Time Reinforcement Learning, arXiv 2504.16084.
+    """
+    label = majority_answer(answers)
+    return [None if label is None else float(answer == label) for answer in answers]
+
+
+def share(answers: Sequence[str | None]) -> list[float | None]:
+    """Return the share of the readable responses that give the same answer: the reward of EMPO.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+
+    Example:
+        >>> share(["7", "7", "8", None])
+        [0.6666666666666666, 0.6666666666666666, 0.3333333333333333, 0.0]
+
+    Reference:
+        Zhang et al., Right Question is Already Half the Answer, arXiv 2504.05812.
+    """
+    readable = [answer or None for answer in answers]
+    return _without_gaps(vote_share(readable), readable)
+
+
+def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None]) -> list[float | None]:
+    """Return the soft self-consistency of each response: votes weighted by confidence.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        confidences: The N confidences, at least 0. A readable response without one has no reward: nobody judged it.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+
+    Example:
+        >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
+        [0.75, 0.75, 0.25, 0.0, None]
+    """
+    readable = [answer or None for answer in answers]
+    return _without_gaps(soft_self_consistency(readable, confidences), readable)
+
+
+def anchored_share(answers: Sequence[str | None], anchor: Sequence[str | None]) -> list[float | None]:
+    """Return the share of an earlier pool of responses that gives the same answer; 0 for an answer not seen there.
+
+    Votes of the responses themselves rise as a policy is sharpened; those of the pool that was drawn first do not.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        anchor: The answers of the earlier pool; unreadable ones leave it.
+
+    Example:
+        >>> anchored_share(["7", "9", None], ["7", "7", "8", None])
+        [0.6666666666666666, 0.0, 0.0]
+    """
+    votes = Counter(answer for answer in anchor if answer)
+    total = votes.total()
+    return [(votes[answer] / total if answer else 0.0) if total else None for answer in answers]
+
+
+def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:
+    """Compare rewards with labels.
+
+    Rewards may be mostly right although the majority is wrong: scattered wrong answers get 0 either way.
+
+    Args:
+        rewards: Of the responses, in [0, 1]; None where there is none.
+        correct: Their labels; None where nobody knows.
+
+    Raises:
+        ValueError: If the lengths differ.
+
+    Example:
+        >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
+        RewardQuality(reward_accuracy=0.75, mean_gap=0.25, count=4)
+    """
+    pairs = [(r, c) for r, c in zip(rewards, correct, strict=True) if r is not None and c is not None]
+    if not pairs:
+        return RewardQuality(None, None, 0)
+    agreeing = sum((reward > 0.5) == right for reward, right in pairs)
+    gap = math.fsum(reward - right for reward, right in pairs)
+    return RewardQuality(agreeing / len(pairs), gap / len(pairs), len(pairs))
+
+
+def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None]) -> list[float | None]:
+    """Return the shares with 0 for unreadable responses of a group in which some can be judged."""
+    if all(value is None for value in shares):
+        return [None] * len(shares)
+    return [0.0 if answer is None else value for value, answer in zip(shares, answers, strict=True)]

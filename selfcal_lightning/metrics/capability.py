@@ -1,0 +1,99 @@
+"""Predicted capability against the share of right samples, from one pass over the questions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.capability_errors import skill, squared_error
+from selfcal_lightning.functional.discrimination import pearson, spearman
+from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
+
+CAPABILITY_MSE = "capability/MSE"
+CAPABILITY_RMSE = "capability/RMSE"
+CAPABILITY_MAE = "capability/MAE"
+CAPABILITY_SKILL = "capability/Skill"
+CAPABILITY_PEARSON = "capability/Pearson"
+CAPABILITY_SPEARMAN = "capability/Spearman"
+CAPABILITY_ECE = "capability/ECE"
+CAPABILITY_QUESTIONS = "capability/Questions"
+KEYS = (
+    CAPABILITY_MSE, CAPABILITY_RMSE, CAPABILITY_MAE, CAPABILITY_SKILL, CAPABILITY_PEARSON, CAPABILITY_SPEARMAN,
+    CAPABILITY_ECE, CAPABILITY_QUESTIONS,
+)  # fmt: skip
+
+
+class CapabilityMetrics(ExactMetric):
+    """How good predictions of capability are.
+
+    The keys of ``compute``:
+
+    - ``capability/MSE``, ``capability/RMSE``: squared error and its root; debiased, they do not depend on how many
+      samples a question has, and the root of a squared error below 0 is 0;
+    - ``capability/MAE``: mean absolute difference from the share of right samples, whose noise it includes;
+    - ``capability/Skill``: share of the variance of capability that is explained; 0 for a constant, at most 1;
+    - ``capability/Pearson``, ``capability/Spearman``: correlation with the share of right samples;
+    - ``capability/ECE``: over bins of the prediction, against the mean share of right samples;
+    - ``capability/Questions``: how many they are.
+
+    As input to ``update``:
+        predicted: Predicted capability of each question [B], in [0, 1].
+        num_correct: Right samples of each question [B].
+        num_samples: Samples of each question [B]; at least 2 where errors are debiased.
+
+    As output of ``compute``: floats by key; NaN where a value is not defined.
+
+    Args:
+        num_bins: Bins of equal width of the calibration error.
+        debiased: Whether the noise of the samples is taken out of MSE, RMSE and skill.
+        kwargs: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metric = CapabilityMetrics(debiased=False)
+        >>> metric.update(torch.tensor([0.25, 0.75]), torch.tensor([0, 4]), torch.tensor([4, 4]))
+        >>> values = metric.compute()
+        >>> values["capability/MSE"], values["capability/Skill"], values["capability/Spearman"]
+        (0.0625, 0.75, 1.0)
+    """
+
+    def __init__(self, num_bins: int = 10, *, debiased: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_bins = num_bins
+        self.debiased = debiased
+        self.add_rows("questions", width=3, dtype=torch.float64)
+
+    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
+        """Keep the questions."""
+        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
+        check_probabilities(predicted, "predicted")
+        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
+        self.questions.append(torch.stack(columns, dim=1))
+
+    def compute(self) -> dict[str, float]:
+        """Return the numbers over all questions of all processes, by key."""
+        rows = self.rows("questions").cpu().numpy()
+        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
+        predicted, correct, samples = rows[np.lexsort(rows.T)].T
+        share = correct / samples
+        error = squared_error(predicted, correct, samples, debiased=self.debiased)
+        values = {
+            CAPABILITY_MSE: error,
+            CAPABILITY_RMSE: None if error is None else max(error, 0.0) ** 0.5,
+            CAPABILITY_MAE: _mean(np.abs(predicted - share)),
+            CAPABILITY_SKILL: skill(predicted, correct, samples, debiased=self.debiased),
+            CAPABILITY_PEARSON: pearson(predicted, share),
+            CAPABILITY_SPEARMAN: spearman(predicted, share),
+            CAPABILITY_ECE: expected_calibration_error(predicted, share, num_bins=self.num_bins),
+            CAPABILITY_QUESTIONS: len(predicted),
+        }
+        return {key: float("nan") if value is None else float(value) for key, value in values.items()}
+
+
+def _mean(values: Floats) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(values.mean()) if len(values) else None

@@ -21,7 +21,6 @@ from training_runs import data_module, generation
 from transformers import LlamaConfig
 
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.meta_models import check_adapter_fits
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.modules.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
 
@@ -110,6 +109,8 @@ def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path)
 
 def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
+    from selfcal_lightning.models.meta_models import check_adapter_fits
+
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
     state = torch.get_rng_state()

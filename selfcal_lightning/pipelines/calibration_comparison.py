@@ -25,6 +25,7 @@ from selfcal_lightning.pipelines.comparison import (
 )
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import reliability_comparison
 from selfcal_lightning.reports.tables import comparison_csv, comparison_markdown, comparison_rows, comparison_table
 from selfcal_lightning.store_shards import write_atomically
@@ -91,7 +92,7 @@ def _compare(pairs: Mapping[str, tuple[Pool, Pool]], folder: Path, *, num_resamp
     changes = {test: compare_pools(*pools, num_resamples=num_resamples) for test, pools in pairs.items()}
     by_side = {side: {test: pools[at] for test, pools in pairs.items()} for at, side in enumerate(SIDES)}
     scored = [{test: scored_responses(pool) for test, pool in by_side[side].items()} for side in SIDES]
-    reliability_comparison(*scored).savefig(folder / "reliability.png", dpi=120)
+    save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from selfcal_lightning.confidence.base import SampleScorer, add_scores, check_confidence
+from selfcal_lightning.confidence.saved import THRESHOLD as KIND
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.splits import Fitted, FittedOn, check_not_fitted_on
 from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.strategies.base import Strategy
 
-KIND = "threshold"
 TargetKind = Literal["budget", "accuracy", "risk"]
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 

@@ -48,7 +48,7 @@ class WeightFiles:
         else:
             raise ValueError(
                 f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
-                "neither. Save it again with `save_pretrained`, or train it with `trainer.strategy: ddp`."
+                "neither. Save it again with `save_pretrained`."
             )
         return cls(files)
 

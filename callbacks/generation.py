@@ -60,7 +60,8 @@ class SSCGeneration(Callback):
     targets moved.
 
     Args:
-        engine: "transformers", or "vllm" (an extra).
+        engine: "transformers", or "vllm" (an extra). vLLM runs in a process of its own on the trainer's GPU, whose
+            compute mode must therefore be the default one, not an exclusive one.
         temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT).
         edt_scale: N0 of EDT; None draws at the fixed temperature.
         edt_theta: Exponent theta of EDT.

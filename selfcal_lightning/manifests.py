@@ -42,6 +42,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"Expected {path} to say by its `kind` whether it is of one of {', '.join(KINDS)}, but got "
             f"{manifest.get('kind')!r}. Export again, or take the file away if another tool wrote it."
         )
+    if not isinstance(manifest.get("files", {}), dict):
+        raise ValueError(f"Expected `files` in {path} to map names to hashes, but got {manifest['files']!r}.")
     return manifest
 
 

@@ -252,7 +252,7 @@ def _push(folder: Path, repository: str, *, private: bool, token: str | None) ->
 def _describe(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a model card in the place of PEFT's empty form, and the manifest with hashes of what was written."""
     (folder / "README.md").write_text(model_card(public_manifest(manifest)))
-    (folder / MANIFEST).write_text(_as_text({"format": FORMAT, **manifest, "files": list_files(folder)}))
+    (folder / MANIFEST).write_text(_as_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
 
 
 def _as_text(manifest: Mapping[str, Any]) -> str:

@@ -253,7 +253,9 @@ def random_module(
     config = LlamaConfig(**SIZES[size], tie_word_embeddings=True, max_position_embeddings=4 * MAX_LENGTH)
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     module = SelfCalibrationModule("bundled", lora=LORA)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -36,6 +36,7 @@ import torch
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.engines.vllm import VLLMEngine
+from selfcal_lightning.files import check_replaceable, json_object_or_none
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings, Verdict
@@ -166,6 +167,11 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def is_own(path: Path) -> bool:
+    """Return whether this script wrote ``path``."""
+    return Path(__file__).name in (json_object_or_none(path) or {}).get("command", "")
+
+
 def main() -> None:
     """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    check_replaceable(options.output, is_own, option="--output", kind="what this script measured before")
     options.model = resolve_model(options.model)
     torch.set_num_threads(1)
     load_before = os.getloadavg()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import uuid
 from pathlib import Path
@@ -10,20 +12,28 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from selfcal_lightning.files import check_apart
+from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.metrics.collection import KEYS
 from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.pipelines.export import check_output, read_manifest, write_export
+from selfcal_lightning.pipelines.export import write_export
+from selfcal_lightning.pipelines.export_folders import check_output
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.store import SampleStore
+
+TRAINED = ("adapter", "model")  # kinds of exports that a training writes
 
 
 class AdapterExport(Callback):
     """Writes the adapter (all weights without one), the tokenizer and ``selfcal_manifest.json``.
 
+    An export that lies in its place is replaced in one step where it is of the same run or was trained with the same
+    settings. One of a training with other settings is kept: the date at which it was made is put after its name.
+
     Args:
-        output_dir: Where the weights at the end of training go; an older export there is replaced in one step.
-            None is ``adapter`` in the trainer's log folder.
+        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; after every validation that betters it, the weights go to
             ``<output_dir>-best``. None exports at the end only.
@@ -46,6 +56,7 @@ class AdapterExport(Callback):
         self.best: float | None = None
         self.run: str | None = None
         self._folder, self._best_folder = Path(), Path()
+        self._training: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
@@ -53,10 +64,11 @@ class AdapterExport(Callback):
         default = Path(log_dir or trainer.default_root_dir) / "adapter"
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
-        if stage == TrainerFn.FITTING:
-            check_output(self._folder, overwrite=True)
-            if self.monitor is not None:
-                check_output(self._best_folder, overwrite=True)
+        if stage != TrainerFn.FITTING:
+            return
+        for folder in (self._folder, *([] if self.monitor is None else [self._best_folder])):
+            check_output(folder, kinds=TRAINED, overwrite=True, others=True)
+            check_apart(folder, {"base model": resolve_model(pl_module.base_model)}, option="output_dir")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
@@ -68,6 +80,7 @@ class AdapterExport(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
+        self._training = describe_training(trainer)
         if self.run is None:
             self.run = trainer.strategy.broadcast(uuid.uuid4().hex)
             return
@@ -105,7 +118,8 @@ class AdapterExport(Callback):
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         store_dir = getattr(trainer.datamodule, "store_dir", None)
         store = None if store_dir is None else describe_store(store_dir)
-        write_export(module, folder, store=store, metrics=metrics, run=self.run, state=state)
+        facts = {"store": store, "metrics": metrics, "run": self.run, "training": self._training}
+        write_export(module, folder, state=state, **facts)
         say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
 
 
@@ -113,3 +127,17 @@ def describe_store(store_dir: str) -> dict[str, Any]:
     """Return the folder of a sample store and the digest of what every round of it was sampled with."""
     rounds = SampleStore(store_dir).manifest["rounds"]
     return {"path": store_dir, "digests": {name: record["digest"] for name, record in rounds.items()}}
+
+
+def describe_training(trainer: Trainer) -> dict[str, Any]:
+    """Return what the weights depend on beside the module and its samples: steps, precision, and the rows of a step.
+
+    Every process calls it. A data module without a store is not known here, and left out.
+    """
+    facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
+    facts |= {"gradient_clip_val": trainer.gradient_clip_val}
+    if getattr(trainer.datamodule, "store_dir", None) is None:
+        return facts
+    rows = trainer.datamodule.training_settings()
+    questions = hashlib.sha256(json.dumps(rows.pop("questions")).encode()).hexdigest()
+    return facts | {"rows": json.loads(json.dumps(rows, default=str)), "questions_sha256": questions}

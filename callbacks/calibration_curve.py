@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from selfcal_lightning.metrics.collection import CalibrationPoints
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import confidence_distribution, reliability_diagram, roc_figure
 
 ALL = "all"
@@ -120,7 +121,7 @@ class CalibrationCurve(Callback):
     def _write(self, trainer: Trainer, name: str, figure: Figure) -> None:
         if self.save_images:
             self._folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(self._folder / f"{name.replace('/', '-')}.png", dpi=110)
+            save_figure(figure, self._folder / f"{name.replace('/', '-')}.png", dpi=110)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(f"calibration_curve/{name}", figure, trainer.global_step)

@@ -38,6 +38,7 @@ from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_manifest import check_place
 
 Splits = dict[str, list[Question]]
 
@@ -59,7 +60,8 @@ class SSCGeneration(Callback):
     targets moved.
 
     Args:
-        engine: "transformers", or "vllm" (an extra).
+        engine: "transformers", or "vllm" (an extra). vLLM runs in a process of its own on the trainer's GPU, whose
+            compute mode must therefore be the default one, not an exclusive one.
         temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT).
         edt_scale: N0 of EDT; None draws at the fixed temperature.
         edt_theta: Exponent theta of EDT.
@@ -124,6 +126,7 @@ class SSCGeneration(Callback):
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
         pl_module.check_support()  # before the long work; the model itself is built after it
         data = _data_module(trainer)
+        check_place(Path(data.store_dir))
         splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:

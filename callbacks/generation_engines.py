@@ -120,7 +120,7 @@ def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int
     """
     try:
         files = WeightFiles.of_model(model, revision=revision)
-    except ValueError:  # not safetensors: no headers to read
+    except ValueError:  # files of other names, or something that the engine's own start will name
         return weights_bytes(model, revision=revision)
     if dtype != "auto":
         return files.bytes_in(getattr(torch, dtype))

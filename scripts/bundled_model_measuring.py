@@ -139,7 +139,9 @@ def majority_is_right(group: Sequence[Drawn]) -> bool:
 def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, dict[str, float | None]]:
     """Measure the stored model on both test splits under both ways of sampling."""
     chat = ChatFormat(load_tokenizer(str(folder)))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
     figures = {}
     for split in ("test_id", "test_ood"):
         for name, dynamic in (("EDT", True), ("T=1", False)):

@@ -27,6 +27,8 @@ from bundled_model_data import Schedule, train_tokenizer
 from bundled_model_measuring import evaluate
 from bundled_model_training import build_model, save, train
 
+from selfcal_lightning.files import is_empty_folder, json_object_or_none
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
@@ -42,6 +44,16 @@ def replace_folder(source: Path, target: Path) -> None:
         os.replace(target, retired)
     os.replace(staged, target)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def check_own(folder: Path, option: str) -> None:
+    """Stop where a folder that is about to be deleted was not made by this script."""
+    if not folder.exists() or is_empty_folder(folder):
+        return
+    report = folder / "metrics.json"
+    command = (json_object_or_none(report) or {}).get("command", "") if report.is_file() else ""
+    if Path(__file__).name not in command:
+        raise SystemExit(f"Expected {option} to be new, or to hold a model of this script, but got {folder}.")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,6 +111,8 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     report_path = arguments.build / "metrics.json"
+    check_own(arguments.build, "--build")
+    check_own(arguments.output, "--output")
     if arguments.measure_only:
         report = json.loads(report_path.read_text())
     else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.locations import NAMED_WEIGHTS, model_folder, weight_files
+from selfcal_lightning.locations import INDEX, WHOLE, model_folder, present_weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -25,18 +25,26 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     name, the size and the first and last MiB of every file, and the index of the shards.
 
     Args:
-        model: A folder with ``*.safetensors`` (or ``*.bin``) files, or the name of a repository on the hub, which must
-            have been downloaded.
+        model: A folder with ``*.safetensors`` files, or the name of a repository on the hub, which must have been
+            downloaded.
         revision: Revision on the hub.
 
     Raises:
         ValueError: When there are no weight files.
     """
     files = _weight_files(model, revision)
-    stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    whole, indices = zip(*NAMED_WEIGHTS, strict=True)
-    found = [] if files[0].name in whole else [files[0].with_name(index) for index in indices]
-    return _hash_files(stamps, next((index for index in found if index.is_file()), None))
+    index = files[0].with_name(INDEX)
+    named = index if files[0].name != WHOLE and index.is_file() else None
+    return _hash_files(_stamps(files), named, _is_small(files))
+
+
+def files_sha256(files: Sequence[Path]) -> list[str]:
+    """Return a sha256 of each file, read once in a process; of all bytes, or above 4 GiB in total of name and edges.
+
+    The rule for large files is that of :func:`weights_sha256`.
+    """
+    whole = _is_small(files)
+    return [_hash_files(_stamps([file]), None, whole) for file in files]
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
@@ -56,22 +64,21 @@ def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _weight_files(model: str, revision: str | None) -> list[Path]:
-    folder = model_folder(model, revision=revision, download=False)
-    files = weight_files(folder)
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise ValueError(
-            f"Expected `model` to be a folder with all files that its index names, but {folder} lacks {absent}."
-        )
-    if not files:
-        raise ValueError(f"Expected `model` to be a folder with *.safetensors files, but {folder} has none.")
-    return files
+    return present_weight_files(model_folder(model, revision=revision, download=False))
 
 
-@functools.lru_cache(maxsize=16)
-def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None) -> str:
+def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+def _is_small(files: Iterable[Path]) -> bool:
+    return sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None, whole: bool) -> str:
     """Hash files by path; size and time of change are part of the key, so that an overwritten file is read again."""
     digest = hashlib.sha256()
-    whole = sum(size for _, size, _ in stamps) <= _FULL_HASH_LIMIT
     if index is not None and not whole:
         digest.update(index.read_bytes())
     for path, size, _ in stamps:

@@ -6,15 +6,16 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO, is_address
 
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
@@ -28,6 +29,25 @@ DESCRIPTIONS = {
     "test": "Score the fixed pool of the test split.",
     "predict": "Write the model's confidence in each stored response into the store.",
 }
+
+
+class ConfigKeeper(SaveConfigCallback):
+    """Leaves the resolved configuration in the log folder, and never in the place of another one.
+
+    Without a logger that is the folder in which the command was started, where the user's own ``config.yaml`` may lie.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose ``config.yaml``, or with a number the first name that is free or holds these very settings."""
+        log_dir = trainer.log_dir  # agreed on by a broadcast
+        if not self.already_saved and log_dir is not None and not is_address(log_dir):
+            text = self.parser.dump(self.config, skip_none=False)
+            names = ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 1000)))
+            places = ((name, Path(log_dir) / name) for name in names)
+            self.config_filename = next(
+                name for name, place in places if not place.exists() or place.read_text() == text
+            )
+        super().setup(trainer, pl_module, stage)
 
 
 class SelfCalibrationCLI(LightningCLI):
@@ -87,6 +107,7 @@ def run_trainer(arguments: Sequence[str]) -> None:
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            save_config_callback=ConfigKeeper,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "selfcal"},
             # The very command line is left to Lightning to read, which warns where `args` is given beside it.

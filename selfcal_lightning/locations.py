@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from selfcal_lightning.files import read_json_object
 
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parent
 BUNDLED_MODEL = PACKAGE / "assets" / "tiny_solver"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# One whole file or the index of several, in the order in which transformers looks for them.
-NAMED_WEIGHTS = ((WHOLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, tokenizer, chat template, index
 
 
@@ -29,7 +29,7 @@ def resolve_model(name: str) -> str:
 def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
     """Return the folder of a model; what a hub model lacks in the cache is downloaded.
 
-    Of the weights only those that count: see :func:`weight_files`.
+    Of the weights only those that count: see :func:`weight_files`. Files of pickles are never downloaded.
 
     Args:
         model: A folder, "bundled", or the name of a repository on the hub.
@@ -53,17 +53,14 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
         if not download:
             raise
     else:
-        named = any((folder / name).is_file() for names in NAMED_WEIGHTS for name in names)
+        named = any((folder / name).is_file() for name in (WHOLE, INDEX))
         if not download or (named and all(file.is_file() for file in weight_files(folder))):
             return folder
-    for whole, index in NAMED_WEIGHTS:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, whole]))
-        if (folder / whole).is_file() or (folder / index).is_file():
-            break
+    folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, WHOLE]))
     if absent := [file.relative_to(folder).as_posix() for file in weight_files(folder) if not file.is_file()]:
         snapshot_download(model, revision=revision, allow_patterns=absent)
     if not weight_files(folder):
-        snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.bin"])
+        snapshot_download(model, revision=revision, allow_patterns=["*.safetensors"])
     return folder
 
 
@@ -71,14 +68,58 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files with the weights of the model or adapter in ``folder``, sorted; what is absent there included.
 
     Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
-    ``consolidated.safetensors`` of some repositories.
+    ``consolidated.safetensors`` of some repositories. Only safetensors count: other formats can hold code.
+
+    Raises:
+        ValueError: The index is no index, with file and line.
     """
-    for whole, index in NAMED_WEIGHTS:
-        if (folder / whole).is_file():
-            return [folder / whole]
-        if (folder / index).is_file():
-            return sorted({folder / file for file in json.loads((folder / index).read_text())["weight_map"].values()})
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        return sorted(set(indexed_files(folder).values()))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
+    """Return the files with the weights in ``folder``.
+
+    Args:
+        folder: Folder of a model or an adapter.
+        option: What the user calls it.
+
+    Raises:
+        ValueError: Some that its index names are absent, or there are none in safetensors, with the way out.
+    """
+    files = weight_files(folder)
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(
+            f"Expected `{option}` to be a folder with all files that its index names, but {folder} lacks {absent}. "
+            "Download it again, or copy them there."
+        )
+    if not files:
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        found = f"{', '.join(pickles[:3])}, which may hold code" if pickles else "none"
+        raise ValueError(
+            f"Expected `{option}` to be a folder with *.safetensors files, the only weights that are read, but "
+            f"{folder} has {found}. Take a version of the model in safetensors, or convert one that you trust: load it "
+            "with transformers elsewhere and `save_pretrained` it."
+        )
+    return files
+
+
+def indexed_files(folder: Path) -> dict[str, Path]:
+    """Return in which file of ``folder`` its index says that each tensor lies, by the tensor's name.
+
+    Raises:
+        ValueError: The index is no index, with file and line.
+    """
+    names = read_json_object(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(
+            f"Expected {folder / INDEX} to name the file of every tensor in `weight_map`, but it does not. Download it "
+            "again, or save the model again with `save_pretrained`."
+        )
+    return {tensor: folder / name for tensor, name in names.items()}
 
 
 def config_path(name: str) -> str:

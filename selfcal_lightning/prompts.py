@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.model_folders import refusal_of_code
 from selfcal_lightning.records import ConfidenceQuery, Message
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
+            refusal_of_code(model, error)
+            or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
             f"(revision {revision!r}) failed: {error}"
         ) from error
 

@@ -33,6 +33,7 @@ from selfcal_lightning.store_manifest import (
     FORMAT,
     StoredQuestion,
     StoreFingerprint,
+    check_place,
     read_known,
     read_rounds,
     round_file,
@@ -142,10 +143,12 @@ class SampleStore:
             round: Generation round, from 0.
 
         Raises:
-            ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question.
+            ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question; or the
+                folder holds something else.
         """
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"Expected `num_samples` to be None or at least 1, but got {num_samples}.")
+        check_place(Path(path))
         store = cls(path, num_samples=num_samples)
         file = round_file(store.path, round)
         record = {

@@ -12,6 +12,8 @@ from typing import Any
 from selfcal_lightning.store_shards import StoreCorruptError, read_json
 
 FORMAT = 1
+# All that lies in the folder of a store, also where a run was stopped before its first sample.
+CONTENTS = {"rounds", "parts", "manifest.json", "annotations", "aside", "adapters", "meetings", "runs"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ class StoredQuestion:
 def round_file(root: Path, round: int) -> Path:
     """Return the file that says what the samples of ``round`` are."""
     return root / "rounds" / f"round-{round:03d}.json"
+
+
+def check_place(root: Path) -> None:
+    """Raise ValueError where ``root`` holds something and is no store, so that none is laid into a model's folder."""
+    if not root.exists() or any((root / "rounds").glob("round-*.json")):
+        return
+    if not root.is_dir():
+        raise ValueError(f"Expected `store_dir` to be a folder, but got {root}, which is a file.")
+    others = sorted(path.name for path in root.iterdir() if path.name not in CONTENTS and path.name[0] != ".")
+    if others:
+        raise ValueError(
+            f"Expected `store_dir` to be a sample store or a new or empty folder, but got {root}, which holds "
+            f"{', '.join(others[:3])}{' ...' if others[3:] else ''}. Choose a folder of its own, such as "
+            f"{root / 'samples'}."
+        )
 
 
 def read_rounds(root: Path) -> dict[str, dict[str, Any]]:

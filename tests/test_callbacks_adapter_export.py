@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from other_models import plain_copy
 from peft import PeftModel
 from training_runs import data_module, fill_store, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.manifests import MANIFEST, check_files, read_manifest
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.pipelines.export import MANIFEST, read_manifest
 from selfcal_lightning.store import SampleStore
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -30,11 +32,14 @@ def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: 
     module, folder = module_of(tiny_model), tmp_path / "adapter"
     (tmp_path / "adapter").mkdir()
     for name in ("old", MANIFEST):
-        (folder / name).write_text("{}")
+        (folder / name).write_text('{"kind": "adapter"}')
     trainer = trainer_with(AdapterExport(str(folder)))
     trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert not (folder / "old").exists()
     assert not list(tmp_path.glob("*adapter.*"))
+    (kept,) = tmp_path.glob("adapter-*")
+    assert (kept / "old").exists(), "nothing is known of its training"
+    check_files(folder)
     manifest = read_manifest(folder)
     assert manifest["kind"] == "adapter"
     assert manifest["hyper_parameters"]["lr"] == 1e-2
@@ -108,6 +113,78 @@ def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
     manifest = read_manifest(tmp_path / "adapter-best") | {"run": "another", "metrics": {MONITORED: 0.001}}
     (tmp_path / "adapter-best" / MANIFEST).write_text(json.dumps(manifest))
     assert run(0.5) == 0.5, "so does a resumed one, with the same settings"
+
+
+def train_into(folder: Path, tiny_model: str, store: Path, **settings: Any) -> dict[str, Any]:
+    """Train three steps, or as ``steps`` says, and return the manifest of the adapter.
+
+    A checkpoint of the second step is left beside it; ``start`` is one to go on with.
+    """
+    steps, start = settings.pop("steps", 3), settings.pop("start", None)
+    callbacks = [AdapterExport(str(folder)), Save(folder.parent / "two.ckpt")]
+    rows = data_module(tiny_model, store, **settings.pop("rows", {}))
+    trainer = trainer_with(*callbacks, max_steps=steps, limit_val_batches=0)
+    trainer.fit(module_of(tiny_model, **settings), datamodule=rows, ckpt_path=start)
+    return read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 2e-2}, "hyper_parameters.lr: 0.01 -> 0.02"),
+        ({"steps": 1}, "training.steps: 3 -> 1"),
+        ({"rows": {"generation_ratio": 0.25}}, "training.rows.generation_ratio: "),
+    ],
+)
+def test_the_adapter_of_a_training_with_other_settings_is_kept(
+    tiny_model: str, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Any, named: str
+) -> None:
+    folder = tmp_path / "adapter"
+    first = train_into(folder, tiny_model, store)
+    (folder / "notes.txt").write_text("mine")
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    second = train_into(folder, tiny_model, store, **change)
+    assert second["run"] != first["run"]
+    (kept,) = tmp_path.glob("adapter-*")
+    assert kept.name == f"adapter-{datetime.fromisoformat(first['created']):%Y%m%dT%H%M%S}"
+    assert read_manifest(kept) == first
+    assert (kept / "adapter_model.safetensors").read_bytes() == weights
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert not (folder / "notes.txt").exists()
+    told = capfd.readouterr().err
+    assert f"it is kept as {kept}: it holds 'notes.txt' too" in told
+    assert named in told
+
+
+def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    first = train_into(folder, tiny_model, store)
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    again = train_into(folder, tiny_model, store)
+    assert again["run"] != first["run"]
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights, "nothing is lost: it is the same"
+    resumed = train_into(folder, tiny_model, store, steps=4, start=tmp_path / "two.ckpt")
+    assert resumed["run"] == again["run"]
+    assert (folder / "adapter_model.safetensors").read_bytes() != weights
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("place", ["merged", "base", "inside the base"])
+def test_a_folder_of_another_kind_is_refused_before_training(
+    tiny_model: str, store: Path, tmp_path: Path, place: str
+) -> None:
+    base = Path(plain_copy(tiny_model, tmp_path / "base"))
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / MANIFEST).write_text('{"kind": "merged"}')
+    if place == "base":  # as if an earlier training of all weights had written it
+        (base / MANIFEST).write_text('{"kind": "model"}')
+    folder = {"merged": merged, "base": base, "inside the base": base / "adapter"}[place]
+    module = module_of(str(base))
+    with pytest.raises(ValueError, match=r"which holds a merged model|to lie apart from the base model"):
+        trainer_with(AdapterExport(str(folder))).fit(module, datamodule=data_module(str(base), store))
+    assert module.model is None
+    assert (base / "model.safetensors").is_file()
 
 
 def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(

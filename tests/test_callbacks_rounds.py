@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.callbacks.generation_rounds import ResumedAt, resumed_at
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.manifests import MANIFEST, list_files, read_manifest
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.adapter_check import AdapterMismatchError
@@ -194,6 +196,8 @@ def test_a_round_is_completed_with_the_adapter_on_disk(
     shutil.copytree(adapter_folder(whole[0] / "store", 1), kept)
     state = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in read_adapter_state(kept).items()}
     save_file(state, kept / "adapter_model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest(kept)
+    (kept / MANIFEST).write_text(json.dumps(manifest | {"files": list_files(kept)}))
     before: list[dict[str, torch.Tensor]] = []
 
     class Watch(Callback):

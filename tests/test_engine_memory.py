@@ -53,6 +53,7 @@ def test_weights_are_counted_as_the_engine_holds_them(
     assert engine_weights_bytes(str(tmp_path), revision=None, dtype=asked) == expected
 
 
-def test_weights_without_headers_count_as_they_lie_on_disk(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(bytes(123))
-    assert engine_weights_bytes(str(tmp_path), revision=None, dtype="float32") == 123
+def test_weights_of_other_names_count_as_they_lie_on_disk(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(10, dtype=torch.bfloat16)}, tmp_path / "consolidated.safetensors")
+    size = (tmp_path / "consolidated.safetensors").stat().st_size
+    assert engine_weights_bytes(str(tmp_path), revision=None, dtype="float32") == size

@@ -117,3 +117,29 @@ def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vllm, "is_installed", lambda module: True)
     with pytest.raises(ValueError, match=f"Expected `{name}` to be at least"):
         vllm.VLLMEngine("model", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", "nvidia-smi -c DEFAULT"),
+        ("consider setting `trust_remote_code=True` in LLM", "such code is never run"),
+        ("INFO Initializing a V1 LLM engine with trust_remote_code=False", ""),
+    ],
+)
+def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        """A child whose log ends with this line."""
+
+        def bury(self) -> str:
+            return log
+
+    monkeypatch.setattr(vllm, "is_installed", lambda _: True)
+    engine = vllm.VLLMEngine("some/model")
+    engine._process = Dead()
+    with pytest.raises(vllm.EngineCrashedError) as raised:
+        engine._on_crash("it did not start", fatal=True)
+    told = str(raised.value)
+    assert told.endswith(log)
+    assert advice in told
+    assert ("never run" in told, "-c DEFAULT" in told) == ("never run" in advice, "DEFAULT" in advice)

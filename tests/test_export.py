@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from exported import checkpoint, shaken, snapshot
 from other_models import changed_copy, plain_copy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.manifests import MANIFEST, read_manifest
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines import export
-from selfcal_lightning.pipelines.export import MANIFEST, read_manifest, replacing, run_export, write_export
+from selfcal_lightning.pipelines.export import run_export, write_export
+from selfcal_lightning.pipelines.export_folders import replacing
 
 IDS = torch.arange(10, 34).view(2, 12)
 
 
-def _shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
-    """A module as if it had been trained: the adapter, or all weights, moved at random."""
-    arguments = {"lora": LoraSettings(r=4), "torch_dtype": "float32", **settings}
-    module = SelfCalibrationModule(tiny_model, **arguments)
-    module.configure_model()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.02
-    module.eval()
-    return module
-
-
 @pytest.fixture(scope="module")
 def module(tiny_model: str) -> SelfCalibrationModule:
-    return _shaken(tiny_model)
+    return shaken(tiny_model)
 
 
 @pytest.fixture
@@ -47,13 +35,6 @@ def adapter(module: SelfCalibrationModule, tmp_path: Path) -> Path:
         store={"digests": {"0": "abc"}},
         metrics={"val/x": 0.5, "val/undefined": float("nan")},
     )
-
-
-def _checkpoint(module: SelfCalibrationModule, path: Path) -> str:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(path, weights_only=True)
-    return str(path)
 
 
 def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:
@@ -78,7 +59,7 @@ def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: 
 def test_merged_model_has_the_adapters_logits(
     module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
 ) -> None:
-    given = str(adapter) if source == "adapter" else _checkpoint(module, tmp_path / "last.ckpt")
+    given = str(adapter) if source == "adapter" else checkpoint(module, tmp_path / "last.ckpt")
     written = run_export(given, str(tmp_path / "merged"), dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
     expected = module.model(IDS).logits
@@ -117,11 +98,11 @@ def test_auto_dtype_is_that_of_the_base(adapter: Path, tmp_path: Path, tiny_mode
 
 
 def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) -> None:
-    module = _shaken(tiny_model, lora=None)
+    module = shaken(tiny_model, lora=None)
     folder = write_export(module, tmp_path / "full")
     assert read_manifest(folder)["kind"] == "model"
     expected = module.model(IDS).logits
-    for written in (folder, run_export(_checkpoint(module, tmp_path / "f.ckpt"), str(tmp_path / "m"), dtype="float32")):
+    for written in (folder, run_export(checkpoint(module, tmp_path / "f.ckpt"), str(tmp_path / "m"), dtype="float32")):
         loaded = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=0)
 
@@ -130,7 +111,7 @@ def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) 
 def test_another_base_model_is_refused(
     module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
 ) -> None:
-    given = str(adapter) if source == "adapter" else _checkpoint(module, tmp_path / "last.ckpt")
+    given = str(adapter) if source == "adapter" else checkpoint(module, tmp_path / "last.ckpt")
     other = changed_copy(tiny_model, tmp_path / "other")
     with pytest.raises(ValueError, match=r"(?s)Expected .*/other") as raised:
         run_export(given, str(tmp_path / "merged"), base_model=other)
@@ -161,6 +142,84 @@ def test_an_earlier_export_is_replaced_only_when_asked(adapter: Path, tmp_path: 
     assert read_manifest(Path(merged))["kind"] == "merged"
 
 
+def test_a_merged_model_never_takes_the_place_of_what_a_training_wrote(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str
+) -> None:
+    other = write_export(module, tmp_path / "other")
+    whole = write_export(shaken(tiny_model, lora=None), tmp_path / "whole")
+    for target, what in {adapter: "an adapter", other: "an adapter", whole: "a trained model"}.items():
+        before = snapshot(target)
+        with pytest.raises(ValueError, match=rf"which holds {what}: that is never replaced here"):
+            run_export(str(adapter), str(target), overwrite=True)
+        assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("source", ["adapter", "checkpoint"])
+@pytest.mark.parametrize("place", ["in the adapter", "above the adapter", "base", "in the base", "above the base"])
+def test_the_output_lies_apart_from_what_is_merged(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str, place: str
+) -> None:
+    read = tmp_path / "read"
+    (read / "above").mkdir(parents=True)
+    base = Path(plain_copy(tiny_model, read / "above" / "base"))
+    own = adapter.rename(read / "own") if source == "adapter" else Path(checkpoint(module, read / "last.ckpt"))
+    target = {
+        "in the adapter": read / "own" / "merged" if source == "adapter" else base / "inside",
+        "above the adapter": read,
+        "base": base,
+        "in the base": base / "merged" / "here",
+        "above the base": read / "above",
+    }[place]
+    if target in (base, read, read / "above"):  # as if a merged model lay there, which could be replaced
+        (target / MANIFEST).write_text('{"kind": "merged"}')
+    before = snapshot(read)
+    with pytest.raises(ValueError, match=r"`output_dir` to lie apart from the (adapter|checkpoint|base model)"):
+        run_export(str(own), str(target), base_model=str(base), overwrite=True)
+    assert snapshot(read) == before
+
+
+def test_a_link_to_the_adapter_is_the_adapter(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(adapter)
+    (adapter / MANIFEST).unlink()
+    with pytest.raises(ValueError, match="which holds other files"):
+        run_export(str(adapter), str(tmp_path / "link"), overwrite=True)
+    with pytest.raises(ValueError, match="lie apart from the adapter"):
+        run_export(str(adapter), str(tmp_path / "link" / "merged"))
+
+
+def test_what_somebody_put_into_an_earlier_export_is_not_lost(adapter: Path, tmp_path: Path) -> None:
+    merged = run_export(str(adapter), str(tmp_path / "merged"))
+    notes = Path(merged) / "evaluation" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match=r"nothing but an earlier export, .* such as 'evaluation/notes.txt'"):
+        run_export(str(adapter), merged, overwrite=True)
+    assert notes.read_text() == "mine"
+    notes.unlink()
+    run_export(str(adapter), merged, overwrite=True)
+
+
+def test_a_full_disk_names_the_folder_and_leaves_what_was_there(adapter: Path, tmp_path: Path) -> None:
+    merged = run_export(str(adapter), str(tmp_path / "merged"))
+    before = snapshot(Path(merged))
+    # No file may grow above 100 kB: what a quota does, and without a disk of its own.
+    code = (
+        "import resource, signal, sys\n"
+        "from selfcal_lightning.cli import run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    command = ["export", "--adapter", str(adapter), "--output_dir", merged, "--overwrite", "true"]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"Expected space to write {merged}, but got" in done.stderr
+    assert "bytes free. What was there before is untouched" in done.stderr
+    assert snapshot(Path(merged)) == before
+    assert not list(tmp_path.glob(".merged*"))
+
+
 def test_something_else_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`adapter` to be a checkpoint file or a folder"):
         run_export(str(tmp_path), str(tmp_path / "merged"))
@@ -184,7 +243,7 @@ def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_merged(module: SelfCalibrationModule, tmp_path: Path) -> None:
-    path = Path(_checkpoint(module, tmp_path / "last.ckpt"))
+    path = Path(checkpoint(module, tmp_path / "last.ckpt"))
     weight = next(value for name, value in module.named_parameters() if "lora_A" in name).detach()
     content = bytearray(path.read_bytes())
     content[content.find(weight.numpy().tobytes()) + 2] ^= 0x40  # a bit of the mantissa
@@ -226,54 +285,6 @@ def test_what_a_kill_left_behind_is_cleared_away_and_nothing_else(tmp_path: Path
     assert (mine / "weights").read_text() == "adapter.bak"
 
 
-class FakeHub:
-    """Records what would be uploaded."""
-
-    calls: list[tuple[str, dict[str, Any]]]
-    token: str | None
-
-    def __init__(self, token: str | None = None) -> None:
-        FakeHub.token, FakeHub.calls = token, []
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
-        self.calls.append(("create", {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}))
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        files = sorted(path.name for path in Path(folder_path).iterdir())
-        self.calls.append(("upload", {"repo_id": repo_id, "files": files, "message": commit_message}))
-
-
-def test_push_creates_a_private_repository_and_never_shows_the_token(
-    adapter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
-    caplog.set_level("DEBUG")
-    run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated")
-    assert FakeHub.token == "hf_secret"  # noqa: S105
-    (create, upload) = FakeHub.calls
-    assert create == ("create", {"repo_id": "me/calibrated", "private": True, "exist_ok": True})
-    assert {"config.json", "generation_config.json", "model.safetensors", MANIFEST} <= set(upload[1]["files"])
-    assert "hf_secret" not in caplog.text + "".join(capsys.readouterr())
-    assert "hf_secret" not in json.dumps(read_manifest(tmp_path / "merged"))
-
-
-def test_push_without_a_token_fails_before_the_work(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(ValueError, match="HF_TOKEN"):
-        run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated")
-    assert not (tmp_path / "merged").exists()
-
-
 def test_module_does_not_import_torch() -> None:
-    import subprocess
-    import sys
-
     code = f"import sys, {export.__name__}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

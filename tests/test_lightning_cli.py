@@ -47,6 +47,27 @@ def test_a_checkpoint_that_would_run_code_is_refused(
     assert (tmp_path / "taken").exists(), "the checkpoint of this test is one that runs code"
 
 
+def test_a_config_of_the_user_is_never_replaced(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a logger the resolved configuration goes to the folder of the run, where the user's may lie."""
+    monkeypatch.chdir(tmp_path)
+    mine = f"# mine\nmodel: {{class_path: {MODULE}, init_args: {{base_model: {tiny_model}}}}}\n"
+    Path("config.yaml").write_text(mine)
+
+    def validate_by(*options: str) -> set[str]:
+        command = ["validate", "--config", "config.yaml", "--trainer.logger", "false", "--trainer.accelerator", "cpu"]
+        run([*command, "--data", DATA_MODULE, "--data.store_dir", "absent", *options])
+        return {path.name for path in tmp_path.glob("*.yaml")}
+
+    assert validate_by() == {"config.yaml", "config-2.yaml"}
+    assert validate_by() == {"config.yaml", "config-2.yaml"}, "the same settings are not written twice"
+    assert validate_by("--model.lr", "0.5") == {"config.yaml", "config-2.yaml", "config-3.yaml"}
+    assert Path("config.yaml").read_text() == mine
+    assert "lr: 0.5" not in Path("config-2.yaml").read_text()
+    assert "lr: 0.5" in Path("config-3.yaml").read_text()
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint"])
 def test_a_file_that_is_no_checkpoint_is_named(
     tiny_model: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]

@@ -109,8 +109,8 @@ def test_a_whole_file_is_taken_before_an_index_and_its_parts(hub: LocalHub, monk
 
 
 def test_files_of_other_names_are_found(hub: LocalHub) -> None:
-    (hub.repository / "model.safetensors").rename(hub.repository / "pytorch_model.bin")
-    assert [file.name for file in weight_files(model_folder("org/m"))] == ["pytorch_model.bin"]
+    (hub.repository / "model.safetensors").rename(hub.repository / "weights.safetensors")
+    assert [file.name for file in weight_files(model_folder("org/m"))] == ["weights.safetensors"]
 
 
 def test_a_model_that_is_asked_for_nothing_but_its_hash_is_not_downloaded(hub: LocalHub) -> None:
@@ -127,17 +127,12 @@ def test_a_model_is_downloaded_before_it_is_identified(hub: LocalHub, tiny_model
     assert "model.safetensors" in hub.downloaded
 
 
-def test_shards_of_bin_files_are_completed_too(hub: LocalHub) -> None:
-    (hub.repository / "model.safetensors").unlink()
-    shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
-    for shard in shards:
-        (hub.repository / shard).write_bytes(shard.encode())
-    index = {"weight_map": dict(zip(("a", "b"), shards, strict=True))}
-    (hub.repository / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (hub.repository / "training_args.bin").write_bytes(b"no weights")
-    hub.snapshot_download("org/m", allow_patterns=["*.json", shards[0]])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_pickles_are_never_downloaded(hub: LocalHub, name: str) -> None:
+    (hub.repository / "model.safetensors").rename(hub.repository / name)
+    (hub.repository / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     folder = model_folder("org/m")
-    assert [file.name for file in weight_files(folder)] == shards
-    assert all(file.is_file() for file in weight_files(folder))
-    assert "training_args.bin" not in hub.downloaded
-    assert model_folder("org/m") == folder
+    assert weight_files(folder) == []
+    assert not any(file.endswith(".bin") for file in hub.downloaded)
+    with pytest.raises(ValueError, match=r"the only weights that are read"):
+        weights_sha256("org/m")

@@ -53,6 +53,13 @@ def test_attaching_leaves_the_random_stream_alone(tiny_model: str) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_base_that_was_read_onto_its_device_gets_the_same_adapter(tiny_model: str) -> None:
+    one, other = (load_causal_lm(tiny_model, dtype="float32", device=device) for device in (None, torch.device("cpu")))
+    adapted = [attach_lora(model, LoraSettings(r=4), seed=3).to("cpu").eval() for model in (one, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in adapted), strict=True))
+    assert torch.equal(*(model(IDS).logits for model in adapted))
+
+
 def test_adapter_is_float32_on_a_bfloat16_base(tiny_model: str) -> None:
     model = _adapted(tiny_model, dtype="bfloat16")
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}

@@ -28,6 +28,19 @@ def _calls(path: Path) -> list[tuple[str, ast.Call]]:
     return found
 
 
+def _all_calls(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+
+
+def _loads_by_configuration(call: ast.Call) -> bool:
+    """Return whether a call is ``from_pretrained`` or ``from_config`` of a class whose file chooses what is built."""
+    method = call.func
+    if not isinstance(method, ast.Attribute) or method.attr not in {"from_pretrained", "from_config"}:
+        return False
+    name = method.value.attr if isinstance(method.value, ast.Attribute) else getattr(method.value, "id", "")
+    return name.startswith("Auto")
+
+
 def _keyword(call: ast.Call, name: str) -> object:
     return next((k.value.value for k in call.keywords if k.arg == name and isinstance(k.value, ast.Constant)), None)
 
@@ -44,4 +57,15 @@ def test_source_keeps_the_security_floor(path: Path) -> None:
         assert _keyword(call, "shell") is not True, f"{where} runs a shell"
         if name == "torch.load":
             assert _keyword(call, "weights_only") is True, f"{where} torch.load without weights_only=True"
+    for call in filter(_loads_by_configuration, _all_calls(path)):
+        where = f"{path.relative_to(ROOT)}:{call.lineno}"
+        # Unset means that transformers asks on the terminal.
+        assert _keyword(call, "trust_remote_code") is False, f"{where} may run code of a model"
+        if call.func.attr == "from_pretrained" and "Model" in ast.unparse(call.func):
+            assert _keyword(call, "use_safetensors") is True, f"{where} may read pickles"
     assert "0.0.0.0" not in path.read_text(), f"{path} listens on all interfaces"  # noqa: S104
+
+
+def test_the_look_sees_the_loaders() -> None:
+    found = [path.name for path in _files() for call in _all_calls(path) if _loads_by_configuration(call)]
+    assert {"causal_lm.py", "meta_models.py", "transformers_model.py", "prompts.py", "vllm_model.py"} <= set(found)

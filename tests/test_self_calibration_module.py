@@ -200,6 +200,25 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
     assert asked == [dtype]
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda:1", torch.device("cuda", 1))])
+def test_weights_are_read_straight_onto_the_gpu_of_the_process(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, expected: torch.device | None
+) -> None:
+    """Otherwise all processes of a machine hold the whole model in host memory at the same time."""
+    asked: list[Any] = []
+
+    def stop(*_: Any, device: torch.device | None = None, **__: Any) -> None:
+        asked.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr("selfcal_lightning.modules.self_calibration.load_causal_lm", stop)
+    module = module_of(tiny_model)
+    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
+    with pytest.raises(InterruptedError):
+        module.configure_model()
+    assert asked == [expected]
+
+
 # ---- what is logged
 
 

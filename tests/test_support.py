@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -15,8 +16,11 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from module_batches import module_of, quiet_trainer
+from other_models import plain_copy
 from training_runs import data_module, generation
+from transformers import LlamaConfig
 
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.modules.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
 
@@ -77,6 +81,43 @@ def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> Non
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`trainer\.precision` to be one of .*, but got '16-true'"):
         check_support(trainer_of("one process", "16-true"), lora=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(("q_proj", "qkv_proj"), r"\['qkv_proj'\], which match none.* has .*'q_proj'"), (("lm_head",), "shares its")],
+)
+def test_layers_that_the_model_has_not_are_refused_before_anything_is_sampled(
+    tiny_model: str, tmp_path: Path, targets: tuple[str, ...], message: str
+) -> None:
+    trainer = quiet_trainer(callbacks=[generation()])
+    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=targets))
+    with pytest.raises(ValueError, match=rf"Expected `target_modules` .*{message}"):
+        trainer.fit(module, datamodule=data_module(tiny_model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+    assert module.model is None
+
+
+def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path) -> None:
+    model = plain_copy(tiny_model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{weights} to be a whole safetensors file"):
+        quiet_trainer(callbacks=[generation()]).fit(module_of(model), datamodule=data_module(model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
+    """A model of 70 billion parameters has shapes here and no weights at all."""
+    from selfcal_lightning.models.meta_models import check_adapter_fits
+
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    check_adapter_fits(str(tmp_path), LoraSettings())
+    assert torch.equal(torch.get_rng_state(), state), "what training draws does not depend on the look"
+    with pytest.raises(ValueError, match="which match none"):
+        check_adapter_fits(str(tmp_path), LoraSettings(target_modules=("c_attn",)))
 
 
 def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:

@@ -305,7 +305,10 @@ def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no field 'strategy'"):
         FittedThreshold.load(path)
-    fit_scaler(pool, "platt").save(path)
+    with pytest.raises(ValueError, match="a new file or an earlier fitted confidence"):
+        fit_scaler(pool, "platt").save(path)
+    scaled = tmp_path / "scaled.json"
+    fit_scaler(pool, "platt").save(scaled)
     with pytest.raises(ValueError, match="one of threshold, but got 'platt'"):
-        FittedThreshold.load(path)
-    assert isinstance(Scaler.load(path), Scaler)
+        FittedThreshold.load(scaled)
+    assert isinstance(Scaler.load(scaled), Scaler)

@@ -7,20 +7,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import check_replaceable, json_object_or_none
 from selfcal_lightning.store_shards import write_atomically
 
 FORMAT = "selfcal_lightning.fitted"
 # 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
 VERSION = 2
+THRESHOLD = "threshold"  # all other kinds are confidences
+
+
+def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
+    """Raise ValueError unless ``path`` may be written: a threshold replaces a threshold, a confidence a confidence."""
+    is_threshold = kind == THRESHOLD
+
+    def is_own(file: Path) -> bool:
+        record = json_object_or_none(file) or {}
+        return record.get("format") == FORMAT and (record.get("kind") == THRESHOLD) == is_threshold
+
+    named = "an earlier fitted threshold" if is_threshold else "an earlier fitted confidence"
+    check_replaceable(path, is_own, option=option, kind=named)
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
     """Write ``content`` of ``kind`` to ``path``, which appears when it is complete; folders are made.
 
     Raises:
-        ValueError: A number in it is infinite or nan.
+        ValueError: A number in it is infinite or nan, or another kind of file lies there.
     """
     path = Path(path)
+    check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
     write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())

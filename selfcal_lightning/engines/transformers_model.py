@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfcal_lightning.model_folders import check_adapter, check_model, local_adapter, refusal_of_code
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
@@ -240,7 +243,8 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
     Raises:
-        ValueError: When ``dtype`` is unknown or ``model`` cannot be loaded.
+        ValueError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded, is damaged or not of
+            safetensors.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -248,10 +252,19 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         dtype = "float32" if device.startswith("cpu") else "bfloat16"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
+    check_model(model)
+    if adapter is not None:
+        adapter = local_adapter(adapter)
+        check_adapter(adapter)
     try:
-        network = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=getattr(torch, dtype))
-    except OSError as error:
-        raise ValueError(f"Expected `model` to name a causal language model, but {model!r} failed: {error}") from error
+        network = AutoModelForCausalLM.from_pretrained(
+            model, revision=revision, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            refusal_of_code(model, error)
+            or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
+        ) from error
     if adapter is not None:
         from peft import PeftModel
 

@@ -11,7 +11,7 @@ from typing import Any
 from selfcal_lightning.engines.base import RequestsFailedError
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm_model import adapter_rank, generation_end_ids
-from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, worker_environment
+from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, way_out, worker_environment
 from selfcal_lightning.engines.vllm_records import (
     EngineCrashedError,
     Tally,
@@ -21,6 +21,7 @@ from selfcal_lightning.engines.vllm_records import (
 )
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.model_folders import check_model
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -312,6 +313,7 @@ class VLLMEngine:
             self._start()
 
     def _start(self) -> None:
+        check_model(self.model)
         if self._chat is None:
             self._chat = ChatFormat(load_tokenizer(self.model, revision=self.revision))
         if self._settings["stop_token_ids"] is None:
@@ -423,5 +425,5 @@ class VLLMEngine:
         if fatal or self._crashes_in_a_row > self._max_restarts:
             self._closed = True
             times = f"failed {self._crashes_in_a_row} time(s) in a row, the last time because {reason}."
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times} {report}")
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times} {way_out(report)}{report}")
         _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)

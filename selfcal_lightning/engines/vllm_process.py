@@ -23,6 +23,16 @@ _LAUNCHER_PREFIXES = (
     "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PL_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"
 )  # fmt: skip
 _TAIL_LINES = 25
+# What a line of the log means to a user who knows this project and not vLLM.
+_WAYS_OUT = {
+    "busy or unavailable": (
+        "The GPU lets in one process only: in training, the trainer and vLLM share it, so its compute mode must be "
+        "the default one (`nvidia-smi -q -d COMPUTE` shows it, `nvidia-smi -c DEFAULT` sets it). "
+    ),
+    "trust_remote_code=True": (
+        "The model comes with Python code of its own, and such code is never run: use another model. "
+    ),
+}
 _CLOSE_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 2.0
 
@@ -103,6 +113,16 @@ class WorkerProcess:
         self.kill()
         tail = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return f"The vLLM process {ending}; the end of its log {self.log_path}:\n" + "\n".join(tail)
+
+
+def way_out(report: str) -> str:
+    """Return what to do about a failure that the end of the child's log tells, with a space after it; "" for others.
+
+    Example:
+        >>> way_out("CUDA error: CUDA-capable device(s) is/are busy or unavailable")[:36]
+        'The GPU lets in one process only: in'
+    """
+    return "".join(advice for sign, advice in _WAYS_OUT.items() if sign in report)
 
 
 def worker_environment(

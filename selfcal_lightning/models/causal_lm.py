@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.model_folders import check_model, refusal_of_code
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery
 
@@ -49,10 +51,12 @@ def load_causal_lm(
         quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
 
     Raises:
-        ValueError: If there is no such model, or it is no causal language model.
+        ValueError: If there is no such model, it is no causal language model, or its files are damaged or not
+            safetensors.
     """
     from transformers import AutoModelForCausalLM
 
+    check_model(base_model, option="base_model")
     register_segment_attention()
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -62,8 +66,10 @@ def load_causal_lm(
             attn_implementation=attn_implementation,
             device_map=None if device is None else {"": str(device)},
             quantization_config=quantization_config,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _no_model(base_model, revision, error) from error
     if attn_implementation is None:
         prefer_segments(model)
@@ -155,6 +161,7 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
 
 def _no_model(base_model: str, revision: str | None, error: Exception) -> ValueError:
     return ValueError(
-        f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
+        refusal_of_code(base_model, error, option="base_model")
+        or f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
         f"{f' at revision {revision!r}' if revision else ''}: {error}"
     )

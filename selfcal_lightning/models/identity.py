@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import read_json_object
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import resolve_model
 
@@ -20,7 +20,7 @@ def base_model_identity(base_model: str, *, revision: str | None = None) -> dict
     from transformers.utils import cached_file
 
     place = resolve_model(base_model)
-    config = json.loads(Path(cached_file(place, "config.json", revision=revision)).read_text())
+    config = read_json_object(cached_file(place, "config.json", revision=revision))
     return {
         "model": base_model,
         "revision": revision,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.model_folders import ADAPTER_WEIGHTS, check_adapter
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -63,12 +64,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     keep_bitsandbytes_quiet()
     from peft import LoraConfig, get_peft_model
 
-    check_target_modules(model, settings.target_modules)
-    if "lm_head" in settings.target_modules and model.config.get_text_config().tie_word_embeddings:
-        raise ValueError(
-            'Expected `target_modules` without "lm_head", but got it: this model shares its weights with the input '
-            "embedding, and a merged update would be lost on saving."
-        )
+    check_adaptable(model, settings)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,
@@ -85,6 +81,19 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted
+
+
+def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Raise ValueError where the layers that ``settings`` names are not there, or share weights that are merged into.
+
+    Shapes are enough: the model may lie on the device ``meta``.
+    """
+    check_target_modules(model, settings.target_modules)
+    if "lm_head" in settings.target_modules and model.config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            'Expected `target_modules` without "lm_head", but got it: this model shares its weights with the input '
+            "embedding, and a merged update would be lost on saving."
+        )
 
 
 def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
@@ -123,7 +132,12 @@ def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tenso
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
-    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen."""
+    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen.
+
+    Raises:
+        ValueError: It is no LoRA adapter, damaged, or not what was exported.
+    """
+    check_adapter(directory)
     keep_bitsandbytes_quiet()
     from peft import PeftModel
 
@@ -139,10 +153,15 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter that lies in ``directory``."""
+    """Return the tensors of the adapter that lies in ``directory``.
+
+    Raises:
+        ValueError: It is no LoRA adapter, damaged, or not what was exported.
+    """
     from safetensors.torch import load_file
 
-    return load_file(directory / "adapter_model.safetensors")
+    check_adapter(str(directory))
+    return load_file(directory / ADAPTER_WEIGHTS)
 
 
 def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.causal_lm import load_config
-from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
 from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def meta_causal_lm(
         )
     register_segment_attention()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
+        )
     if attn_implementation is None:
         prefer_segments(model)
     for name, module in model.named_modules():
@@ -55,6 +58,24 @@ def attach_lora_on_meta(
     drawn = {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
     _exchange(adapted, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     return adapted, drawn
+
+
+def check_adapter_fits(base_model: str, settings: LoraSettings, *, revision: str | None = None) -> None:
+    """Raise ValueError where the adapter names layers that ``base_model`` has not, without reading its weights.
+
+    An architecture that cannot be built without values passes: ``attach_lora`` asks again.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(load_config(base_model, revision=revision))
+    config.quantization_config = None  # the names of the layers are the same
+    # Constructors of some families draw numbers all the same; those of training must not depend on it.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except RuntimeError:
+            return
+    check_adaptable(model, settings)
 
 
 def places(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, nn.Module, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfcal_lightning.locations import INDEX, WHOLE, model_folder
+from selfcal_lightning.locations import INDEX, WHOLE, indexed_files, model_folder
+from selfcal_lightning.model_folders import check_model
 
 
 class WeightFiles:
@@ -35,22 +35,21 @@ class WeightFiles:
         """Find the files of a local folder or of a hub model, which is downloaded where it is not yet.
 
         Raises:
-            ValueError: If there are no safetensors files, or the index names a file that is not there.
+            ValueError: If there are no safetensors files, or the index names a file that is not there, or one of them
+                is damaged.
         """
         folder = model_folder(base_model, revision=revision)
+        check_model(str(folder), option="base_model")
         index, whole = folder / INDEX, folder / WHOLE
         if whole.is_file():
             files = dict.fromkeys(_names(whole), whole)
         elif index.is_file():
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = indexed_files(folder)
         else:
             raise ValueError(
                 f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
-                "neither. Save it again with `save_pretrained`, or train it with `trainer.strategy: ddp`."
+                "neither. Save it again with `save_pretrained`."
             )
-        absent = sorted({str(file) for file in files.values() if not file.is_file()})
-        if absent:
-            raise ValueError(f"Expected all files that {index} names to exist, but {len(absent)} do not: {absent[0]}.")
         return cls(files)
 
     def __contains__(self, name: str) -> bool:

@@ -23,9 +23,11 @@ from selfcal_lightning.functional.losses import (
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.model_folders import check_model
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.meta_models import check_adapter_fits
 from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
@@ -157,7 +159,10 @@ class SelfCalibrationModule(LightningModule):
     # ---- the model
 
     def check_support(self) -> None:
-        """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
+        """Raise ValueError where the Trainer runs in a way that does not work, or the model is not one to train.
+
+        To be asked before long work too: nothing but configurations and the headers of files is read.
+        """
         check_support(
             self._trainer,
             lora=self.lora is not None,
@@ -167,6 +172,9 @@ class SelfCalibrationModule(LightningModule):
         )
         if self._trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
+        check_model(self.base_model, option="base_model")
+        if self.lora is not None and self.model is None:
+            check_adapter_fits(self.base_model, self.lora, revision=self.revision)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
@@ -195,7 +203,11 @@ class SelfCalibrationModule(LightningModule):
                 **loading,
             )
         else:
-            load = load_causal_lm if self.quantization is None else partial(load_nf4_causal_lm, device=device)
+            # Straight to the GPU, as 4-bit weights go: otherwise every process of a machine would hold the whole model
+            # in host memory at the same time.
+            load = partial(load_causal_lm, device=device if device.type == "cuda" else None)
+            if self.quantization is not None:
+                load = partial(load_nf4_causal_lm, device=device)
             model = load(self.base_model, **loading)
             if self.gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

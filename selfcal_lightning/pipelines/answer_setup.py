@@ -10,7 +10,7 @@ from typing import Any, Literal
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
-from selfcal_lightning.pipelines.export import MANIFEST
+from selfcal_lightning.manifests import MANIFEST
 from selfcal_lightning.store_manifest import StoreFingerprint
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold

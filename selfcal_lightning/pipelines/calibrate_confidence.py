@@ -16,16 +16,18 @@ from selfcal_lightning.confidence.dependence import recorded_confidences, refuse
 from selfcal_lightning.confidence.features import required_confidences
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
+from selfcal_lightning.confidence.saved import check_fitted_target
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.scores import scores_text
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
+from selfcal_lightning.files import check_replaceable
 from selfcal_lightning.functional.risk_tests import Procedure
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
+from selfcal_lightning.strategies.fitted_threshold import KIND, FittedThreshold
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
 from selfcal_lightning.strategies.thresholds import (
@@ -58,7 +60,8 @@ def run_fit_confidence(
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
-        output: JSON file of the fitted confidence; a reliability diagram of the held-out half goes beside it.
+        output: JSON file of the fitted confidence, new or of an earlier one; a reliability diagram of the held-out
+            half goes beside it.
         kind: A fusion of several confidences, or a scaler of one.
         split: The calibration split; null takes all questions.
         task: Task to read; of a file, the task of all its questions.
@@ -77,6 +80,10 @@ def run_fit_confidence(
     Returns:
         The fitted confidence.
     """
+    check_fitted_target(output, kind)
+    drawing = Path(output).with_suffix(".png")
+    if figure and not use_all:
+        _check_drawing(drawing, output)
     known = load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
     read = _load(pool, split, task, needed, known)
@@ -101,10 +108,8 @@ def run_fit_confidence(
         fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
     fitted.save(output)
     written = [output]
-    if figure and held_out is not None:
-        path = Path(output).with_suffix(".png")
-        if _draw(fitted, held_out, path):
-            written.append(str(path))
+    if figure and held_out is not None and _draw(fitted, held_out, drawing):
+        written.append(str(drawing))
     sys.stdout.write(f"{describe_scorer(fitted)}\nWritten: {', '.join(written)}\n")
     return fitted
 
@@ -140,7 +145,7 @@ def run_fit_threshold(
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
-        output: JSON file of the threshold; nothing is written where none is found.
+        output: JSON file of the threshold, new or of an earlier one; nothing is written where none is found.
         strategy: Name of the strategy.
         confidence: The confidence that it reads; null keeps its default.
         max_samples: Its budget for a question, at most the fewest responses that a question of the pool has; null takes
@@ -170,6 +175,7 @@ def run_fit_threshold(
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
         raise ValueError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
     check_can_answer(strategy)
+    check_fitted_target(output, KIND)
     known = load_scorers(scorers)
     fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
     needed = _confidence_of(strategy, fields)
@@ -264,8 +270,21 @@ def _load(
     return load_recorded_pool(pool, split=split, task=task, confidences=annotations)
 
 
+def _check_drawing(path: Path, output: str) -> None:
+    """Raise ValueError where the diagram would take the place of the fitted confidence, or of a figure of others."""
+    from selfcal_lightning.reports.figure_files import is_own_figure
+
+    if path == Path(output):
+        raise ValueError(
+            f"Expected `output` to be the name of a JSON file, such as {path.with_suffix('.json')}, but got "
+            f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
+        )
+    check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn beside it")
+
+
 def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
     """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
+    from selfcal_lightning.reports.figure_files import save_figure
     from selfcal_lightning.reports.figures import reliability_diagram
 
     samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]
@@ -279,5 +298,5 @@ def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path)
         before = ([value for value, _ in parts], [correct for _, correct in parts])
     figure = reliability_diagram(confidence, correct, before=before, title=fitted.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     return True

@@ -29,6 +29,7 @@ from selfcal_lightning.pipelines.comparison import (
 from selfcal_lightning.pipelines.fitted_confidences import carried_confidences, is_probability
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import reliability_comparison
 from selfcal_lightning.reports.tables import comparison_csv, comparison_markdown, comparison_rows, comparison_table
 from selfcal_lightning.store_shards import write_atomically
@@ -123,7 +124,7 @@ def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) ->
     scored = [
         {test: scored_responses(pool, name=names[test]) for test, pool in by_side[side].items()} for side in SIDES
     ]
-    reliability_comparison(*scored).savefig(folder / "reliability.png", dpi=120)
+    save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())

@@ -16,6 +16,7 @@ from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_s
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.comparison import SIDES
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
+from selfcal_lightning.pipelines.evaluation_folder import RESULTS, open_evaluation_folder
 from selfcal_lightning.pipelines.evaluation_inputs import (
     Inputs,
     PoolSource,
@@ -97,7 +98,8 @@ def run_evaluate(
     Args:
         before: Folder or hub name of the base model, or "bundled".
         after: Folder or hub name of the calibrated (merged) model.
-        output_dir: Where results.json, tables, figures, fitted files and samples go.
+        output_dir: Where results.json, tables, figures, fitted files and samples go; those of an earlier evaluation are
+            replaced, and no other files.
         tests: The test sets to sample from models.
         model: One model alone, instead of before and after.
         pools: Recorded samples instead of models: {side: path}, or a list of {name, path, split, task, test,
@@ -154,7 +156,7 @@ def run_evaluate(
         **({} if thresholds is None else {"thresholds": thresholds}),
     )
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
         _refuse("pools", before=before, after=after, model=model, tests=tests, calibration=calibration)
         inputs = read_pools(_sources(pools, task), _sources(calibration_pools or [], task))
@@ -174,7 +176,7 @@ def run_evaluate(
             results |= _run_strategies(
                 inputs, settings, scorers or [], fitted_thresholds or [], folder, is_short=tables == "short"
             )
-    write_atomically(folder / "results.json", json.dumps(results, indent=1, allow_nan=False).encode())
+    write_atomically(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False).encode())
     _say_where(folder, results)
     return results
 

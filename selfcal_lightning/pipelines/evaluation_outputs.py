@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfcal_lightning.pipelines.strategy_results import StrategyReport
+from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import reliability_grid
 from selfcal_lightning.reports.strategy_figures import accuracy_figure, risk_coverage_figure
 from selfcal_lightning.reports.strategy_tables import (
@@ -135,7 +136,7 @@ def _figures(report: StrategyReport, folder: Path) -> list[str]:
             {side: {name: row[name] for name in shared} for side, row in panels.items()}, title=_title(report)
         )
     for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=DPI)
+        save_figure(figure, folder / name, dpi=DPI)
     return list(figures)
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import logging
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from selfcal_lightning.files import check_apart
 from selfcal_lightning.imports import is_installed
+from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
+from selfcal_lightning.manifests import FORMAT, MANIFEST, list_files, read_manifest
+from selfcal_lightning.model_folders import ADAPTER_CONFIG, check_adapter
+from selfcal_lightning.pipelines.export_folders import check_output, place_aside, reasons_to_keep, replacing
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +28,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
-MANIFEST = "selfcal_manifest.json"
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
 PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
 OPTIONAL_PACKAGES = ("bitsandbytes",)
@@ -47,27 +51,28 @@ def run_export(
 
     Args:
         adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
-        output_dir: Folder to write to, new or empty.
+        output_dir: Folder to write to, new or empty, apart from the adapter and the base model.
         base_model: Folder or hub name of the base model, where it is not the place that the adapter remembers.
         dtype: Of the merged weights; "auto" is that of the base model.
-        overwrite: Whether an earlier export in ``output_dir`` may be replaced; anything else there never is.
+        overwrite: Whether an earlier merged model in ``output_dir`` may be replaced; anything else there never is.
         push: Hub repository ("owner/name") to upload to; the token is read from the environment variable HF_TOKEN.
+            Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
         private: Whether a repository that `push` creates is private.
 
     Returns:
         The folder that was written.
 
     Raises:
-        ValueError: If the output folder holds something, the adapter was trained on another base model, or a token is
-            missing.
+        ValueError: If the output folder holds something or is where the adapter or its base model lies, the adapter
+            is damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
-    check_output(target, overwrite=overwrite)
+    check_output(target, kinds=("merged",), overwrite=overwrite)
     token = _token() if push else None
     if Path(adapter).is_file():
-        model, base, manifest = _from_checkpoint(adapter, base_model, dtype)
-    elif (Path(adapter) / "adapter_config.json").is_file():
-        model, base, manifest = _from_adapter(adapter, base_model, dtype)
+        model, base, manifest = _from_checkpoint(adapter, base_model, dtype, target)
+    elif (Path(adapter) / ADAPTER_CONFIG).is_file():
+        model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
     else:
         raise ValueError(
             f"Expected `adapter` to be a checkpoint file or a folder with an adapter_config.json, but got {adapter!r}."
@@ -77,9 +82,11 @@ def run_export(
         # The generation config comes along with the model, the chat template with the tokenizer.
         model.save_pretrained(folder)
         _save_tokenizer(folder, base)
-        _describe(folder, {**manifest, "kind": "merged", "versions": versions(), "created": _now()})
+        into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
+        facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": _now()}
+        _describe(folder, {**manifest, **facts})
     if push:
-        _upload(target, push, private=private, token=token)
+        _push(target, push, private=private, token=token)
     return str(target)
 
 
@@ -90,6 +97,7 @@ def write_export(
     store: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     run: str | None = None,
+    training: Mapping[str, Any] | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
@@ -98,79 +106,40 @@ def write_export(
 
     Args:
         module: The module, its model configured.
-        directory: Where to; an export that lies there is replaced in one step.
+        directory: Where to. An export of the same training that lies there is replaced in one step; one of another run
+            with other settings is first given a name with its date.
         store: What identifies the samples that it was trained on.
         metrics: Validation metrics to keep with it.
         run: Name of the training, the same after a resume.
+        training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
         state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
     """
     from selfcal_lightning.models.lora import save_adapter
 
-    with replacing(directory) as folder:
+    manifest = {
+        "kind": "model" if module.lora is None else "adapter",
+        **module.describe(),
+        "store": None if store is None else dict(store),
+        # JSON has no nan: what is not defined is left out.
+        "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+        "run": run,
+        "training": dict(training or {}),
+        "versions": versions(),
+        "created": _now(),
+    }
+    reasons = reasons_to_keep(directory, manifest)
+    kept = place_aside(directory) if reasons else None
+    with replacing(directory, keep=kept) as folder:
         if module.lora is None:
             module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
         else:
             save_adapter(module.model, folder, state=state)
         module.chat.tokenizer.save_pretrained(folder)
-        manifest = {
-            "kind": "model" if module.lora is None else "adapter",
-            **module.describe(),
-            "store": None if store is None else dict(store),
-            # JSON has no nan: what is not defined is left out.
-            "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
-            "run": run,
-            "versions": versions(),
-            "created": _now(),
-        }
         _describe(folder, manifest)
+    if kept is not None:
+        why = "; ".join(reasons[:3])
+        say(f"{directory} held an earlier export that is not of this training; it is kept as {kept}: {why}")
     return directory
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """Give a new folder to write to, and put it in the place of ``directory`` when the block ends without an error.
-
-    What lay there before is called ``.<name>.old`` for the moment between the two renames; after a crash in that
-    moment it is still there under that name, until the next export is in its place.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
-    fresh, earlier = (directory.with_name(f".{directory.name}.{age}") for age in ("new", "old"))
-    _remove(fresh)
-    fresh.mkdir()
-    try:
-        yield fresh
-        if directory.exists():
-            _remove(earlier)
-            directory.rename(earlier)
-        fresh.rename(directory)
-    finally:
-        _remove(fresh)
-    _remove(earlier)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def check_output(target: Path, *, overwrite: bool) -> None:
-    """Raise ValueError where writing to ``target`` would lose something."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not (target / MANIFEST).is_file():
-        raise ValueError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
-    if not overwrite:
-        raise ValueError(
-            f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds an earlier export. "
-            "Choose another folder, or set `overwrite`."
-        )
-
-
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of an export, or None for a folder that another tool wrote."""
-    path = directory / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def versions() -> dict[str, str]:
@@ -180,17 +149,24 @@ def versions() -> dict[str, str]:
 
 
 def _from_adapter(
-    adapter: str, base_model: str | None, dtype: str
+    adapter: str, base_model: str | None, dtype: str, target: Path
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
-    """Return the merged model, the base model's name and revision, and the manifest."""
+    """Return the merged model, the base model's name and revision, and the manifest.
+
+    Raises:
+        ValueError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
+    """
     from selfcal_lightning.models.causal_lm import load_causal_lm
     from selfcal_lightning.models.identity import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
-    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
-    manifest = read_manifest(Path(adapter))
-    trained_on = manifest["base_model"] if manifest else {"model": config["base_model_name_or_path"], "revision": None}
+    config, manifest = check_adapter(adapter), read_manifest(Path(adapter))
+    named = {"model": config.get("base_model_name_or_path"), "revision": config.get("revision")}
+    trained_on = manifest["base_model"] if manifest else named
     base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
+    if base[0] is None:
+        raise ValueError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
+    check_apart(target, {"adapter": adapter, "base model": resolve_model(base[0])}, option="output_dir")
     model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
     if manifest is None:
         log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, base[0])
@@ -205,7 +181,7 @@ def _from_adapter(
 
 
 def _from_checkpoint(
-    path: str, base_model: str | None, dtype: str
+    path: str, base_model: str | None, dtype: str, target: Path
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
@@ -216,6 +192,8 @@ def _from_checkpoint(
 
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
     stored = _hyper_parameters(path) | place
+    places = {"checkpoint": path, "base model": resolve_model(stored["base_model"])}
+    check_apart(target, places, option="output_dir")
     if dtype == "auto":
         config = load_config(stored["base_model"], revision=stored["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
@@ -256,29 +234,44 @@ def _token() -> str:
     return token
 
 
-def _upload(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
-    """Create the repository where it is missing and upload the folder as one commit."""
-    import huggingface_hub
-
-    hub = huggingface_hub.HfApi(token=token)
-    hub.create_repo(repository, private=private, exist_ok=True)
-    hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Merged self-calibrated model")
+def _push(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
+    """Upload an export with a manifest and a card that name no place on this machine."""
+    manifest, texts = public_manifest(read_manifest(folder)), public_configurations(folder)
+    changed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    manifest["files"] |= {name: digest for name, digest in changed.items() if manifest["files"][name] is not None}
+    texts |= {MANIFEST: _as_text(manifest), "README.md": model_card(manifest)}
+    upload(folder, repository, texts=texts, private=private, token=token)
     say(f"Uploaded {folder} to {repository}")
+    if manifest["base_model"]["model"] is None:
+        say(
+            f"It calls its base model {LOCAL}, with the sha256 of its weights, since that is a folder of this machine. "
+            "Where the same model is on the hub, export with `--base_model OWNER/NAME`."
+        )
 
 
 def _describe(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest, and a model card in the place of PEFT's empty form."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-    (folder / "README.md").write_text(model_card(manifest))
+    """Write a model card in the place of PEFT's empty form, and the manifest with hashes of what was written."""
+    (folder / "README.md").write_text(model_card(public_manifest(manifest)))
+    (folder / MANIFEST).write_text(_as_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
+
+
+def _as_text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return a short model card: what the folder holds, and how its confidence is read."""
-    base, kind = manifest["base_model"]["model"], manifest["kind"]
+    """Return a short model card: what the folder holds, and how its confidence is read.
+
+    Args:
+        manifest: As others may see it: see ``public_manifest``.
+    """
+    kind, base = manifest["kind"], manifest["base_model"]["model"]
     library = "peft" if kind == "adapter" else "transformers"
     what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "All weights of"}[kind]
-    lines = ["---", f"base_model: {base}", f"library_name: {library}", "pipeline_tag: text-generation", "---", ""]
-    lines += ["# Self-calibrated model", "", f"{what} `{base}`, trained to know when its own answers are right.", ""]
+    named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
+    lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
+    lines += [f"library_name: {library}", "pipeline_tag: text-generation", "---", ""]
+    lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
     if manifest.get("quantization"):
         into = " and merged into the model as it is stored" if kind == "merged" else ""
         lines += [f"It was trained on the base model in {manifest['quantization'].upper()} (QLoRA){into}.", ""]
@@ -295,6 +288,11 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         lines += [f"| {name} | {value:.4g} |" for name, value in sorted(manifest["metrics"].items())]
         lines += [""]
     return "\n".join(lines)
+
+
+def _unnamed(base: Mapping[str, Any]) -> str:
+    sha256 = base.get("weights_sha256")
+    return LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
 
 
 def _now() -> str:

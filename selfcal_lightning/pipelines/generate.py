@@ -20,6 +20,7 @@ from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSett
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_manifest import check_place
 from selfcal_lightning.store_shards import to_json, write_atomically
 
 COUNTS = ("generated", "unreadable", "truncated", "failed")
@@ -62,7 +63,7 @@ def run_generate(
 
     Args:
         model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
-        store_dir: Folder of the store; made when absent, completed when present.
+        store_dir: Folder of the store, which holds nothing else; made when absent, completed when present.
         task: Name of a task, or a list of names.
         split: Split of the task's data set.
         path: Local file with the columns of the task's hub data set; null reads the hub.
@@ -94,6 +95,7 @@ def run_generate(
         Counts of what this machine did.
     """
     arguments = dict(locals())
+    check_place(Path(store_dir))
     number, total = parse_shard(shard)
     if devices < 1:
         raise ValueError(f"Expected `devices` to be at least 1, but got {devices}.")

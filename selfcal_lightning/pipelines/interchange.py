@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
+from selfcal_lightning.files import check_replaceable
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
+from selfcal_lightning.pipelines.pool_lines import (
+    as_json_line,
+    is_written_pool,
+    judge_line,
+    pool_line,
+    response_length,
+)
 from selfcal_lightning.pipelines.pools import annotation_estimators
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
@@ -128,14 +134,18 @@ def export_pool(
 
     Args:
         store_dir: Folder of the store.
-        path: The pool; appears when it is complete.
+        path: The pool, new or of an earlier export; appears when it is complete.
         split: Split to write; None writes all.
         round: Generation round to write.
         task: Task to write; None writes all.
         token_ids: Whether ``tokens`` is the list of ids instead of their number.
         confidences: Annotations of the store that are written with the responses' own confidences.
+
+    Raises:
+        ValueError: There are no such samples, or something else lies in the place of the pool.
     """
     path = Path(path)
+    check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     questions = responses = 0
@@ -143,7 +153,7 @@ def export_pool(
         with open(temporary, "w", encoding="utf-8") as file:
             store = SampleStore(store_dir)
             for rows in store.rows(split=split, round=round, task=task, confidences=confidences):
-                file.write(json.dumps(pool_line(rows, token_ids=token_ids), ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(as_json_line(pool_line(rows, token_ids=token_ids)))
                 questions, responses = questions + 1, responses + len(rows)
             if not questions:
                 raise ValueError(
@@ -185,7 +195,7 @@ def run_export_pool(
 
     Args:
         store_dir: Folder of the store.
-        path: The pool.
+        path: The pool, new or of an earlier export.
         split: Split to write; null writes all.
         round: Generation round to write.
         task: Task to write; null writes all.

@@ -12,6 +12,7 @@ response may be given too, and are written on export. Other keys are an error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
 COLUMNS = ("yes_mass", "no_mass", "logprob")
 PROBABILITIES = ("p_true", "yes_mass", "no_mass")
 LARGEST = 1e300
+WRITTEN_KEYS = ("id", "task", "split", "question", "messages", "reference", "responses")
+LONGEST_LINE = 2**28  # bytes; what is longer is no line of a pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,26 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
         "reference": question.reference,
         "responses": responses,
     }
+
+
+def is_written_pool(path: Path) -> bool:
+    """Return whether a file begins with a line as ``pool_line`` makes it and this project writes it.
+
+    Pools from elsewhere have other fields, or another order or spelling of them.
+    """
+    with open(path, "rb") as file:
+        line = file.readline(LONGEST_LINE)
+    try:
+        content = json.loads(line)
+        is_as_written = line == as_json_line(content).encode()
+    except (ValueError, RecursionError):
+        return False
+    return is_as_written and isinstance(content, dict) and tuple(content) == WRITTEN_KEYS
+
+
+def as_json_line(content: Mapping[str, Any]) -> str:
+    """Return the line of a file of JSON lines, with its end."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check(path: Path, number: int, expected: str, found: object, is_met: bool) -> None:

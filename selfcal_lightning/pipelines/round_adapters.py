@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.transformers_model import MASKABLE_ATTENTION
+from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
-from selfcal_lightning.pipelines.export import read_manifest, write_export
+from selfcal_lightning.pipelines.export import write_export
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule

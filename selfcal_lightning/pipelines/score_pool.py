@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import check_replaceable
 from selfcal_lightning.pipelines.foreign import line_error
-from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
+from selfcal_lightning.pipelines.pool_lines import PoolLine, as_json_line, is_written_pool, judge_line
 from selfcal_lightning.pipelines.score_targets import Entry, brings
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
@@ -23,13 +23,14 @@ class PoolTarget:
 
     Args:
         path: The pool.
-        output: The copy; may be ``path`` itself.
+        output: The copy, new, ``path`` itself, or a pool that was written before.
         task: Task of all questions; None takes the field ``task`` of every line.
         overwrite: Whether confidences that the responses bring under a name may be replaced.
         tasks: Returns the task of a name.
 
     Raises:
-        ValueError: A line is not as described, an id occurs twice, or there is no response.
+        ValueError: A line is not as described, an id occurs twice, there is no response, or something else lies in the
+            place of the copy.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class PoolTarget:
         overwrite: bool,
         tasks: Callable[[str], Task] = get_task,
     ) -> None:
+        if not (output.exists() and output.samefile(path)):
+            check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
         self._output, self._overwrite, self._tasks = output, overwrite, tasks
         self._lines: list[PoolLine] = []
         seen: set[str] = set()
@@ -94,7 +97,7 @@ class PoolTarget:
         try:
             with open(temporary, "w", encoding="utf-8") as file:
                 for content in self._contents():
-                    file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+                    file.write(as_json_line(content))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._output)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from selfcal_lightning.confidence.fitted import FittedScorer, scorer_digests
+from selfcal_lightning.confidence.saved import THRESHOLD as KIND
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.records import Verdict
@@ -16,7 +17,6 @@ from selfcal_lightning.store_manifest import flatten
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.registry import check_can_answer
 
-KIND = "threshold"
 TargetKind = Literal["budget", "accuracy", "risk"]
 AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 

@@ -1,0 +1,38 @@
+"""Modules as if they had been trained, and what is written of them, for the tests of exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+
+def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
+    """A module as if it had been trained: the adapter, or all weights, moved at random."""
+    arguments = {"lora": LoraSettings(r=4), "torch_dtype": "float32", **settings}
+    module = SelfCalibrationModule(tiny_model, **arguments)
+    module.configure_model()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.02
+    module.eval()
+    return module
+
+
+def checkpoint(module: SelfCalibrationModule, path: Path) -> str:
+    """A checkpoint of the Trainer with the weights of ``module``."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path, weights_only=True)
+    return str(path)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.json_files import read_json_object
 
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parent
@@ -77,19 +79,31 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / whole).is_file():
             return [folder / whole]
         if (folder / index).is_file():
-            return sorted({folder / file for file in json.loads((folder / index).read_text())["weight_map"].values()})
+            return sorted({folder / file for file in weight_map(folder / index).values()})
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return which file each tensor lies in, as the index of several weight files says.
+
+    Raises:
+        InputError: The index cannot be read.
+    """
+    found = read_json_object(index, what="the index of the weight files").get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise InputError(f"Expected {index} to map tensors to files in `weight_map`, but got {type(found).__name__}.")
+    return found
 
 
 def config_path(name: str) -> str:
     """Return the path of a YAML file that ships with the package, such as "demo.yaml".
 
     Raises:
-        ValueError: When there is no such file.
+        InputError: When there is no such file.
     """
     from selfcal_lightning import configs
 
     path = Path(next(iter(configs.__path__))) / name
     if not path.is_file():
-        raise ValueError(f"Expected `name` to be a shipped configuration, but there is no {path}.")
+        raise InputError(f"Expected `name` to be a shipped configuration, but there is no {path}.")
     return str(path)

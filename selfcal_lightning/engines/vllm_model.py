@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.json_files import read_json_object
 
 
 def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
@@ -23,6 +25,9 @@ def adapter_rank(adapter: str) -> int:
     """Return the largest LoRA rank in an adapter's folder."""
     path = Path(adapter) / "adapter_config.json"
     if not path.is_file():
-        raise ValueError(f"Expected `adapter` to be a folder with an adapter_config.json, but got {adapter!r}.")
-    config = json.loads(path.read_text())
-    return max([config["r"], *config.get("rank_pattern", {}).values()])
+        raise InputError(f"Expected `adapter` to be a folder with an adapter_config.json, but got {adapter!r}.")
+    config = read_json_object(path, what="the configuration of an adapter")
+    try:
+        return max([int(config["r"]), *config.get("rank_pattern", {}).values()])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"Expected {path} to state the rank `r` of an adapter, but got {error!r}.") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfcal_lightning.locations import INDEX, WHOLE, model_folder
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.locations import INDEX, WHOLE, model_folder, weight_map
 
 
 class WeightFiles:
@@ -35,22 +35,22 @@ class WeightFiles:
         """Find the files of a local folder or of a hub model, which is downloaded where it is not yet.
 
         Raises:
-            ValueError: If there are no safetensors files, or the index names a file that is not there.
+            InputError: If there are no safetensors files, or the index names a file that is not there.
         """
         folder = model_folder(base_model, revision=revision)
         index, whole = folder / INDEX, folder / WHOLE
         if whole.is_file():
             files = dict.fromkeys(_names(whole), whole)
         elif index.is_file():
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = {name: folder / file for name, file in weight_map(index).items()}
         else:
-            raise ValueError(
+            raise InputError(
                 f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
                 "neither. Save it again with `save_pretrained`, or train it with `trainer.strategy: ddp`."
             )
         absent = sorted({str(file) for file in files.values() if not file.is_file()})
         if absent:
-            raise ValueError(f"Expected all files that {index} names to exist, but {len(absent)} do not: {absent[0]}.")
+            raise InputError(f"Expected all files that {index} names to exist, but {len(absent)} do not: {absent[0]}.")
         return cls(files)
 
     def __contains__(self, name: str) -> bool:

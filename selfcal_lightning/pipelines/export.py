@@ -14,7 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import is_installed
+from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.pipelines.progress import say
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def run_export(
         The folder that was written.
 
     Raises:
-        ValueError: If the output folder holds something, the adapter was trained on another base model, or a token is
+        InputError: If the output folder holds something, the adapter was trained on another base model, or a token is
             missing.
     """
     target = Path(output_dir)
@@ -69,7 +71,7 @@ def run_export(
     elif (Path(adapter) / "adapter_config.json").is_file():
         model, base, manifest = _from_adapter(adapter, base_model, dtype)
     else:
-        raise ValueError(
+        raise InputError(
             f"Expected `adapter` to be a checkpoint file or a folder with an adapter_config.json, but got {adapter!r}."
         )
     say(f"Writing the merged model to {target}")
@@ -155,13 +157,13 @@ def _remove(folder: Path) -> None:
 
 
 def check_output(target: Path, *, overwrite: bool) -> None:
-    """Raise ValueError where writing to ``target`` would lose something."""
+    """Raise InputError where writing to ``target`` would lose something."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not (target / MANIFEST).is_file():
-        raise ValueError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
+        raise InputError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
     if not overwrite:
-        raise ValueError(
+        raise InputError(
             f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds an earlier export. "
             "Choose another folder, or set `overwrite`."
         )
@@ -170,7 +172,7 @@ def check_output(target: Path, *, overwrite: bool) -> None:
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of an export, or None for a folder that another tool wrote."""
     path = directory / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json_object(path, what="the manifest of an export") if path.is_file() else None
 
 
 def versions() -> dict[str, str]:
@@ -187,7 +189,7 @@ def _from_adapter(
     from selfcal_lightning.models.identity import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
-    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    config = read_json_object(Path(adapter) / "adapter_config.json", what="the configuration of an adapter")
     manifest = read_manifest(Path(adapter))
     trained_on = manifest["base_model"] if manifest else {"model": config["base_model_name_or_path"], "revision": None}
     base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
@@ -197,7 +199,7 @@ def _from_adapter(
     else:
         identity = base_model_identity(base[0], revision=base[1])
         if not same_base_model(trained_on, identity):
-            raise ValueError(
+            raise InputError(
                 f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
                 f"({trained_on}), but got {base[0]!r} ({identity})."
             )
@@ -234,7 +236,7 @@ def _hyper_parameters(path: str) -> dict[str, Any]:
 
     stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
     if "base_model" not in stored:
-        raise ValueError(
+        raise InputError(
             f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."
         )
     return stored
@@ -249,7 +251,7 @@ def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:
 def _token() -> str:
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
-        raise ValueError(
+        raise InputError(
             f"Expected the environment variable {TOKEN_VARIABLE} to hold a token for the hub, but it is not set. "
             "Set it, or leave `push` out."
         )

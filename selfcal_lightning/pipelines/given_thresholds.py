@@ -13,6 +13,7 @@ from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.functional.curves import wilson_interval
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+from selfcal_lightning.path_names import file_name
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
@@ -52,7 +53,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: dict[str, Calibr
             if at is None:
                 continue
             fitted = _fitted(row, side, half, at, budget)
-            name = f"{row.contender.side}/thresholds/{fitted.name}.json"
+            name = f"{row.contender.side}/thresholds/{file_name(fitted.name)}.json"
             fitted.save(folder / name)
             files.append(name)
     return files

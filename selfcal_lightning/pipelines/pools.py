@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfcal_lightning.confidence.features import NUM_TOKENS
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
 from selfcal_lightning.pipelines.progress import Progress
@@ -85,30 +86,36 @@ def load_recorded_pool(
 
     Raises:
         FileNotFoundError: There is neither a file nor a store.
-        ValueError: The pool holds no question, the same question twice, or a line is not as described.
+        InputError: The pool holds no question, the same question twice, or a line is not as described.
     """
-    path = Path(path)
     if limit is not None and limit < 1:
-        raise ValueError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+        raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+    path = check_place(path)
     if path.is_dir():
         pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit)
-    elif path.is_file():
+    else:
         if confidences:
-            raise ValueError(
+            raise InputError(
                 f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but "
                 "got a file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
             )
         pool = _from_file(path, split=split, task=task, limit=limit, tasks=tasks)
-    else:
-        raise FileNotFoundError(
-            f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
-        )
     if not pool.entries:
-        raise ValueError(
+        raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
             "Check the names, or finish `selfcal generate` first."
         )
     return pool
+
+
+def check_place(path: str | Path) -> Path:
+    """Return where a pool lies. Raises FileNotFoundError where there is neither a file nor a folder."""
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(
+            f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
+        )
+    return place
 
 
 def _from_store(

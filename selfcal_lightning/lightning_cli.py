@@ -11,32 +11,50 @@ from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.interruptions import keeping
+from selfcal_lightning.log_folders import untrained_folders_removed
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
+from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text, untrained_note
+from selfcal_lightning.verb_parser import ShortErrors
 
+CHECK, CKPT_PATH = "check", "ckpt_path"
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
-MODULE = "selfcal_lightning.modules.self_calibration.SelfCalibrationModule"
-DATA_MODULE = "selfcal_lightning.datamodules.ssc.SSCDataModule"
 LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
-DESCRIPTIONS = {
-    "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
-    "validate": "Score the fixed pool of the validation split.",
-    "test": "Score the fixed pool of the test split.",
-    "predict": "Write the model's confidence in each stored response into the store.",
-}
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """LightningCLI's parser, which says what is wrong in a sentence."""
 
 
 class SelfCalibrationCLI(LightningCLI):
     """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, without Lightning's warning that a list of arguments is not what stands in ``sys.argv``."""
+        if not isinstance(args, list):
+            super().parse_arguments(parser, args)
+            return
+        self.config = parser.parse_args(args)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the data module what it shares with the model: name, revision, query, and which P(True)."""
         for name in LINKED:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
+        parser.add_argument(
+            f"--{CHECK}",
+            type=bool,
+            default=False,
+            help="Check what can be checked, print the plan, and stop there.",
+        )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.
@@ -72,12 +90,28 @@ class SelfCalibrationCLI(LightningCLI):
         checkpoint of another base model is refused by the module when it is loaded.
         """
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
+        ckpt_path = self._get(self.config_init, CKPT_PATH)
+        plan = plan_training_run(subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path)
+        if self._get(self.config, CHECK):
+            sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
+            return
+        if self.trainer.is_global_zero:
+            say(f"selfcal {subcommand}: checked. The plan:\n{plan}")
+        kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
+        with keeping(kept), untrained_folders_removed(self.trainer):
+            super()._run_subcommand(subcommand)
+        if subcommand != FIT and ckpt_path is None and self.trainer.is_global_zero:
+            say(untrained_note(subcommand))
+
 
 def run_trainer(arguments: Sequence[str]) -> None:
     """Parse ``arguments`` (the verb first) and run the Trainer.
 
     Raises:
-        ValueError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint.
+        InputError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint; or
+            Lightning refuses settings of the Trainer.
     """
     silence_lightning()
     try:
@@ -89,15 +123,17 @@ def run_trainer(arguments: Sequence[str]) -> None:
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "selfcal"},
-            # The very command line is left to Lightning to read, which warns where `args` is given beside it.
-            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            parser_class=TrainerParser,
+            args=[arguments[0], *complete_arguments(arguments[1:])],
         )
     except (UnpicklingError, EOFError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise InputError(
             "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but "
             f"got a file that cannot be read as one: {reason}"
         ) from error
+    except MisconfigurationException as error:
+        raise InputError(f"Expected settings that Lightning's Trainer can run, but got: {error}") from error
 
 
 def silence_lightning() -> None:

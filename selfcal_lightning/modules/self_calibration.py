@@ -41,16 +41,20 @@ from selfcal_lightning.modules.checks import (
     check_base_model,
     check_hyper_parameters,
     check_loss_settings,
+    check_optimizer_settings,
     check_trained,
 )
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
+from selfcal_lightning.modules.plan import plan_module
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
+from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
@@ -135,6 +139,7 @@ class SelfCalibrationModule(LightningModule):
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
@@ -156,17 +161,23 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- the model
 
-    def check_support(self) -> None:
+    def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise ValueError where the Trainer runs in a way that does not work; to be asked before long work too."""
+        trainer = trainer or self._trainer
         check_support(
-            self._trainer,
+            trainer,
             lora=self.lora is not None,
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
             optimizer=self.optimizer_name,
         )
-        if self._trainer is not None:  # an export needs neither the quantised base nor the optimiser
+        if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
+        self.check_support(trainer)
+        return plan_module(self, verb, trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""

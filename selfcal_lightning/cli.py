@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import get_type_hints
 
 from selfcal_lightning import __version__
 from selfcal_lightning.config_files import check_nesting, config_files, read_config
@@ -35,15 +37,16 @@ FUNCTION_VERBS = {
     "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
     "demo": ("demo", "run_demo", "calibrate the bundled model and show before and after, in minutes"),
 }
+_NOT_BEGUN = "Nothing was begun; the same command begins anew."
 _GOES_ON = "What is complete is in the store, and the same command goes on from there."
 _NOTHING = "Nothing was written; the same command begins anew."
 # What a verb leaves behind when it is stopped, unless the work that was under way knows better.
 KEPT = {
-    "fit": "Nothing was sampled or trained yet; the same command begins anew.",
-    "validate": "The samples so far are in the store; the same command scores anew.",
-    "test": "The samples so far are in the store; the same command scores anew.",
-    "predict": _GOES_ON,
-    "generate": _GOES_ON,
+    "fit": _NOT_BEGUN,
+    "validate": _NOT_BEGUN,
+    "test": _NOT_BEGUN,
+    "predict": _NOT_BEGUN,
+    "generate": _NOT_BEGUN,
     "export": _NOTHING,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
     "fit-confidence": _NOTHING,
@@ -162,14 +165,45 @@ def run_function(verb: str, arguments: list[str]) -> None:
     from selfcal_lightning.verb_parser import VerbParser
 
     room, name, _ = FUNCTION_VERBS[verb]
-    function = getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name)
+    function = with_plain_types(getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name))
     auto_cli(
         function,
         args=fill_flags(function, arguments),
         as_positional=False,
         prog=f"selfcal {verb}",
+        usage=usage_of(verb, function),
         parser_class=VerbParser,
     )
+
+
+def usage_of(verb: str, function: Callable[..., object]) -> str:
+    """Return how a verb is typed: the options that must be given, and that there are others.
+
+    Example:
+        >>> def ask(model: str, seed: int = 0): ...
+        >>> usage_of("answer", ask)
+        'selfcal answer --model MODEL [options]'
+    """
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    return " ".join([f"selfcal {verb}", *(f"--{name} {name.upper()}" for name in required), "[options]"])
+
+
+def with_plain_types(function: Callable[..., object]) -> Callable[..., object]:
+    """Return ``function`` with its annotations resolved, as a function of this module.
+
+    To resolve them, jsonargparse would import what stands under ``if TYPE_CHECKING:`` in the function's own module too,
+    which may be torch and all that is above it.
+    """
+
+    @functools.wraps(function)
+    def plain(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    plain.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+    plain.__annotations__ = get_type_hints(function)
+    plain.__module__ = __name__
+    return plain
 
 
 def fill_flags(function: Callable[..., object], arguments: Sequence[str]) -> list[str]:

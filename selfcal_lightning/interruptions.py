@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -64,15 +64,16 @@ INTERRUPTION = Interruption()
 
 
 @contextmanager
-def keeping(kept: str) -> Iterator[None]:
-    """Tell whoever is interrupted in the block what is kept, and how to go on: one sentence or two.
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """Tell whoever interrupts the block what is kept, and how to go on, in a sentence or two.
 
-    The innermost block that is interrupted has the word.
+    Args:
+        kept: Returns that; asked once the block has ended. The innermost block that is interrupted has the word.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        error.add_note(kept)
+        error.add_note(kept())
         raise
 
 

@@ -9,6 +9,18 @@ from typing import Any
 from selfcal_lightning.errors import InputError
 
 
+class UnreadableJSONError(InputError):
+    """A text is no JSON.
+
+    Attributes:
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, origin: str, reason: str) -> None:
+        super().__init__(f"Expected {origin} to be JSON, but got {reason}.")
+        self.reason = reason
+
+
 def parse_json(content: bytes | str, *, origin: str) -> Any:
     """Return what a JSON text says.
 
@@ -17,8 +29,8 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
         origin: What it is, for the message, such as a file and a line.
 
     Raises:
-        InputError: It is no JSON, or JSON that cannot be held: nested too deeply, or with a number of thousands of
-            digits.
+        UnreadableJSONError: It is no JSON, or JSON that cannot be held: nested too deeply, or with a number of
+            thousands of digits.
 
     Example:
         >>> parse_json('{"a": 1}', origin="line 1")
@@ -35,7 +47,7 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
         reason = "something nested too deeply to be read"
     except ValueError as error:  # of Python's own limit of digits
         reason = f"a number that is too long: {str(error).partition(';')[0]}"
-    raise InputError(f"Expected {origin} to be JSON, but got {reason}.")
+    raise UnreadableJSONError(origin, reason)
 
 
 def read_json_object(path: Path, *, what: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.interruptions import keeping
 from selfcal_lightning.log_folders import untrained_folders_removed
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.parsing_errors import own_sentence
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
 from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text, untrained_note
@@ -28,6 +29,7 @@ CHECK, CKPT_PATH = "check", "ckpt_path"
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
+USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")
 LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
 
 
@@ -74,6 +76,16 @@ class SelfCalibrationCLI(LightningCLI):
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
         return parser
 
+    def instantiate_classes(self) -> None:
+        """Build module, data module and trainer; what a constructor refuses is said in its own words."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            own = None if isinstance(error, InputError) else own_sentence(str(error))
+            if own is None:
+                raise
+            raise InputError(own) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
         trainer = super().instantiate_trainer(**kwargs)
@@ -100,7 +112,7 @@ class SelfCalibrationCLI(LightningCLI):
         if self.trainer.is_global_zero:
             say(f"selfcal {subcommand}: checked. The plan:\n{plan}")
         kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
-        with keeping(kept), untrained_folders_removed(self.trainer):
+        with keeping(lambda: kept), untrained_folders_removed(self.trainer):
             super()._run_subcommand(subcommand)
         if subcommand != FIT and ckpt_path is None and self.trainer.is_global_zero:
             say(untrained_note(subcommand))
@@ -137,10 +149,14 @@ def run_trainer(arguments: Sequence[str]) -> None:
 
 
 def silence_lightning() -> None:
-    """Keep advertisements for other packages, and a warning that Lightning gives about itself, off the terminal."""
-    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_no_advertisement)
+    """Keep off the terminal what helps nobody here.
+
+    Advertisements for other packages, a warning that Lightning gives about itself, and its words at Ctrl-C, after which
+    the command line has its own.
+    """
+    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not any(word in record.getMessage() for word in USELESS)

@@ -13,7 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selfcal_lightning.errors import InputError, RunError, did_you_mean
+from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
+from selfcal_lightning.weight_checks import check_weights
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_SECONDS = 5.0
@@ -30,7 +32,7 @@ def check_model(model: str, *, revision: str | None = None, option: str = "model
         option: What takes the name, for the message.
 
     Raises:
-        InputError: There is no such model.
+        InputError: There is no such model, or its files are not whole.
         RunError: It is not on this disk, and the hub is out of reach.
     """
     place = Path(resolve_model(model))
@@ -38,6 +40,7 @@ def check_model(model: str, *, revision: str | None = None, option: str = "model
         check_name(model, revision=revision, option=option)
         return
     if (place / CONFIG).is_file():
+        check_weights(place)
         return
     if (place / ADAPTER_CONFIG).is_file():
         raise InputError(
@@ -75,7 +78,7 @@ def check_adapter(adapter: str | None) -> None:
     """Refuse what is no folder of a LoRA adapter.
 
     Raises:
-        InputError: There is no such folder, or it holds something else.
+        InputError: There is no such folder, or it holds something else, or a part.
     """
     if adapter is None:
         return
@@ -87,6 +90,13 @@ def check_adapter(adapter: str | None) -> None:
             f"Expected `adapter` to be the folder of a LoRA adapter, as `selfcal fit` writes it, but {adapter!r} holds "
             f"no {ADAPTER_CONFIG}."
         )
+    config = read_json_object(place / ADAPTER_CONFIG, what="the configuration of an adapter")
+    if config.get("peft_type") != "LORA":
+        raise InputError(
+            f"Expected {place / ADAPTER_CONFIG} to be that of a LoRA adapter, but its `peft_type` is "
+            f"{config.get('peft_type')!r}."
+        )
+    check_weights(place)
 
 
 @functools.lru_cache(maxsize=16)

@@ -41,8 +41,8 @@ def explain_parsing(message: str, known: Iterable[str], fields_of: Callable[[str
     """
     if message.startswith("unrecognized arguments: "):
         return _unknown_options(message.partition(": ")[2], known)
-    if (own := _OWN.search(message)) is not None:
-        return own[0].strip()
+    if (own := own_sentence(message)) is not None:
+        return own
     if (option := _NOT_ACCEPTED.search(message)) is not None:
         return _unknown_setting(option["option"], option["owner"], known, fields_of)
     if message.startswith(_REQUIRED):
@@ -60,13 +60,28 @@ def _wrong_value(message: str) -> str | None:
         return None
     key, rest = keys[-1]["key"], _PATH.sub("", keys[-1]["rest"])
     name = f"`--{key}`" if len(keys) == 1 else f"`{key}` in `--{keys[0]['key']}`"
-    kinds, value = _TYPE.findall(rest), _VALUE.search(rest)
+    value = _VALUE.search(rest)
+    kinds = [] if value is None else _TYPE.findall(rest[: value.end()])
     if not kinds or value is None:
         return f"Expected a usable {name}, but got: {_one_line(rest)}"
     given = _shorten(value["value"].strip())
-    words = " or ".join(dict.fromkeys(map(_words_of, kinds)))
-    choices = [str(choice) for kind in kinds for choice in _choices(kind)]
-    return f"Expected {name} to be {words}, but got {given!r}.{did_you_mean(given, choices)}"
+    choices = list(dict.fromkeys(str(choice) for kind in kinds for choice in _choices(kind)))
+    words = [f"one of {', '.join(choices)}"] if choices else []
+    words += [_words_of(kind) for kind in kinds if not _choices(kind)]
+    return (
+        f"Expected {name} to be {' or '.join(dict.fromkeys(words))}, but got {given!r}.{did_you_mean(given, choices)}"
+    )
+
+
+def own_sentence(message: str) -> str | None:
+    """Return the sentence of this house that stands in a message of the parser, or None.
+
+    Example:
+        >>> own_sentence("Errors: - Expected `lr` to be positive, but got -1.0")
+        'Expected `lr` to be positive, but got -1.0'
+    """
+    found = _OWN.search(message)
+    return None if found is None else found[0].strip()
 
 
 def _unknown_options(given: str, known: Iterable[str]) -> str:
@@ -91,11 +106,9 @@ def _words_of(kind: str) -> str:
     """Return a Python type in the words of a command line.
 
     Example:
-        >>> _words_of("<class 'int'>"), _words_of("typing.Literal['strict', 'paper']")
-        ('a whole number', 'one of strict, paper')
+        >>> _words_of("<class 'int'>")
+        'a whole number'
     """
-    if kind.startswith(_LITERAL):
-        return f"one of {', '.join(map(str, _choices(kind)))}"
     name = kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]
     return _WORDS.get(name, f"a {name}")
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -157,9 +157,10 @@ class Participant(Protocol):
 
 
 def merge_plans(plans: Sequence[Plan]) -> Plan:
-    """Return the plan of which ``plans`` are the parts, in their order."""
+    """Return the plan of which ``plans`` are the parts, in their order; what several say is said once."""
     names = [field.name for field in fields(Plan)]
-    return Plan(**{name: tuple(row for plan in plans for row in getattr(plan, name)) for name in names})
+    rows = {name: tuple(dict.fromkeys(row for plan in plans for row in getattr(plan, name))) for name in names}
+    return Plan(**rows | {"sampling": tuple(_by_store([row for plan in plans for row in plan.sampling]))})
 
 
 def check_places(plan: Plan) -> None:
@@ -211,6 +212,19 @@ def show_bytes(number: float) -> str:
         ('3.0 GiB', '1.5 MiB', '0.0 MiB')
     """
     return f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / MIB:,.1f} MiB"
+
+
+def _by_store(rows: Sequence[Sampling]) -> list[Sampling]:
+    """Return one row a store: what is drawn into it adds up."""
+    found: dict[str, Sampling] = {}
+    for row in rows:
+        before = found.get(row.store_dir)
+        if before is not None:
+            known = before.responses is not None and row.responses is not None
+            total = (before.responses or 0) + (row.responses or 0) if known else None
+            row = replace(row, responses=total, stored=before.stored + row.stored)
+        found[row.store_dir] = row
+    return list(found.values())
 
 
 def _row(name: str, text: str) -> str:

@@ -77,14 +77,14 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
 
     Lightning's own checkpoint callback counts only where its folder is stated: elsewhere nobody would find the file.
     """
-    kept = "Samples are kept."
+    kept = "Complete samples are kept, and the same command goes on with them"
     files = _checkpoints(trainer)
     if not files:
-        return f"{kept} Training begins anew: no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
+        return f"{kept}; training begins anew, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
     folder = files[0].dirpath
     if ckpt_path == LAST:
-        return f"{kept} The same command goes on with training from the newest checkpoint in {folder}."
-    return f"{kept} Training goes on from the newest checkpoint in {folder} with `--ckpt_path last`, else anew."
+        return f"{kept}, and with training from the newest checkpoint in {folder}."
+    return f"{kept}; training goes on from the newest checkpoint in {folder} with `--ckpt_path last`, else anew."
 
 
 def check_length(trainer: Trainer) -> None:

@@ -29,27 +29,17 @@ class ShortErrors:
         parser = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
         sentence = explain_parsing(message, options_of(parser), fields_of)
-        lines = [f"{prog}: error: {sentence}", f"usage: {short_usage(parser)}", f"`{prog} --help` lists the options."]
+        lines = [
+            f"{prog}: error: {sentence}",
+            f"usage: {parser.usage or parser.prog}",
+            f"`{prog} --help` lists the options.",
+        ]
         sys.stderr.write("\n".join([*lines, ""]))
         sys.exit(NOT_UNDERSTOOD)
-
-    def format_help(self: Any) -> str:
-        """Return the help, whose usage names what must be given."""
-        self.usage = self.usage or short_usage(self)
-        return super().format_help()
 
 
 class VerbParser(ShortErrors, ArgumentParser):
     """Parser of a verb that is a function."""
-
-
-def short_usage(parser: ArgumentParser) -> str:
-    """Return the options that must be given, and that there are others."""
-    if parser.usage:
-        return parser.usage
-    required = [action for action in parser._actions if action.required]
-    words = [f"{action.option_strings[0]} {action.dest.upper()}" for action in required if action.option_strings]
-    return " ".join([parser.prog.replace(" [options]", ""), *words, "[options]"])
 
 
 def options_of(parser: ArgumentParser) -> list[str]:

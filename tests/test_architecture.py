@@ -15,7 +15,8 @@ LAYERS = {
     "path_names": -1, "plan": -1,
     # Layer 0 has two steps: records, extras and locations know nothing; prompts and fingerprints know these.
     "last_resort": 0, "verb_parser": 0,
-    "records": 0, "imports": 0, "locations": 0, "model_names": 0.25, "prompts": 0.5, "fingerprints": 0.5,
+    "records": 0, "imports": 0, "locations": 0, "weight_checks": 0.1, "model_names": 0.25,
+    "prompts": 0.5, "fingerprints": 0.5,
     "functional": 1, "tasks": 1, "store": 1,
     "engines": 2, "models": 2,
     "confidence": 3, "metrics": 3,

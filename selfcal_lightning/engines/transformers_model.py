@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfcal_lightning.model_names import check_adapter
+from selfcal_lightning.weight_checks import check_weights
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
@@ -240,7 +244,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
     Raises:
-        ValueError: When ``dtype`` is unknown or ``model`` cannot be loaded.
+        InputError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -248,6 +252,9 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         dtype = "float32" if device.startswith("cpu") else "bfloat16"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
+    if Path(model).is_dir():
+        check_weights(Path(model))
+    check_adapter(adapter)
     try:
         network = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=getattr(torch, dtype))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.weight_checks import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,11 +51,13 @@ def load_causal_lm(
         quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
 
     Raises:
-        ValueError: If there is no such model, or it is no causal language model.
+        InputError: If there is no such model, it is no causal language model, or its files are not whole.
     """
     from transformers import AutoModelForCausalLM
 
     register_segment_attention()
+    if Path(resolve_model(base_model)).is_dir():
+        check_weights(Path(resolve_model(base_model)))
     try:
         model = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),

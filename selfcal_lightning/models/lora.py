@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.model_names import check_adapter
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tenso
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
-    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen."""
+    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen. Raises InputError for others."""
+    check_adapter(directory)
     keep_bitsandbytes_quiet()
     from peft import PeftModel
 

@@ -128,6 +128,22 @@ def test_of(source: PoolSource) -> str:
     return source.test or source.split or "test"
 
 
+def check_same_questions(tests: Mapping[str, Mapping[str, RecordedPool]]) -> None:
+    """Raise InputError where the sides of a test set answer different questions: nothing could be compared."""
+    for test, pools in tests.items():
+        asked = {side: {entry.question.id for entry in pool.entries} for side, pool in pools.items()}
+        first, *others = asked
+        for side in others:
+            lacking = {one: asked[other] - asked[one] for one, other in ((first, side), (side, first))}
+            if not any(lacking.values()):
+                continue
+            counts = " and ".join(f"{one!r} lacks {len(ids):,} of the other" for one, ids in lacking.items())
+            raise InputError(
+                f"Expected all sides of test set {test!r} to answer the same questions, but {counts}, such as "
+                f"{min(lacking[first] | lacking[side])!r}. Evaluate them apart, or sample the rest."
+            )
+
+
 def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
     """Set a share of the questions of recorded pools aside for calibration, by a hash of their ids.
 

@@ -14,10 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.imports import is_installed
 from selfcal_lightning.json_files import read_json_object
+from selfcal_lightning.model_names import ADAPTER_CONFIG, check_adapter, check_model
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.plan import free_bytes, show_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,16 +68,15 @@ def run_export(
     target = Path(output_dir)
     check_output(target, overwrite=overwrite)
     token = _token() if push else None
-    if Path(adapter).is_file():
-        model, base, manifest = _from_checkpoint(adapter, base_model, dtype)
-    elif (Path(adapter) / "adapter_config.json").is_file():
-        model, base, manifest = _from_adapter(adapter, base_model, dtype)
-    else:
+    is_checkpoint = Path(adapter).is_file()
+    if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise InputError(
-            f"Expected `adapter` to be a checkpoint file or a folder with an adapter_config.json, but got {adapter!r}."
+            f"Expected `adapter` to be a checkpoint file or a folder with an {ADAPTER_CONFIG}, but got {adapter!r}."
         )
+    say(f"Merging {adapter} into its base model, for {target}")
+    model, base, manifest = (_from_checkpoint if is_checkpoint else _from_adapter)(adapter, base_model, dtype)
     say(f"Writing the merged model to {target}")
-    with replacing(target) as folder:
+    with _explaining_disk(target), replacing(target) as folder:
         # The generation config comes along with the model, the chat template with the tokenizer.
         model.save_pretrained(folder)
         _save_tokenizer(folder, base)
@@ -126,6 +127,21 @@ def write_export(
         }
         _describe(folder, manifest)
     return directory
+
+
+@contextmanager
+def _explaining_disk(target: Path) -> Iterator[None]:
+    """Say where it was, and what is left, when a disk refuses what is written."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        free = show_bytes(free_bytes(target))
+        raise RunError(
+            f"Expected to write {target}, but the disk refused: {' '.join(str(error).split())} ({free} are free "
+            "there). What lay there before is untouched. Free some, or choose another `output_dir`."
+        ) from error
 
 
 @contextmanager
@@ -189,10 +205,12 @@ def _from_adapter(
     from selfcal_lightning.models.identity import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
-    config = read_json_object(Path(adapter) / "adapter_config.json", what="the configuration of an adapter")
+    check_adapter(adapter)
+    config = read_json_object(Path(adapter) / ADAPTER_CONFIG, what="the configuration of an adapter")
     manifest = read_manifest(Path(adapter))
     trained_on = manifest["base_model"] if manifest else {"model": config["base_model_name_or_path"], "revision": None}
     base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
+    check_model(base[0], revision=base[1], option="base_model")
     model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
     if manifest is None:
         log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, base[0])

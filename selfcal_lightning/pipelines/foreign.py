@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.json_files import parse_json
+from selfcal_lightning.json_files import UnreadableJSONError, parse_json
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
 
@@ -47,9 +47,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if blank:
                 raise line_error(path, blank, "a JSON object", "an empty line")
-            content = parse_json(line, origin=f"{path}:{number}")
-            try:  # JSON may spell lone surrogates, which no file of the store can hold
+            try:
+                content = parse_json(line, origin=str(path))
+                # JSON may spell lone surrogates, which no file of the store can hold.
                 json.dumps(content, ensure_ascii=False).encode()
+            except UnreadableJSONError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
             except UnicodeError as error:
                 raise line_error(path, number, "a JSON object in valid Unicode", str(error)) from error
             if not isinstance(content, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selfcal_lightning.confidence.features import NUM_TOKENS
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import line_error
+from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
 from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
@@ -103,7 +103,7 @@ def load_recorded_pool(
     if not pool.entries:
         raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
-            "Check the names, or finish `selfcal generate` first."
+            f"{_what_is_there(path)}"
         )
     return pool
 
@@ -116,6 +116,19 @@ def check_place(path: str | Path) -> Path:
             f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
         )
     return place
+
+
+def _what_is_there(path: Path) -> str:
+    """Return which splits and tasks a pool holds, for whoever named another."""
+    if path.is_dir():
+        stored = list(SampleStore(path).rows())
+        found = [(rows[0].split, rows[0].question.task) for rows in stored]
+    else:
+        found = [(str(line.get("split", UNNAMED)), str(line.get("task"))) for _, line in read_json_lines(path)]
+    if not found:
+        return "It holds none at all: finish `selfcal generate` first."
+    splits, tasks = (", ".join(sorted(set(names))) for names in zip(*found, strict=True))
+    return f"It holds the split {splits} and the task {tasks}."
 
 
 def _from_store(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.strategy_jobs import PLANS, THRESHOLDS, check_labels, check_thresholds
 
 
@@ -47,7 +48,15 @@ class StrategySettings:
         check_thresholds(self.thresholds)
         for name in ("num_reshuffles", "num_resamples"):
             if getattr(self, name) < 0:
-                raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+                raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
+        for name in ("budgets", "targets"):
+            numbers = getattr(self, name)
+            if numbers is not None and (not numbers or min(numbers) < 1):
+                raise InputError(f"Expected `{name}` to be None or numbers of at least 1, but got {list(numbers)}.")
+        if self.confidences is not None and len(set(self.confidences)) < len(self.confidences):
+            raise InputError(f"Expected `confidences` to be different ones, but got {list(self.confidences)}.")
 
 
 def settings_json(settings: StrategySettings) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from selfcal_lightning.confidence.base import SampleScorer, add_scores, check_confidence
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.splits import Fitted, FittedOn, check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.strategies.base import Strategy
 
@@ -58,12 +59,12 @@ class FittedThreshold:
         """Return ``strategy`` with the chosen threshold; a risk threshold leaves it as it is.
 
         Raises:
-            ValueError: It is another strategy, or set otherwise, than the one of the fit.
+            InputError: It is another strategy, or set otherwise, than the one of the fit.
         """
         mine = {name: value for name, value in self.fields.items() if name != self.parameter}
         theirs = {name: value for name, value in fields_of(strategy).items() if name != self.parameter}
         if strategy.name != self.strategy or mine != theirs:
-            raise ValueError(
+            raise InputError(
                 f"Expected the strategy that {self.name!r} was fitted for, {self.strategy} with {mine}, but got "
                 f"{strategy.name} with {theirs}. Fit a threshold for this one."
             )
@@ -105,13 +106,14 @@ class FittedThreshold:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is no such file, of another version or kind, or damaged.
+            InputError: It is no such file, of another version or kind, or damaged.
         """
         content = load_fitted(path, (KIND,))[1]
         try:
             return cls.from_json(content)
-        except KeyError as error:
-            raise ValueError(f"Expected {path} to hold a whole threshold, but got no field {error}.") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise InputError(f"Expected {path} to hold a whole threshold, but got {reason}. Fit it again.") from error
 
 
 def prepared_pool(
@@ -120,7 +122,7 @@ def prepared_pool(
     """Return the pool with the scorers' confidences, checked for what a choice needs."""
     unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
     if unknown is not None:
-        raise ValueError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
+        raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
     scored = [replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool]
     if strategy.confidence is not None:
         check_confidence(scored, strategy.confidence)
@@ -130,7 +132,7 @@ def prepared_pool(
 def calibration_record(pool: Sequence[QuestionSamples], scorers: Sequence[FittedScorer]) -> FittedOn:
     """Return the record of the calibration questions, refusing those that a scorer was fitted on."""
     if not pool:
-        raise ValueError("Expected `pool` to hold at least one calibration question, but got none.")
+        raise InputError("Expected `pool` to hold at least one calibration question, but got none.")
     check_not_fitted_on(pool, scorers)
     return FittedOn.from_questions(
         (entry.question.id for entry in pool), num_responses=sum(len(entry.samples) for entry in pool)

@@ -36,8 +36,9 @@ import torch
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.engines.vllm import VLLMEngine
-from selfcal_lightning.files import check_replaceable, json_object_or_none
+from selfcal_lightning.json_files import json_object_or_none
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings, Verdict
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency

@@ -12,15 +12,17 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.files import check_apart
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.metrics.collection import KEYS
 from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.overwriting import check_apart
 from selfcal_lightning.pipelines.export import write_export
 from selfcal_lightning.pipelines.export_folders import check_output
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
 
 TRAINED = ("adapter", "model")  # kinds of exports that a training writes
@@ -44,11 +46,11 @@ class AdapterExport(Callback):
         self, output_dir: str | None = None, *, monitor: str | None = None, mode: Literal["min", "max"] = "min"
     ) -> None:
         if mode not in {"min", "max"}:
-            raise ValueError(f'Expected `mode` to be "min" or "max", but got {mode!r}.')
+            raise InputError(f'Expected `mode` to be "min" or "max", but got {mode!r}.')
         if monitor is not None and not (
             monitor.startswith("val/") and monitor.endswith(tuple(f"/{key}" for key in KEYS))
         ):
-            raise ValueError(
+            raise InputError(
                 f'Expected `monitor` to be "val/" and one of {", ".join(KEYS)}, but got {monitor!r}. The name of a '
                 "task may stand between them."
             )
@@ -60,15 +62,28 @@ class AdapterExport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
+        self._settle(trainer)
+        if stage == TrainerFn.FITTING:
+            self._check(pl_module)
+
+    def _settle(self, trainer: Trainer) -> None:
         log_dir = trainer.log_dir  # agreed on by a broadcast
         default = Path(log_dir or trainer.default_root_dir) / "adapter"
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
-        if stage != TrainerFn.FITTING:
-            return
+
+    def _check(self, module: SelfCalibrationModule) -> None:
         for folder in (self._folder, *([] if self.monitor is None else [self._best_folder])):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
-            check_apart(folder, {"base model": resolve_model(pl_module.base_model)}, option="output_dir")
+            check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
+
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
+        """Refuse a folder that holds something else."""
+        if verb != TrainerFn.FITTING:
+            return Plan()
+        self._settle(trainer)
+        self._check(module)
+        return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
@@ -98,7 +113,7 @@ class AdapterExport(Callback):
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-            raise ValueError(f"Expected `monitor` to be one of the logged values {known}, but got {self.monitor!r}.")
+            raise InputError(f"Expected `monitor` to be one of the logged values {known}, but got {self.monitor!r}.")
         value = trainer.callback_metrics[self.monitor].item()
         sign = 1.0 if self.mode == "min" else -1.0
         # A value that is not defined (nan) is never the best.

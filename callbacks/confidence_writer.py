@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.identity import DIGESTS
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.self_calibration import ScoredRows, SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation
 
@@ -44,9 +46,19 @@ class ConfidenceWriter(Callback):
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Refuse a second writer of the same name."""
+        self._check_name(trainer)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule) -> Plan:
+        """Refuse a name that cannot be that of an annotation, or that another writer has."""
+        if verb != "predict":
+            return Plan()
+        self._check_name(trainer)
+        return Plan(places=(Place("confidences", str(Annotation(data.store_dir, self.name).folder)),))
+
+    def _check_name(self, trainer: Trainer) -> None:
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
         if names.count(self.name) > 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected one ConfidenceWriter of the name {self.name!r}, but got {names.count(self.name)}. `selfcal "
                 "predict` adds one by itself, with the options `--confidence_writer.name` and `.overwrite`; take the "
                 "other out of `trainer.callbacks`."
@@ -56,9 +68,9 @@ class ConfidenceWriter(Callback):
         """Hold what will compute the values against what is in the store, before the long work."""
         data = trainer.datamodule
         if data is None or data.predict_index is None:
-            raise ValueError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
+            raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
         if self.name in data.predict_index.confidences:
-            raise ValueError(
+            raise InputError(
                 f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
                 "with them. Choose another name."
             )

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from selfcal_lightning.callbacks.generation_engines import EngineSettings, start_engine, start_round_engine
 from selfcal_lightning.callbacks.generation_joining import join_shares, wait_for_shares
+from selfcal_lightning.callbacks.generation_plan import check_generation_settings, plan_generation, splits_of
 from selfcal_lightning.callbacks.generation_rounds import (
     ResumedAt,
     check_can_regenerate,
@@ -26,6 +27,7 @@ from selfcal_lightning.callbacks.generation_rounds import (
 )
 from selfcal_lightning.callbacks.preemption import interrupt_of
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
@@ -35,6 +37,7 @@ from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoin
 from selfcal_lightning.pipelines.sampling import generate_samples, select_share, store_fingerprint
 from selfcal_lightning.pipelines.shares import part_name
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
+from selfcal_lightning.plan import Participant, Plan
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
@@ -97,10 +100,13 @@ class SSCGeneration(Callback):
         shard_by_shard: bool = False,
         stall_timeout: float = 600.0,
     ) -> None:
-        if engine not in {"transformers", "vllm"}:
-            raise ValueError(f'Expected `engine` to be "transformers" or "vllm", but got {engine!r}.')
-        if engine == "transformers" and gpu_memory_utilization is not None:
-            raise ValueError("Expected `gpu_memory_utilization` to be None with the engine transformers; it is vLLM's.")
+        check_generation_settings(
+            engine,
+            max_batch=max_batch,
+            gpu_memory_utilization=gpu_memory_utilization,
+            questions_per_shard=questions_per_shard,
+            stall_timeout=stall_timeout,
+        )
         self.sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
         self.engine, self.seed, self.dtype, self.max_batch = engine, seed, dtype, max_batch
         self.gpu_memory_utilization = gpu_memory_utilization
@@ -114,6 +120,10 @@ class SSCGeneration(Callback):
         self._training: str | None = None  # digest of the training, where later rounds are sampled
         self._resumed_training: str | None = None
 
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule) -> Plan:
+        """Refuse an engine that is not installed, and return how many responses are to be drawn."""
+        return plan_generation(self, verb, trainer, data)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the training whose rounds these are."""
         return {"training": self._training}
@@ -124,10 +134,14 @@ class SSCGeneration(Callback):
 
     def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
-        pl_module.check_support()  # before the long work; the model itself is built after it
         data = _data_module(trainer)
         check_place(Path(data.store_dir))
-        splits = {name: questions for name in _splits(stage, data) if (questions := data.questions(name))}
+        pl_module.check_support()  # before the long work; the model itself is built after it
+        # What others would refuse in their own `setup`, which comes after this one has sampled.
+        for one in trainer.callbacks:
+            if one is not self and isinstance(one, Participant):
+                one.plan_run(stage, trainer, pl_module, data)
+        splits = {name: questions for name in splits_of(stage, data) if (questions := data.questions(name))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:
             check_can_regenerate(
@@ -162,7 +176,7 @@ class SSCGeneration(Callback):
         if place is None:
             return
         if self._resumed_training not in (None, self._training):
-            raise ValueError(
+            raise InputError(
                 "Expected a checkpoint of this training, since its generation rounds go on, but got one of a training "
                 "with other settings or questions. Go back to those, or start without `ckpt_path` and with another "
                 "`dirpath` of ModelCheckpoint."
@@ -342,15 +356,8 @@ class SSCGeneration(Callback):
 
 def _data_module(trainer: Trainer) -> LightningDataModule:
     if trainer.datamodule is None:
-        raise ValueError("Expected a data module with questions for SSCGeneration, but got none: use SSCDataModule.")
+        raise InputError("Expected a data module with questions for SSCGeneration, but got none: use SSCDataModule.")
     return trainer.datamodule
-
-
-def _splits(stage: str, data: LightningDataModule) -> tuple[str, ...]:
-    """Return the splits that a verb of the Trainer reads."""
-    if stage == "predict":
-        return (data.predict_split,)
-    return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}[stage]
 
 
 def _say(trainer: Trainer, text: str) -> None:

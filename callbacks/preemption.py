@@ -11,9 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.checkpoint_io import is_address
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
+from selfcal_lightning.plan import Plan
 
 CHECKPOINT_SUFFIX = "-preempted"
 
@@ -38,7 +40,7 @@ class PreemptionCheckpoint(Callback):
 
     def __init__(self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1) -> None:
         if every_n_steps < 1:
-            raise ValueError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
+            raise InputError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
         self.stop = StopSignals(signals)
         self.every_n_steps = every_n_steps
         self._step_before = 0
@@ -49,6 +51,14 @@ class PreemptionCheckpoint(Callback):
             return
         _checkpoint_folder(trainer)
         self.stop.install()
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Refuse what would make the checkpoint useless."""
+        if verb != TrainerFn.FITTING:
+            return Plan()
+        folder = _checkpoint_folder(trainer)
+        names = ", ".join(one.name for one in self.stop.signals)
+        return Plan(stopped=(f"{names} first write a checkpoint into {folder}; the status is then {STOPPED_STATUS}.",))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which has put its handlers in place since ``setup``."""
@@ -124,13 +134,13 @@ def _checkpoint_folder(trainer: Trainer) -> Path:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             if is_address(callback.dirpath):
-                raise ValueError(
+                raise InputError(
                     f"Expected `dirpath` of ModelCheckpoint to be a folder, but got {callback.dirpath!r}: Lightning "
                     '(2.6.6) finds no "last" checkpoint at an address and would begin anew, in silence. Name a folder '
                     "that is still there when the run is started again."
                 )
             return Path(callback.dirpath)
-    raise ValueError(
+    raise InputError(
         "Expected a ModelCheckpoint with `dirpath` beside PreemptionCheckpoint, but got none: a run that is started "
         "again looks for its checkpoints there. Add one to `trainer.callbacks`, with `save_last: true`."
     )

@@ -6,49 +6,51 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from selfcal_lightning.errors import InputError
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
 def check_at_least(least: int, **settings: int) -> None:
-    """Raise ValueError unless every setting is at least ``least``; keywords are the names in the message."""
+    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message."""
     for name, value in settings.items():
         if value < least:
-            raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
 
 
 def check_shares(**settings: float) -> None:
-    """Raise ValueError unless every setting lies in [0, 1]; keywords are the names in the message."""
+    """Raise InputError unless every setting lies in [0, 1]; keywords are the names in the message."""
     for name, value in settings.items():
         if not 0.0 <= value <= 1.0:
-            raise ValueError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
+            raise InputError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ValueError unless ``value`` is one of the strings of the ``Literal`` type ``choices``."""
+    """Raise InputError unless ``value`` is one of the strings of the ``Literal`` type ``choices``."""
     if value not in get_args(choices):
-        raise ValueError(f"Expected `{name}` to be one of {get_args(choices)}, but got {value!r}.")
+        raise InputError(f"Expected `{name}` to be one of {get_args(choices)}, but got {value!r}.")
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise ValueError for trainers that would deal the rows anew, or change the size of an optimiser step."""
+    """Raise InputError for trainers that would deal the rows anew, or change the size of an optimiser step."""
     connector = trainer._accelerator_connector
     if connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1):
-        raise ValueError(
+        raise InputError(
             f"Expected `use_distributed_sampler=False` with {trainer.world_size} processes, but got True: "
             "Lightning would deal the rows anew and repeat some. Set `trainer.use_distributed_sampler: false`."
         )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise ValueError(
+        raise InputError(
             "Expected a constant `accumulate_grad_batches`, but got a GradientAccumulationScheduler: optimiser "
             "steps are planned ahead. Remove the callback."
         )
 
 
 def check_agreement(num_samples: int, target: str) -> None:
-    """Raise ValueError where targets would be the agreement of a single response with itself."""
+    """Raise InputError where targets would be the agreement of a single response with itself."""
     if num_samples < 2 and target in ("ssc", "consistency"):
-        raise ValueError(
+        raise InputError(
             f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: "
             "one response always agrees with itself, so every target would be 1.0. Raise `num_samples` (the "
             "paper uses 32), or train on `target='label'`."

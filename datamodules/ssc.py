@@ -11,25 +11,19 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from selfcal_lightning.datamodules.checks import (
-    check_agreement,
-    check_at_least,
-    check_choice,
-    check_shares,
-    check_trainer,
-)
+from selfcal_lightning.datamodules.checks import check_agreement, check_at_least, check_choice, check_shares
 from selfcal_lightning.datamodules.collate import SSCCollator, shares_prefix
 from selfcal_lightning.datamodules.dealing import Packing, make_dealer
 from selfcal_lightning.datamodules.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
+from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.datamodules.reading import check_stored_splits, keep_targets
 from selfcal_lightning.datamodules.rounds import (
     RoundRule,
-    check_reload,
     check_round_of,
     check_round_settings,
     epoch_to_read,
@@ -46,8 +40,10 @@ from selfcal_lightning.datamodules.ssc_sampler import (
 )
 from selfcal_lightning.datamodules.summary import describe_epoch
 from selfcal_lightning.datamodules.tuples import PTrueName, TargetName, TupleDataset, TupleTable, build_table
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
@@ -163,6 +159,8 @@ class SSCDataModule(LightningDataModule):
             max_repeats=max_repeats,
             num_buckets=num_buckets,
             group_size=group_size,
+            max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of,
             token_budget=1 if token_budget is None else token_budget,
         )
         check_at_least(0, seed=seed, round=round, num_workers=num_workers)
@@ -216,7 +214,7 @@ class SSCDataModule(LightningDataModule):
         """Return the questions of a split, loaded once.
 
         Raises:
-            ValueError: A source is empty, ids repeat, or two splits share a question.
+            InputError: A source is empty, ids repeat, or two splits share a question.
         """
         if not self._questions:
             loaded: dict[Split, list[Question]] = {
@@ -234,11 +232,19 @@ class SSCDataModule(LightningDataModule):
         """
         if self.trainer is None:
             return
-        check_trainer(self.trainer)
+        check_data(self, stage, self.trainer)
         if shares_prefix(self.packing, self.base_model, revision=self.revision):
             check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
-        if stage == "fit":
-            check_reload(self.trainer, self.regenerate_every_n_epochs)
+        check_room(self, stage)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check what needs no hub, and return the questions and the optimiser steps of a run."""
+        return plan_data(self, verb, trainer)
+
+    def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
+        """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
+        known = are_local(self.sources.values())
+        return {split: self.questions(split) for split in splits_of(verb, self.predict_split)} if known else None
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
@@ -287,7 +293,7 @@ class SSCDataModule(LightningDataModule):
         """Open the store and return the loader of training tuples.
 
         Raises:
-            ValueError: The store lacks the round or questions of it, or holds nothing to train on.
+            InputError: The store lacks the round or questions of it, or holds nothing to train on.
         """
         check_agreement(self.num_samples, self.target)
         store, collator = self._store(), self.collator()
@@ -327,7 +333,7 @@ class SSCDataModule(LightningDataModule):
         without validation samples in the store there is nothing to validate on: an empty list.
 
         Raises:
-            ValueError: The store lacks questions of the split.
+            InputError: The store lacks questions of the split.
         """
         if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
             return []
@@ -337,7 +343,7 @@ class SSCDataModule(LightningDataModule):
         """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``.
 
         Raises:
-            ValueError: The store lacks questions of the split.
+            InputError: The store lacks questions of the split.
         """
         return self._pool_loader("test")
 
@@ -347,7 +353,7 @@ class SSCDataModule(LightningDataModule):
         From then on ``predict_index`` says which response stands behind a batch's ``row``.
 
         Raises:
-            ValueError: The store lacks questions of the split.
+            InputError: The store lacks questions of the split.
         """
         loader = self._pool_loader(self.predict_split)
         self.predict_index = loader.dataset.table.index
@@ -414,7 +420,7 @@ class SSCDataModule(LightningDataModule):
             store, index, collator, target=self.target, p_true=self.p_true, drop_none=self.drop_none
         )
         if not len(table):
-            raise ValueError(
+            raise InputError(
                 "Expected `max_length` to leave room for prompt, response and confidence query, but got "
                 f"{self.max_length}, too short for every question of the split {split!r}. Raise `max_length`."
             )

@@ -27,7 +27,8 @@ from bundled_model_data import Schedule, train_tokenizer
 from bundled_model_measuring import evaluate
 from bundled_model_training import build_model, save, train
 
-from selfcal_lightning.files import is_empty_folder, json_object_or_none
+from selfcal_lightning.json_files import json_object_or_none
+from selfcal_lightning.overwriting import is_empty_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"

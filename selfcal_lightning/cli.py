@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import get_type_hints
 
 from selfcal_lightning import __version__
+from selfcal_lightning.config_files import check_nesting, config_files, read_config
+from selfcal_lightning.errors import did_you_mean
+from selfcal_lightning.interruptions import INTERRUPTION
+from selfcal_lightning.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
+from selfcal_lightning.trainer_start import look_first, short_help, wants_short_help
 
 TRAINER_VERBS = {
     "fit": "calibrate a model: sample responses, pool their confidence, train",
@@ -30,6 +37,29 @@ FUNCTION_VERBS = {
     "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
     "demo": ("demo", "run_demo", "calibrate the bundled model and show before and after, in minutes"),
 }
+_NOT_BEGUN = "Nothing was begun; the same command begins anew."
+_GOES_ON = "What is complete is in the store, and the same command goes on from there."
+_NOTHING = "Nothing was written; the same command begins anew."
+# What a verb leaves behind when it is stopped, unless the work that was under way knows better.
+KEPT = {
+    "fit": _NOT_BEGUN,
+    "validate": _NOT_BEGUN,
+    "test": _NOT_BEGUN,
+    "predict": _NOT_BEGUN,
+    "generate": _NOT_BEGUN,
+    "export": _NOTHING,
+    "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
+    "fit-confidence": _NOTHING,
+    "fit-threshold": _NOTHING,
+    "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",
+    "answer": "The answers above stand; the same command asks all questions again.",
+    "import-pool": _GOES_ON,
+    "export-pool": _NOTHING,
+    "import-records": _GOES_ON,
+    "drop-rounds": "The same command deletes the rest.",
+    "demo": "The samples so far are kept; the same command goes on, and trains anew.",
+}
+STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 
 
 def usage() -> str:
@@ -53,7 +83,7 @@ def usage() -> str:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one verb and return the exit status: 0 done, 1 failed, 2 not understood."""
+    """Run one verb and return the exit status: 0 done, 1 failed, 2 not understood, 130 or 143 stopped by a signal."""
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         sys.stdout.write(usage())
         return 0 if arguments else 2
@@ -61,29 +91,119 @@ def run(arguments: Sequence[str]) -> int:
     if verb in {"--version", "version"}:
         sys.stdout.write(f"selfcal_lightning {__version__}\n")
         return 0
-    if verb not in TRAINER_VERBS and verb not in FUNCTION_VERBS:
-        sys.stderr.write(f"selfcal: Expected a verb, but got {verb!r}.\n\n{usage()}")
+    known = [*TRAINER_VERBS, *FUNCTION_VERBS]
+    if verb not in known:
+        hint = did_you_mean(verb, known)
+        sys.stderr.write(f"selfcal: Expected a verb, but got {verb!r}.{hint} `selfcal --help` lists the verbs.\n")
         return 2
+    return run_to_the_end(lambda: _run_verb(verb, rest), command=["selfcal", verb, *rest], kept=KEPT[verb])
+
+
+def _run_verb(verb: str, arguments: list[str]) -> None:
+    check_nesting(arguments)
+    for path in config_files(arguments):
+        read_config(path)
+    if verb in TRAINER_VERBS:
+        if wants_short_help(arguments):
+            sys.stdout.write(short_help(verb))
+            return
+        look_first(verb, arguments)
+        importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *arguments])
+    else:
+        run_function(verb, arguments)
+
+
+def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
+    """Run ``work`` and return its exit status; whatever it raises is explained, and nothing falls out as a traceback.
+
+    Args:
+        work: The verb.
+        command: The command line, for messages.
+        kept: What the verb leaves behind when it is stopped.
+    """
     try:
-        if verb in TRAINER_VERBS:
-            importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *rest])
-        else:
-            run_function(verb, rest)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get("SELFCAL_TRACEBACK"):
+        work()
+        sys.stdout.flush()
+    except BaseException as error:
+        if INTERRUPTION.received is None and isinstance(error, SystemExit):
             raise
-        sys.stderr.write(f"selfcal {verb}: error: {error}\n")
-        return 1
+        if INTERRUPTION.received is not None or isinstance(error, KeyboardInterrupt):
+            return _end_interrupted(error, command=command, kept=kept)
+        if _stdout_is_gone(error):
+            return STDOUT_IS_GONE
+        if wants_traceback() or not isinstance(error, Exception):
+            raise
+        say_last(explain(error, who=" ".join(command[:2]), command=command))
+        return FAILED
     return 0
+
+
+def _end_interrupted(error: BaseException, *, command: Sequence[str], kept: str) -> int:
+    INTERRUPTION.ignore()
+    if wants_traceback():
+        raise error
+    say_last(explain_interruption(error, who=" ".join(command[:2]), kept=kept))
+    return INTERRUPTION.status
+
+
+def _stdout_is_gone(error: BaseException) -> bool:
+    """Return whether the reader of standard output has gone, as ``| head`` does; then nothing more is written to it."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def run_function(verb: str, arguments: list[str]) -> None:
     """Parse ``arguments`` by the signature of the verb's function in ``pipelines`` and call it."""
     from jsonargparse import auto_cli
 
+    from selfcal_lightning.verb_parser import VerbParser
+
     room, name, _ = FUNCTION_VERBS[verb]
-    function = getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name)
-    auto_cli(function, args=fill_flags(function, arguments), as_positional=False, prog=f"selfcal {verb}")
+    function = with_plain_types(getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name))
+    auto_cli(
+        function,
+        args=fill_flags(function, arguments),
+        as_positional=False,
+        prog=f"selfcal {verb}",
+        usage=usage_of(verb, function),
+        parser_class=VerbParser,
+    )
+
+
+def usage_of(verb: str, function: Callable[..., object]) -> str:
+    """Return how a verb is typed: the options that must be given, and that there are others.
+
+    Example:
+        >>> def ask(model: str, seed: int = 0): ...
+        >>> usage_of("answer", ask)
+        'selfcal answer --model MODEL [options]'
+    """
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    return " ".join([f"selfcal {verb}", *(f"--{name} {name.upper()}" for name in required), "[options]"])
+
+
+def with_plain_types(function: Callable[..., object]) -> Callable[..., object]:
+    """Return ``function`` with its annotations resolved, as a function of this module.
+
+    To resolve them, jsonargparse would import what stands under ``if TYPE_CHECKING:`` in the function's own module too,
+    which may be torch and all that is above it.
+    """
+
+    @functools.wraps(function)
+    def plain(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    plain.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+    plain.__annotations__ = get_type_hints(function)
+    plain.__module__ = __name__
+    return plain
 
 
 def fill_flags(function: Callable[..., object], arguments: Sequence[str]) -> list[str]:

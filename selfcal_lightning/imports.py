@@ -7,6 +7,8 @@ import importlib.util
 import logging
 from types import ModuleType
 
+from selfcal_lightning.errors import MissingPackageError
+
 _CPU_HINTS = {"vllm": " On a machine without a GPU run `make setup-vllm`."}
 
 
@@ -28,19 +30,24 @@ def require(module: str, *, extra: str) -> ModuleType:
         extra: The extra of this package that brings it.
 
     Raises:
-        ImportError: When the module's distribution is not installed. A module that is installed but fails to import
-            raises its own error.
+        MissingPackageError: When the module's distribution is not installed. A module that is installed but fails to
+            import raises its own error.
 
     Example:
         >>> require("json", extra="dev").__name__
         'json'
     """
+    check_installed(module, extra=extra)
+    return importlib.import_module(module)
+
+
+def check_installed(module: str, *, extra: str) -> None:
+    """Say how to get an optional dependency where it is not installed; for the arguments and errors see ``require``."""
     if not is_installed(module):
-        raise ImportError(
+        raise MissingPackageError(
             f"Expected `{module.partition('.')[0]}` to be installed, but it is not. "
             f"Install it with `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
         )
-    return importlib.import_module(module)
 
 
 def keep_bitsandbytes_quiet() -> None:

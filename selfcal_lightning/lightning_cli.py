@@ -12,23 +12,30 @@ from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.interruptions import keeping
+from selfcal_lightning.log_folders import untrained_folders_removed
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO, is_address
+from selfcal_lightning.parsing_errors import own_sentence
+from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
+from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text, untrained_note
+from selfcal_lightning.verb_parser import ShortErrors
 
+CHECK, CKPT_PATH = "check", "ckpt_path"
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
-MODULE = "selfcal_lightning.modules.self_calibration.SelfCalibrationModule"
-DATA_MODULE = "selfcal_lightning.datamodules.ssc.SSCDataModule"
+USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")
 LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
-DESCRIPTIONS = {
-    "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
-    "validate": "Score the fixed pool of the validation split.",
-    "test": "Score the fixed pool of the test split.",
-    "predict": "Write the model's confidence in each stored response into the store.",
-}
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """LightningCLI's parser, which says what is wrong in a sentence."""
 
 
 class ConfigKeeper(SaveConfigCallback):
@@ -53,10 +60,23 @@ class ConfigKeeper(SaveConfigCallback):
 class SelfCalibrationCLI(LightningCLI):
     """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, without Lightning's warning that a list of arguments is not what stands in ``sys.argv``."""
+        if not isinstance(args, list):
+            super().parse_arguments(parser, args)
+            return
+        self.config = parser.parse_args(args)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the data module what it shares with the model: name, revision, query, and which P(True)."""
         for name in LINKED:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
+        parser.add_argument(
+            f"--{CHECK}",
+            type=bool,
+            default=False,
+            help="Check what can be checked, print the plan, and stop there.",
+        )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.
@@ -76,6 +96,16 @@ class SelfCalibrationCLI(LightningCLI):
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
         return parser
 
+    def instantiate_classes(self) -> None:
+        """Build module, data module and trainer; what a constructor refuses is said in its own words."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            own = None if isinstance(error, InputError) else own_sentence(str(error))
+            if own is None:
+                raise
+            raise InputError(own) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
         trainer = super().instantiate_trainer(**kwargs)
@@ -92,12 +122,28 @@ class SelfCalibrationCLI(LightningCLI):
         checkpoint of another base model is refused by the module when it is loaded.
         """
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
+        ckpt_path = self._get(self.config_init, CKPT_PATH)
+        plan = plan_training_run(subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path)
+        if self._get(self.config, CHECK):
+            sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
+            return
+        if self.trainer.is_global_zero:
+            say(f"selfcal {subcommand}: checked. The plan:\n{plan}")
+        kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
+        with keeping(lambda: kept), untrained_folders_removed(self.trainer):
+            super()._run_subcommand(subcommand)
+        if subcommand != FIT and ckpt_path is None and self.trainer.is_global_zero:
+            say(untrained_note(subcommand))
+
 
 def run_trainer(arguments: Sequence[str]) -> None:
     """Parse ``arguments`` (the verb first) and run the Trainer.
 
     Raises:
-        ValueError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint.
+        InputError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint; or
+            Lightning refuses settings of the Trainer.
     """
     silence_lightning()
     try:
@@ -110,22 +156,28 @@ def run_trainer(arguments: Sequence[str]) -> None:
             save_config_callback=ConfigKeeper,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "selfcal"},
-            # The very command line is left to Lightning to read, which warns where `args` is given beside it.
-            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            parser_class=TrainerParser,
+            args=[arguments[0], *complete_arguments(arguments[1:])],
         )
     except (UnpicklingError, EOFError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise InputError(
             "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but "
             f"got a file that cannot be read as one: {reason}"
         ) from error
+    except MisconfigurationException as error:
+        raise InputError(f"Expected settings that Lightning's Trainer can run, but got: {error}") from error
 
 
 def silence_lightning() -> None:
-    """Keep advertisements for other packages, and a warning that Lightning gives about itself, off the terminal."""
-    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_no_advertisement)
+    """Keep off the terminal what helps nobody here.
+
+    Advertisements for other packages, a warning that Lightning gives about itself, and its words at Ctrl-C, after which
+    the command line has its own.
+    """
+    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not any(word in record.getMessage() for word in USELESS)

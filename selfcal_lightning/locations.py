@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfcal_lightning.files import read_json_object
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.json_files import read_json_object
 
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parent
@@ -92,14 +93,14 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
     """
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ValueError(
+        raise InputError(
             f"Expected `{option}` to be a folder with all files that its index names, but {folder} lacks {absent}. "
             "Download it again, or copy them there."
         )
     if not files:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         found = f"{', '.join(pickles[:3])}, which may hold code" if pickles else "none"
-        raise ValueError(
+        raise InputError(
             f"Expected `{option}` to be a folder with *.safetensors files, the only weights that are read, but "
             f"{folder} has {found}. Take a version of the model in safetensors, or convert one that you trust: load it "
             "with transformers elsewhere and `save_pretrained` it."
@@ -115,7 +116,7 @@ def indexed_files(folder: Path) -> dict[str, Path]:
     """
     names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(
+        raise InputError(
             f"Expected {folder / INDEX} to name the file of every tensor in `weight_map`, but it does not. Download it "
             "again, or save the model again with `save_pretrained`."
         )
@@ -126,11 +127,11 @@ def config_path(name: str) -> str:
     """Return the path of a YAML file that ships with the package, such as "demo.yaml".
 
     Raises:
-        ValueError: When there is no such file.
+        InputError: When there is no such file.
     """
     from selfcal_lightning import configs
 
     path = Path(next(iter(configs.__path__))) / name
     if not path.is_file():
-        raise ValueError(f"Expected `name` to be a shipped configuration, but there is no {path}.")
+        raise InputError(f"Expected `name` to be a shipped configuration, but there is no {path}.")
     return str(path)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import read_json_object
 from selfcal_lightning.fingerprints import files_sha256
+from selfcal_lightning.json_files import read_json_object
 
 MANIFEST = "selfcal_manifest.json"
 FORMAT = 2  # the first one had no number, and no hashes of files

@@ -8,15 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import read_json_object
-from selfcal_lightning.locations import present_weight_files, resolve_model
+from selfcal_lightning.errors import InputError, did_you_mean
+from selfcal_lightning.json_files import read_json_object
+from selfcal_lightning.locations import BUNDLED_NAME, present_weight_files, resolve_model
 from selfcal_lightning.manifests import check_files
 
+CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def check_model(model: str, *, option: str = "model") -> None:
-    """Raise ValueError where ``model`` is a folder that cannot be loaded, with the way out; a name of the hub passes.
+def check_model_folder(model: str, *, option: str = "model") -> None:
+    """Raise InputError where ``model`` is a folder that cannot be loaded, with the way out; a name of the hub passes.
 
     Args:
         model: Folder or hub name, or "bundled".
@@ -26,12 +28,16 @@ def check_model(model: str, *, option: str = "model") -> None:
     if not folder.is_dir():
         return
     if (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(
+        raise InputError(
             f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. Name the model that "
             "it was trained on, and this folder as the adapter; or merge the two by `selfcal export`."
         )
-    if (folder / "config.json").is_file():  # without one transformers says so
-        read_json_object(folder / "config.json")
+    if not (folder / CONFIG).is_file():
+        raise InputError(
+            f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}. An unfinished download "
+            "or export looks like this: make it again."
+        )
+    read_json_object(folder / CONFIG, what="the configuration of a model")
     check_weights(folder, option=option)
     check_files(folder)
 
@@ -40,20 +46,25 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
     """Return the configuration of the LoRA adapter in the folder ``adapter``.
 
     Raises:
-        ValueError: It is no such folder, of another kind of adapter, damaged, or not what was exported.
+        InputError: It is no such folder, of another kind of adapter, damaged, or not what was exported.
     """
     folder = Path(adapter)
+    if not folder.is_dir():
+        raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"Expected `{option}` to be a folder with an {ADAPTER_CONFIG}, but got {adapter!r}.")
-    config = read_json_object(folder / ADAPTER_CONFIG)
+        raise InputError(
+            f"Expected `{option}` to be the folder of a LoRA adapter, as `selfcal fit` writes it, but {adapter!r} "
+            f"holds no {ADAPTER_CONFIG}."
+        )
+    config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
     if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
-        raise ValueError(
+        raise InputError(
             f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter with its rank `r`, but got `peft_type` "
             f"{config.get('peft_type')!r} and `r` {config.get('r')!r}."
         )
     check_weights(folder, option=option)
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
+        raise InputError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
     check_files(folder)
     return config
 
@@ -62,7 +73,7 @@ def local_adapter(adapter: str) -> str:
     """Return the folder of an adapter; of one on the hub, configuration and safetensors are downloaded, nothing else.
 
     Raises:
-        ValueError: There is no such folder, and no such repository within reach.
+        InputError: There is no such folder, and no such repository within reach.
     """
     if Path(adapter).is_dir():
         return adapter
@@ -71,27 +82,27 @@ def local_adapter(adapter: str) -> str:
     try:
         return snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"Expected `adapter` to be a folder with an {ADAPTER_CONFIG}, or the hub name of one, but got {adapter!r}: "
             f"{error}"
         ) from error
 
 
 def check_weights(folder: Path, *, option: str) -> None:
-    """Raise ValueError unless ``folder`` has weights in safetensors files, each of the length that its header says."""
+    """Raise InputError unless ``folder`` has weights in safetensors files, each of the length that its header says."""
     for file in present_weight_files(folder, option=option):
         check_safetensors(file)
 
 
 def check_safetensors(file: Path) -> None:
-    """Raise ValueError where a safetensors file is cut short or its header is damaged; no tensor is read."""
+    """Raise InputError where a safetensors file is cut short or its header is damaged; no tensor is read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(
+        raise InputError(
             f"Expected {file} to be a whole safetensors file, but got {file.stat().st_size:,} bytes that cannot be "
             f"read as one: {error}. It is damaged or its download broke off: fetch or write it again."
         ) from error
@@ -108,3 +119,9 @@ def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> s
         f"Expected `{option}` to be a model that transformers knows by itself, but got {model!r}, which comes with "
         "Python code of its own (`auto_map` in its configuration). Such code is never run: use another model."
     )
+
+
+def similar(place: Path) -> str:
+    """Return a hint at a folder beside ``place`` with a similar name, or ""."""
+    beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
+    return did_you_mean(place.name, [*beside, *([BUNDLED_NAME] if place.name == str(place) else [])])

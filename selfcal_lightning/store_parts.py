@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_shards import (
     StoreCorruptError,
@@ -46,17 +48,27 @@ class PartLock:
         """Wait for the lock. Raises RuntimeError when another process keeps it."""
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + self.wait_seconds
+        waits = False
         while True:
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
+                if not waits:
+                    waits = True
+                    logger.warning(
+                        "Waiting up to %.0f s for %s, which writes %s.",
+                        self.wait_seconds,
+                        self._holder(),
+                        self.path.parent,
+                    )
                 if time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
+                holder = self._holder()
                 self.release()
-                raise RuntimeError(
-                    f"Expected {self.path.parent} to have one writer, but got a second one while another process holds"
-                    f" {self.path}. Wait for that process to end, or give every process its own shard."
+                raise RunError(
+                    f"Expected {self.path.parent} to have one writer, but got a second one while {holder} holds"
+                    f" {self.path}. Wait for it to end, or give every process its own shard."
                 ) from error
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -64,7 +76,18 @@ class PartLock:
                 logger.warning(
                     "No file locks on this file system; two writers of %s would go unseen.", self.path.parent
                 )
+            self._sign()
             return
+
+    def _sign(self) -> None:
+        """Leave in the file who holds the lock, for those that wait."""
+        if self._handle is not None:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _holder(self) -> str:
+        found = b"" if self._handle is None else os.pread(self._handle, 200, 0)
+        return found.decode(errors="replace") or "another process"
 
     def release(self) -> None:
         """Give the lock back. Allowed when it is not held."""
@@ -95,7 +118,7 @@ class ShardWriter:
         questions_per_shard: int,
     ) -> None:
         if questions_per_shard < 1:
-            raise ValueError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
+            raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
         self.folder, self.round, self.num_samples = folder, round, num_samples
         self.fingerprint_digest, self.engine = fingerprint_digest, dict(engine)
         self.questions_per_shard = questions_per_shard
@@ -145,7 +168,7 @@ class ShardWriter:
             num_tokens: Lengths of responses whose token ids are unknown, one a sample; None where unknown too.
 
         Raises:
-            ValueError: The samples are not those of this question, round and number, or the question is there already.
+            InputError: The samples are not those of this question, round and number, or the question is there already.
         """
         self._check(group)
         self._tables.append(encode_question(group, num_tokens))
@@ -157,7 +180,7 @@ class ShardWriter:
     def commit(self) -> int:
         """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
         if self._part is None:
-            raise RuntimeError("Expected the writer to be open, but got a commit outside its `with` block.")
+            raise RunError("Expected the writer to be open, but got a commit outside its `with` block.")
         if not self._tables:
             return 0
         number = self._part["next_shard"]
@@ -190,17 +213,17 @@ class ShardWriter:
     def _check(self, group: QuestionSamples) -> None:
         name, samples = group.question.id, group.samples
         if self._part is None:
-            raise RuntimeError("Expected the writer to be open, but got a question outside its `with` block.")
+            raise RunError("Expected the writer to be open, but got a question outside its `with` block.")
         if name in self._ids:
-            raise ValueError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
+            raise InputError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
         if any(sample.question_id != name or sample.round != self.round for sample in samples):
-            raise ValueError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
+            raise InputError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
         if not samples or [sample.index for sample in samples] != list(range(len(samples))):
-            raise ValueError(
+            raise InputError(
                 f"Expected samples 0, 1, 2 ... of question {name!r}, but got {[sample.index for sample in samples]}."
             )
         if self.num_samples is not None and len(samples) != self.num_samples:
-            raise ValueError(f"Expected {self.num_samples} samples of question {name!r}, but got {len(samples)}.")
+            raise InputError(f"Expected {self.num_samples} samples of question {name!r}, but got {len(samples)}.")
 
 
 def read_part(folder: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.json_files import parse_json
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 SCHEMA = pa.schema(
@@ -50,7 +52,7 @@ SCHEMA = pa.schema(
 )
 
 
-class StoreCorruptError(RuntimeError):
+class StoreCorruptError(RunError):
     """A file of the store is missing, cut short or changed; the message names it and the way out."""
 
 
@@ -133,8 +135,8 @@ def _link(temporary: Path, path: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the JSON file ``path``. Raises StoreCorruptError when it is no JSON object."""
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = parse_json(path.read_bytes(), origin=str(path))
+    except InputError as error:
         raise StoreCorruptError(
             f"Expected {path} to be a JSON file, but got: {error}. Restore it from a copy, or start `selfcal generate`"
             " again with `--repair true`."

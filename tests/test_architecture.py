@@ -10,15 +10,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "selfcal_lightning"
 LAYERS = {
+    # Below all: errors, and who reads JSON and YAML with them.
+    "errors": -2, "interruptions": -2, "json_files": -1, "config_files": -1, "parsing_errors": -1,
+    "path_names": -1, "overwriting": -1, "plan": -1,
     # Layer 0 has steps of its own: from what knows nothing to what knows the files of a model.
-    "records": 0, "imports": 0, "files": 0, "locations": 0.1, "fingerprints": 0.2, "manifests": 0.3,
-    "model_folders": 0.4, "prompts": 0.5,
+    "records": 0, "imports": 0, "locations": 0.1, "fingerprints": 0.2, "manifests": 0.3,
+    "model_folders": 0.4, "model_names": 0.45, "prompts": 0.5,
+    "last_resort": 0, "verb_parser": 0,
     "functional": 1, "tasks": 1, "store": 1,
     "engines": 2, "models": 2,
     "confidence": 3, "metrics": 3,
     "modules": 4, "strategies": 4, "reports": 4,
     "pipelines": 5,
     "datamodules": 6, "callbacks": 6,
+    "trainer_start": 6, "training_plan": 6, "log_folders": 6,
     "cli": 7, "lightning_cli": 7,
     "__main__": 8,
 }  # fmt: skip

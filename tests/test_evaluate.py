@@ -238,7 +238,7 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"pools": {"m": "x"}, "before": "bundled"}, "no `before` beside pools"),
         ({"model": "bundled", "task": "gsm8k"}, "no `task` beside models"),
         ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` to lie in \[0, 1\]"),
-        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be different ones"),
+        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be one of"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:

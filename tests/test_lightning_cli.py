@@ -91,9 +91,10 @@ def test_a_checkpoint_of_another_base_model_is_refused(
 
 
 @pytest.mark.parametrize("verb", sorted(TRAINER_VERBS))
-def test_help_begins_with_what_to_type(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("full", [["--help=full"], ["--help", "all"]], ids=" ".join)
+def test_the_full_help_begins_with_what_to_type(verb: str, full: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        run([verb, "--help"])
+        run([verb, *full])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"usage: selfcal {verb} --config FILE.yaml [--ckpt_path FILE.ckpt]")

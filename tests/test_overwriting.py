@@ -13,7 +13,7 @@ from other_models import plain_copy
 from training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.files import check_replaceable
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.interchange import import_pool
 from selfcal_lightning.store import SampleStore
 
@@ -31,7 +31,9 @@ def lines() -> list[dict[str, object]]:
              "confidence": {"p_true": float(draw.uniform(0.2, 0.9)), "logprob": float(-4 + hit)}}
             for hit in hits
         ]  # fmt: skip
-        pool.append({"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": "?", "reference": "7"})
+        pool.append(
+            {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7"}
+        )
         pool[-1]["responses"] = responses
     return pool
 

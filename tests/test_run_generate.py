@@ -79,7 +79,7 @@ def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert f"to {arguments['store_dir']}" in err
     assert "12 of 12 responses" in err
-    assert "Joined: 6 questions, 12 samples" in err
+    assert "Joined" not in err, "one process alone joins nothing"
     saved = [json.loads(path.read_text()) for path in (Path(arguments["store_dir"]) / "runs").iterdir()]
     assert [(run["num_samples"], run["temperature"]) for run in saved] == [(2, 0.8)]
 
@@ -202,7 +202,10 @@ def test_a_failing_worker_is_an_error(arguments: dict, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_nowhere_is_named_before_any_worker_starts(arguments: dict) -> None:
-    with pytest.raises(ValueError, match=r"Expected `model` to name a folder or hub repository.*'/nowhere/model'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected `model` to be a folder or a name on the hub, but there is no folder '/nowhere/model'",
+    ):
         run_generate(**arguments | {"model": "/nowhere/model"}, devices=2)
 
 

@@ -366,7 +366,7 @@ def test_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run([*arguments, "[response_consistency]", "--consistency_samples", "2"]) == 0
     assert "response_consistency: scored 12 of 12 responses" in capsys.readouterr().err
     assert run([*arguments, "rewards"]) == 1
-    assert capsys.readouterr().err.startswith("selfcal score: error: Expected the name of an estimator")
+    assert capsys.readouterr().err.startswith("selfcal score: error: Expected `estimator` to be one of")
 
 
 def test_help_does_not_import_torch() -> None:

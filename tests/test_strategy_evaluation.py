@@ -122,7 +122,7 @@ def test_pools_that_cannot_be_evaluated() -> None:
 def test_settings_outside_their_range() -> None:
     with pytest.raises(ValueError, match=r"`thresholds` to lie in \[0, 1\]"):
         StrategySettings(thresholds=(0.5, 1.5))
-    with pytest.raises(ValueError, match="`strategies` to be different ones of"):
+    with pytest.raises(ValueError, match=r"`strategies` to be one of .* but got 'magic'"):
         StrategySettings(strategies=("self_consistency", "magic"))
     with pytest.raises(ValueError, match="`num_reshuffles` to be at least 0"):
         StrategySettings(num_reshuffles=-1)

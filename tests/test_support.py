@@ -109,15 +109,15 @@ def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path)
 
 def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
-    from selfcal_lightning.models.meta_models import check_adapter_fits
+    from selfcal_lightning.models.meta_models import check_architecture
 
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
     state = torch.get_rng_state()
-    check_adapter_fits(str(tmp_path), LoraSettings())
+    check_architecture(str(tmp_path), LoraSettings())
     assert torch.equal(torch.get_rng_state(), state), "what training draws does not depend on the look"
     with pytest.raises(ValueError, match="which match none"):
-        check_adapter_fits(str(tmp_path), LoraSettings(target_modules=("c_attn",)))
+        check_architecture(str(tmp_path), LoraSettings(target_modules=("c_attn",)))
 
 
 def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_contract(name: str) -> None:
 
 
 def test_unknown_and_taken_names() -> None:
-    with pytest.raises(ValueError, match=r"Expected `name` to be one of .* but got 'gsmk8'. Did you mean 'gsm8k'?"):
+    with pytest.raises(ValueError, match=r"Expected `task` to be one of .* but got 'gsmk8'. Did you mean 'gsm8k'?"):
         get_task("gsmk8")
     with pytest.raises(ValueError, match="'gsm8k' is registered already"):
         register(get_task("gsm8k"))

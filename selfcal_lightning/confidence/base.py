@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import QuestionSamples, Sample
 
 P_TRUE = "p_true"
@@ -19,7 +20,7 @@ STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
 RESERVED = ("reward",)
 
 
-class MissingConfidenceError(ValueError):
+class MissingConfidenceError(InputError):
     """A confidence that a strategy or a fit needs is not there; the message names the estimator to run."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from selfcal_lightning.confidence.fusion import KIND, Fusion
 from selfcal_lightning.confidence.saved import load_fitted
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, Scaler
+from selfcal_lightning.errors import InputError
 
 FittedScorer = Scaler | Fusion
 
@@ -19,30 +20,30 @@ def load_scorer(path: str | Path) -> FittedScorer:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no such file, of another version or kind, or damaged.
+        InputError: It is no such file, of another version or kind, or damaged.
     """
     kind, content = load_fitted(path, (*SCALER_KINDS, KIND))
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error
+        raise InputError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error
 
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
     """Read several; each may read what the ones before it add, so that the order is that of the computation.
 
     Raises:
-        ValueError: Two have one name, or one reads what a later one adds.
+        InputError: Two have one name, or one reads what a later one adds.
     """
     scorers = [load_scorer(path) for path in paths]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
-        raise ValueError(f"Expected fitted confidences of different names, but got {names}.")
+        raise InputError(f"Expected fitted confidences of different names, but got {names}.")
     for position, scorer in enumerate(scorers):
         late = [name for name in scorer.requires if name in names[position:]]
         if late:
-            raise ValueError(f"Expected {late[0]!r} before {scorer.name!r}, which reads it, but got it after.")
+            raise InputError(f"Expected {late[0]!r} before {scorer.name!r}, which reads it, but got it after.")
     return scorers
 
 

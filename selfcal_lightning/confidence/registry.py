@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 from selfcal_lightning.confidence.base import RESERVED, Estimator
@@ -13,6 +12,7 @@ from selfcal_lightning.confidence.p_true import PTrue
 from selfcal_lightning.confidence.self_certainty import SelfCertainty, TokenEntropy
 from selfcal_lightning.confidence.verbalized import Verbalized
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
     from selfcal_lightning.confidence.forward import TokenReader
@@ -50,32 +50,27 @@ def estimator_class(name: str) -> EstimatorClass:
     """Return the class of the estimator ``name``.
 
     Raises:
-        ValueError: There is none of that name; the message says which there are.
+        InputError: There is none of that name; the message says which there are.
 
     Example:
         >>> estimator_class("token_entropy").is_probability
         False
-        >>> estimator_class("ptrue")
-        Traceback (most recent call last):
-        ValueError: Expected the name of an estimator, but got 'ptrue'. Did you mean 'p_true'? There are p_true, ...
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     if name in RESERVED:
-        raise ValueError(
+        raise InputError(
             f"Expected the name of an estimator, but got {name!r}, which is reserved for reward models. They come in a "
             f"later version; until then there are {', '.join(ESTIMATORS)}."
         )
-    close = get_close_matches(name, ESTIMATORS, n=1, cutoff=0.5)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"Expected the name of an estimator, but got {name!r}. {hint}There are {', '.join(ESTIMATORS)}.")
+    raise unknown_name("estimator", name, ESTIMATORS)
 
 
 def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
     """Return the settings of the estimator ``name``: its defaults with ``changes``, for the record of what was run.
 
     Raises:
-        ValueError: It has no such setting.
+        InputError: It has no such setting.
 
     Example:
         >>> estimator_settings("response_consistency", num_samples=5)
@@ -84,7 +79,7 @@ def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
     parameters = inspect.signature(estimator_class(name)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     if unknown := sorted(changes.keys() - defaults.keys()):
-        raise ValueError(f"Expected settings of {name!r} among {sorted(defaults)}, but got {unknown}.")
+        raise InputError(f"Expected settings of {name!r} among {sorted(defaults)}, but got {unknown}.")
     return {**defaults, **changes}
 
 
@@ -106,12 +101,12 @@ def build_estimator(
         **settings: Keyword arguments of its class.
 
     Raises:
-        ValueError: The name is unknown, or what it reads was not given.
+        InputError: The name is unknown, or what it reads was not given.
     """
     estimator = estimator_class(name)
     given: dict[str, tuple[Any, ...]] = {"engine": (engine, chat), "tokens": (tokens,), "pool": ()}
     needed = given[estimator.reads]
     if any(part is None for part in needed):
         wanted = {"engine": "`engine` and `chat`", "tokens": "`tokens`"}[estimator.reads]
-        raise ValueError(f"Expected {wanted} for the estimator {name!r}, but got None.")
+        raise InputError(f"Expected {wanted} for the estimator {name!r}, but got None.")
     return estimator(*needed, **settings)

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import check_replaceable, json_object_or_none
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.json_files import json_object_or_none, parse_json
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.store_shards import write_atomically
 
 FORMAT = "selfcal_lightning.fitted"
@@ -50,24 +52,21 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no such JSON file, of another version, or of another kind.
+        InputError: It is no such JSON file, of another version, or of another kind.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a fitted confidence or threshold in {path}, but got no such file.")
-    try:
-        record = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to be JSON, but got {error}.") from error
+    record = parse_json(path.read_bytes(), origin=str(path))
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
+        raise InputError(
             f"Expected {path} to have the format {FORMAT!r}, but got {found!r}. "
             "`selfcal fit-confidence` and `selfcal fit-threshold` write such files."
         )
     if record.get("version") != VERSION:
-        raise ValueError(f"Expected {path} to have version {VERSION}, but got {record.get('version')!r}. Fit it again.")
+        raise InputError(f"Expected {path} to have version {VERSION}, but got {record.get('version')!r}. Fit it again.")
     kind = record.get("kind")
     if kind not in kinds:
-        raise ValueError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
+        raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record

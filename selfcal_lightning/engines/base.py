@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.records import Request, Response
 
 
-class RequestsFailedError(RuntimeError):
+class RequestsFailedError(RunError):
     """Some requests cannot be answered; all others were, and the engine goes on.
 
     Attributes:

@@ -6,6 +6,8 @@ import math
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from selfcal_lightning.errors import RunError
+
 TOO_MANY_REQUESTS = 429
 
 
@@ -21,7 +23,7 @@ class TransientError(Exception):
         self.retry_after = retry_after
 
 
-class ServerError(RuntimeError):
+class ServerError(RunError):
     """A request failed for good: refused, given up after retries, out of time, or answered with garbage."""
 
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from selfcal_lightning.model_folders import check_adapter, check_model, local_adapter, refusal_of_code
+from selfcal_lightning.model_folders import check_adapter, check_model_folder, local_adapter, refusal_of_code
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
@@ -243,8 +243,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
     Raises:
-        ValueError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded, is damaged or not of
-            safetensors.
+        InputError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -252,7 +251,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         dtype = "float32" if device.startswith("cpu") else "bfloat16"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
-    check_model(model)
+    check_model_folder(model)
     if adapter is not None:
         adapter = local_adapter(adapter)
         check_adapter(adapter)

@@ -21,7 +21,7 @@ from selfcal_lightning.engines.vllm_records import (
 )
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
-from selfcal_lightning.model_folders import check_model
+from selfcal_lightning.model_folders import check_model_folder
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -313,7 +313,7 @@ class VLLMEngine:
             self._start()
 
     def _start(self) -> None:
-        check_model(self.model)
+        check_model_folder(self.model)
         if self._chat is None:
             self._chat = ChatFormat(load_tokenizer(self.model, revision=self.revision))
         if self._settings["stop_token_ids"] is None:

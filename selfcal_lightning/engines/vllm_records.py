@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from selfcal_lightning.engines.vllm_flights import Flight
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response
 
 
-class EngineCrashedError(RuntimeError):
+class EngineCrashedError(RunError):
     """The engine's process failed more often in a row than is allowed."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.model_folders import check_model, refusal_of_code
+from selfcal_lightning.model_folders import check_model_folder, refusal_of_code
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery
 
@@ -56,7 +56,7 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    check_model(base_model, option="base_model")
+    check_model_folder(base_model, option="base_model")
     register_segment_attention()
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from selfcal_lightning.files import read_json_object
 from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.locations import resolve_model
 
 DIGESTS = ("config_sha256", "weights_sha256")
@@ -20,7 +20,9 @@ def base_model_identity(base_model: str, *, revision: str | None = None) -> dict
     from transformers.utils import cached_file
 
     place = resolve_model(base_model)
-    config = read_json_object(cached_file(place, "config.json", revision=revision))
+    config = read_json_object(
+        cached_file(place, "config.json", revision=revision), what="the configuration of the base model"
+    )
     return {
         "model": base_model,
         "revision": revision,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
@@ -60,22 +61,41 @@ def attach_lora_on_meta(
     return adapted, drawn
 
 
-def check_adapter_fits(base_model: str, settings: LoraSettings, *, revision: str | None = None) -> None:
-    """Raise ValueError where the adapter names layers that ``base_model`` has not, without reading its weights.
+def check_architecture(
+    base_model: str,
+    settings: LoraSettings | None,
+    *,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+) -> None:
+    """Build the model without memory, so that what its classes or its adapter refuse is known before anything long.
 
     An architecture that cannot be built without values passes: ``attach_lora`` asks again.
+
+    Raises:
+        InputError: There is no such attention, or the adapter names layers that ``base_model`` has not.
     """
     from transformers import AutoModelForCausalLM
 
+    register_segment_attention()
     config = copy.deepcopy(load_config(base_model, revision=revision))
     config.quantization_config = None  # the names of the layers are the same
     # Constructors of some families draw numbers all the same; those of training must not depend on it.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, trust_remote_code=False
+            )
         except RuntimeError:
             return
-    check_adaptable(model, settings)
+        except (ImportError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"Expected a causal language model that runs with `attn_implementation` {attn_implementation!r}, but "
+                f"got {base_model!r}: {reason}"
+            ) from error
+    if settings is not None:
+        check_adaptable(model, settings)
 
 
 def places(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, nn.Module, str]]:

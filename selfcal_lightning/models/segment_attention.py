@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees, tree_position_ids, tree_segments
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 _PROBED: dict[str, str | None] = {}  # what a look at an architecture found, by its class and configuration
 
 
-class PackingError(ValueError):
+class PackingError(InputError):
     """A model cannot run packed rows."""
 
 
@@ -159,13 +160,13 @@ def register_segment_attention() -> None:
 
 
 def check_attention(implementation: str | None) -> None:
-    """Raise ValueError where packed rows would meet an attention that does not know their trees.
+    """Raise InputError where packed rows would meet an attention that does not know their trees.
 
     Args:
         implementation: Name of a model's attention; None is the project's choice for it.
     """
     if implementation not in (None, SEGMENTS, FLEX):
-        raise ValueError(
+        raise InputError(
             f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
             f"{implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
         )
@@ -180,7 +181,7 @@ def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation
         implementation: The model's attention, "segments" or "flex_attention".
 
     Raises:
-        ValueError: Another attention, which would cut every response from its prompt or mix them up.
+        InputError: Another attention, which would cut every response from its prompt or mix them up.
     """
     check_attention(implementation)
     width = input_ids.shape[1]
@@ -286,10 +287,10 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError, naming the model and the reason, where packed rows cannot be run."""
+    """Raise InputError, naming the model and the reason, where packed rows cannot be run."""
     problem = shared_prefix_problem(config)
     if problem is not None:
-        raise ValueError(
+        raise InputError(
             f"Expected a model whose responses can share a prompt in training, but got {name!r}: {problem}. "
             "Set `packing: auto` to fall back to batches of like length, or `packing: off`."
         )

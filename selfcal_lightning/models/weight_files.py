@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import INDEX, WHOLE, indexed_files, model_folder
-from selfcal_lightning.model_folders import check_model
+from selfcal_lightning.model_folders import check_model_folder
 
 
 class WeightFiles:
@@ -39,14 +40,14 @@ class WeightFiles:
                 is damaged.
         """
         folder = model_folder(base_model, revision=revision)
-        check_model(str(folder), option="base_model")
+        check_model_folder(str(folder), option="base_model")
         index, whole = folder / INDEX, folder / WHOLE
         if whole.is_file():
             files = dict.fromkeys(_names(whole), whole)
         elif index.is_file():
             files = indexed_files(folder)
         else:
-            raise ValueError(
+            raise InputError(
                 f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
                 "neither. Save it again with `save_pretrained`."
             )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.identity import same_base_model
 
 # Where the model lies, and how its layers are computed: not what is learned.
@@ -14,21 +16,31 @@ INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradie
 
 
 def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, warmup_steps: int) -> None:
-    """Raise ValueError where one of them is out of range."""
-    if omega < 0.0:
-        raise ValueError(f"Expected `omega` to be at least 0, but got {omega}.")
-    if beta <= 0.0:
-        raise ValueError(f"Expected `beta` to be positive, but got {beta}.")
+    """Raise InputError where one of them is out of range."""
+    if not 0.0 <= omega < math.inf:
+        raise InputError(f"Expected `omega` to be a number of at least 0, but got {omega}.")
+    if not 0.0 < beta < math.inf:
+        raise InputError(f"Expected `beta` to be a positive number, but got {beta}.")
     if loss not in {"smooth_l1", "squared"}:
-        raise ValueError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
+        raise InputError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
     if p_true not in {"normalised", "raw"}:
-        raise ValueError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
+        raise InputError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
     if warmup_steps < 0:
-        raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+
+
+def check_optimizer_settings(*, lr: float, weight_decay: float, seed: int) -> None:
+    """Raise InputError where one of them is out of range: the optimiser itself is built after all samples are drawn."""
+    if not 0.0 < lr < math.inf:
+        raise InputError(f"Expected `lr` to be a positive number, but got {lr}.")
+    if not 0.0 <= weight_decay < math.inf:
+        raise InputError(f"Expected `weight_decay` to be a number of at least 0, but got {weight_decay}.")
+    if seed < 0:
+        raise InputError(f"Expected `seed` to be at least 0, but got {seed}.")
 
 
 def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:
-    """Raise ValueError where a checkpoint is not of this base model.
+    """Raise InputError where a checkpoint is not of this base model.
 
     Args:
         stored: What the checkpoint says of its base model; None where it says nothing.
@@ -36,16 +48,16 @@ def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, An
         base_model: Its name or folder.
     """
     if stored is None:
-        raise ValueError("Expected a checkpoint of SelfCalibrationModule, but got one that names no base model.")
+        raise InputError("Expected a checkpoint of SelfCalibrationModule, but got one that names no base model.")
     if not same_base_model(stored, identity):
-        raise ValueError(
+        raise InputError(
             f"Expected a checkpoint of the base model {base_model!r} ({identity}), but got one of "
             f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
         )
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, lora: Any) -> None:
-    """Raise ValueError unless a checkpoint holds just the parameters that are trained here.
+    """Raise InputError unless a checkpoint holds just the parameters that are trained here.
 
     Args:
         state: Tensors of the checkpoint.
@@ -60,7 +72,7 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
         if wanted.get(name) != found.get(name)
     ]
     if differing:
-        raise ValueError(
+        raise InputError(
             f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
             f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
             f"checkpoint: {lora}."
@@ -68,7 +80,7 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
 
 
 def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any], *, resuming: bool) -> None:
-    """Raise ValueError where a checkpoint was trained with settings that make it another model, or another run.
+    """Raise InputError where a checkpoint was trained with settings that make it another model, or another run.
 
     Args:
         stored: Hyper-parameters in the checkpoint; what it does not say cannot be judged.
@@ -87,7 +99,7 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
         found = " and ".join(repr(now[name]) for name in differing)
         of = "run that is resumed" if resuming else "checkpoint"
         new = ", or start a new run without `ckpt_path`" if resuming else ""
-        raise ValueError(
+        raise InputError(
             f"Expected {wanted}, as in the {of}, but got {found}. Restore what the checkpoint was trained with "
             f"(`model.init_args`){new}."
         )

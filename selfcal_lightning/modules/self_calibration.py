@@ -23,11 +23,12 @@ from selfcal_lightning.functional.losses import (
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.model_folders import check_model
+from selfcal_lightning.model_folders import check_model_folder
+from selfcal_lightning.model_names import check_model
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.meta_models import check_adapter_fits
+from selfcal_lightning.models.meta_models import check_architecture
 from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
@@ -43,16 +44,20 @@ from selfcal_lightning.modules.checks import (
     check_base_model,
     check_hyper_parameters,
     check_loss_settings,
+    check_optimizer_settings,
     check_trained,
 )
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
+from selfcal_lightning.modules.plan import plan_module
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
+from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
@@ -137,6 +142,7 @@ class SelfCalibrationModule(LightningModule):
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
@@ -158,23 +164,31 @@ class SelfCalibrationModule(LightningModule):
 
     # ---- the model
 
-    def check_support(self) -> None:
-        """Raise ValueError where the Trainer runs in a way that does not work, or the model is not one to train.
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Raise InputError where the Trainer runs in a way that does not work, or the model is not one to train.
 
         To be asked before long work too: nothing but configurations and the headers of files is read.
         """
+        trainer = trainer or self._trainer
         check_support(
-            self._trainer,
+            trainer,
             lora=self.lora is not None,
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
             optimizer=self.optimizer_name,
         )
-        if self._trainer is not None:  # an export needs neither the quantised base nor the optimiser
+        if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
-        check_model(self.base_model, option="base_model")
-        if self.lora is not None and self.model is None:
-            check_adapter_fits(self.base_model, self.lora, revision=self.revision)
+        check_model_folder(self.base_model, option="base_model")
+        if self.model is None:
+            found = {"revision": self.revision, "attn_implementation": self.attn_implementation}
+            check_architecture(self.base_model, self.lora, **found)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
+        check_model(self.base_model, revision=self.revision, option="base_model")
+        self.check_support(trainer)
+        return plan_module(self, verb, trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""

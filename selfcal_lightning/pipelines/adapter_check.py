@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.store_shards import StoredRow
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ TOKENS_PER_PROBE = 16
 SMALLEST = 1e-30
 
 
-class AdapterMismatchError(RuntimeError):
+class AdapterMismatchError(RunError):
     """The engine does not serve what the trainer holds."""
 
 
@@ -81,10 +82,10 @@ def check_adapter(engine: Engine, network: PreTrainedModel, probes: Sequence[Pro
 
     Raises:
         AdapterMismatchError: The difference exceeds the bound, or is not a number.
-        ValueError: There is nothing to compare.
+        InputError: There is nothing to compare.
     """
     if not probes:
-        raise ValueError(
+        raise InputError(
             "Expected recorded responses with token ids to check the engine's adapter on, but got none. Sample the "
             "earlier round with SSCGeneration or `selfcal generate`."
         )

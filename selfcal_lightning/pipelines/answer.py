@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
     Dtype,
@@ -19,7 +20,7 @@ from selfcal_lightning.pipelines.answer_setup import (
     uncalibrated_note,
 )
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import EngineName, open_engine
+from selfcal_lightning.pipelines.engines import EngineName, check_engine, open_engine
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.sampling import store_fingerprint
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
@@ -110,7 +111,7 @@ def run_answer(
         The answers, in the order of the questions.
 
     Raises:
-        ValueError: If options contradict one another, or a question, a file or a setting cannot be used.
+        InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
     sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
@@ -126,6 +127,7 @@ def run_answer(
     if fitted is not None:
         say(promise_note(fitted))
     options = engine_args or {}
+    check_engine(engine, model, revision=revision, adapter=adapter, base_url=base_url, engine_args=options)
     chat = ChatFormat(load_tokenizer(options.get("tokenizer") or model, revision=revision), query=query)
     opened = open_engine(
         engine, model, chat, revision=revision, adapter=adapter, dtype=dtype, max_batch=max_batch, base_url=base_url,
@@ -148,7 +150,7 @@ def run_answer(
 def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
     if (text is None) == (path is None):
         both = "neither" if text is None else "both"
-        raise ValueError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
+        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
     if path is not None:
         return read_questions(path, task=task, chain_of_thought=chain_of_thought)
     return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]

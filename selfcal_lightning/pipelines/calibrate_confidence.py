@@ -20,8 +20,8 @@ from selfcal_lightning.confidence.saved import check_fitted_target
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.scores import scores_text
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
-from selfcal_lightning.files import check_replaceable
 from selfcal_lightning.functional.risk_tests import Procedure
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.records import QuestionSamples

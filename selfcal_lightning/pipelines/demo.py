@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from selfcal_lightning.errors import RunError
+from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.locations import config_path
+from selfcal_lightning.plan import free_bytes, show_bytes
+
+NEEDED_BYTES = 100 * 2**20
+GRACE_SECONDS = 60.0
+LARGER = "train/qwen2.5-7b-instruct.yaml"
 
 
 def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
@@ -38,22 +47,67 @@ def run_demo(output_dir: str = "runs/demo") -> None:
             an earlier demo is reused where it still fits, and replaced where it does not.
 
     Raises:
-        RuntimeError: A step failed; its own message stands above.
+        RunError: A step failed, and its own message stands above; or the disk is full.
     """
+    if free_bytes(output_dir) < NEEDED_BYTES:
+        raise RunError(
+            f"Expected {show_bytes(NEEDED_BYTES)} of free disk for {output_dir}, but got "
+            f"{show_bytes(free_bytes(output_dir))}. Free some, or name another folder by `--output_dir`."
+        )
     started = time.monotonic()
     for step, arguments in enumerate(demo_commands(output_dir), start=1):
-        command = ["selfcal", *arguments]
-        sys.stdout.write(f"\n[{step}/3] {shlex.join(command)}\n")
+        sys.stdout.write(f"\n[{step}/3] {shlex.join(['selfcal', *arguments])}\n")
         sys.stdout.flush()
-        done = subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False)  # noqa: S603
-        if done.returncode:
-            raise RuntimeError(f"step {step} of the demo, `selfcal {arguments[0]}`, ended with {done.returncode}.")
-    folder = Path(output_dir)
-    sys.stdout.write(
-        f"\nDone in {time.monotonic() - started:.0f} s. What to look at, and what to type next:\n"
+        status = run_step(arguments)
+        if status:
+            raise RunError(
+                f"Expected all steps of the demo to succeed, but step {step}, `selfcal {arguments[0]}`, ended with "
+                f"status {status}; its own message stands above. `selfcal demo` again goes on with what is there."
+            )
+    sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
+
+
+def run_step(arguments: Sequence[str]) -> int:
+    """Run a command of ``selfcal`` in a process of its own and return its status.
+
+    It is waited for at Ctrl-C and SIGTERM too: it writes what is complete before it ends.
+    """
+    step = subprocess.Popen([sys.executable, "-m", "selfcal_lightning", *arguments])  # noqa: S603
+    try:
+        return step.wait()
+    except KeyboardInterrupt:
+        if INTERRUPTION.received == signal.SIGTERM:  # Ctrl-C in a terminal reaches both of us
+            step.terminate()
+        step.wait(timeout=GRACE_SECONDS)
+        raise
+    finally:
+        if step.poll() is None:
+            step.kill()
+
+
+def what_next(folder: Path) -> str:
+    """Return where the results lie, and commands that this machine can run."""
+    merged = folder / "calibrated"
+    return (
+        "What to look at, and what to type next:\n"
         f"  {folder}/evaluation/reliability.png    reliability before and after\n"
         f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png beside it\n"
         f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
-        "  selfcal fit --config configs/train/qwen2.5-7b-instruct.yaml    the same on a 7B model and a GPU\n"
+        f'  selfcal answer --model {merged} --question "Tom has 3 boxes of 4 pens. How many pens has he?"\n'
+        f"{larger_model_lines()}"
+    )
+
+
+def larger_model_lines() -> str:
+    """Return how the same is done with a larger model, on a machine that has what it takes."""
+    import torch
+
+    path = Path(config_path(LARGER))
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if torch.cuda.is_available():
+        return f"  selfcal fit --config {shown} --check    what the same takes on a 7B model\n"
+    return (
+        f"The same on a 7B model is {shown}, for a machine with a GPU: PyTorch sees none here. On this one, take a\n"
+        f"small model of yours: selfcal fit --config {config_path('demo.yaml')} --model.base_model MODEL --check\n"
     )

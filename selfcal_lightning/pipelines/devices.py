@@ -1,7 +1,7 @@
 """Worker processes, one a GPU: each samples its share into its own part of the store.
 
 A worker reads its settings from standard input, which then stays open as a lifeline: when the parent is gone, by
-SIGKILL too, the worker commits what is complete and ends.
+SIGKILL too, the worker commits what is complete and ends. Ctrl-C in the terminal reaches the parent only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.interruptions import INTERRUPTION
+from selfcal_lightning.last_resort import FAILED, explain, wants_traceback
 from selfcal_lightning.pipelines.progress import say
 
 POLL_SECONDS = 0.5
@@ -38,7 +41,7 @@ def run_workers(
         on_tick: Called about twice a second.
 
     Raises:
-        RuntimeError: Workers failed; their own messages stand above.
+        RunError: Workers failed; their own messages stand above.
     """
     environments = [worker_environment(position, len(shards)) for position in range(len(shards))]
     with tempfile.TemporaryDirectory(prefix="selfcal-") as folder:
@@ -56,7 +59,7 @@ def run_workers(
             _end(workers)
         failed = [position for position, worker in enumerate(workers) if worker.returncode != 0]
         if failed:
-            raise RuntimeError(
+            raise RunError(
                 f"Expected {len(workers)} workers to finish, but worker {failed[0]} ended with status "
                 f"{workers[failed[0]].returncode} ({len(failed)} failed in all; their messages stand above). What was "
                 "committed is kept: start the same command again to go on."
@@ -68,7 +71,7 @@ def worker_environment(position: int, workers: int) -> dict[str, str]:
     """Return the environment of a worker: one GPU of those that this process sees, or a share of the CPU cores.
 
     Raises:
-        ValueError: There are GPUs, but fewer than workers.
+        InputError: There are GPUs, but fewer than workers.
     """
     import torch
 
@@ -78,7 +81,7 @@ def worker_environment(position: int, workers: int) -> dict[str, str]:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
         return environment
     if count < workers:
-        raise ValueError(f"Expected `devices` to be at most {count}, the GPUs in sight, but got {workers}.")
+        raise InputError(f"Expected `devices` to be at most {count}, the GPUs in sight, but got {workers}.")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(device) for device in range(count)]
     environment["CUDA_VISIBLE_DEVICES"] = names[position]
@@ -87,7 +90,9 @@ def worker_environment(position: int, workers: int) -> dict[str, str]:
 
 def _start(job: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "selfcal_lightning.pipelines.devices"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(environment), text=True)  # noqa: S603
+    worker = subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, env=dict(environment), text=True, process_group=0
+    )
     if worker.stdin is not None:
         worker.stdin.write(json.dumps(job) + "\n")
         worker.stdin.flush()
@@ -120,18 +125,20 @@ def _watch_parent() -> None:
 
 def work() -> int:
     """Run the job that stands on standard input. Returns the exit status."""
-    from selfcal_lightning.pipelines.shares import GenerationSettings, sample_share
-
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()
     number, total = job["shard"]
     try:
+        from selfcal_lightning.pipelines.shares import GenerationSettings, sample_share
+
         report = sample_share(GenerationSettings(**job["settings"]), shard=(number, total), progress=False)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get("SELFCAL_TRACEBACK"):
+    except KeyboardInterrupt:  # the parent, which was asked to stop, says so for all
+        return INTERRUPTION.status
+    except Exception as error:
+        if wants_traceback():
             raise
-        say(f"worker {number} of {total}: error: {error}")
-        return 1
+        say(explain(error, who=f"worker {number} of {total}"))
+        return FAILED
     Path(job["report"]).write_text(json.dumps(asdict(report)))
     return 0
 

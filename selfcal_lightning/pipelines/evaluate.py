@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from selfcal_lightning.confidence.fitted import load_scorers
+from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.comparison import SIDES
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
-from selfcal_lightning.pipelines.evaluation_folder import RESULTS, open_evaluation_folder
+from selfcal_lightning.pipelines.evaluation_folder import RESULTS, check_evaluation_folder, open_evaluation_folder
 from selfcal_lightning.pipelines.evaluation_inputs import (
     Inputs,
     PoolSource,
@@ -32,9 +34,10 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
     show_strategies,
     write_strategies,
 )
+from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_share, plan_models, plan_pools
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
-from selfcal_lightning.pipelines.paper_outputs import run_paper
+from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import PLANS
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
@@ -42,6 +45,7 @@ from selfcal_lightning.pipelines.strategy_settings import StrategySettings, sett
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.store_shards import write_atomically
+from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
@@ -87,6 +91,7 @@ def run_evaluate(
     devices: int = 1,
     max_batch: int = 128,
     seed: int = SEED,
+    check: bool = False,
 ) -> dict[str, Any]:
     """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
 
@@ -137,6 +142,7 @@ def run_evaluate(
         devices: Worker processes (GPUs, or CPU processes).
         max_batch: Sequences that the engine runs at once.
         seed: Of sampling, orders and bootstrap.
+        check: Check all that can be checked, print the plan, and stop there.
 
     Returns:
         The content of results.json.
@@ -155,17 +161,33 @@ def run_evaluate(
         seed=seed,
         **({} if thresholds is None else {"thresholds": thresholds}),
     )
+    given = load_scorers(scorers or [])
+    for path in fitted_thresholds or []:
+        FittedThreshold.load(path)
+    if protocol == "paper":
+        check_one_confidence(confidences)
     folder = Path(output_dir)
-    open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
         _refuse("pools", before=before, after=after, model=model, tests=tests, calibration=calibration)
-        inputs = read_pools(_sources(pools, task), _sources(calibration_pools or [], task))
-        inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
+        check_share(calibration_share)
+        sources = _sources(pools, task), _sources(calibration_pools or [], task)
+        plan = plan_pools(*sources, folder)
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
-        inputs = sample_models(_models(before, after, model), tests or [], calibration, folder, **options)
+        sampled = ModelInputs(_models(before, after, model), tests or [], calibration, folder, options)
+        plan = plan_models(sampled)
+    check_evaluation_folder(folder)
+    if check:
+        sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
+        return {}
+    open_evaluation_folder(folder, _plain(arguments))
+    if pools is not None:
+        inputs = read_pools(*sources)
+        inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
+    else:
+        inputs = sample_models(sampled.models, sampled.tests, calibration, folder, **options)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
@@ -174,7 +196,7 @@ def run_evaluate(
         results = compare_calibration(inputs.tests, folder, num_resamples=num_resamples) | results
         if strategies != []:
             results |= _run_strategies(
-                inputs, settings, scorers or [], fitted_thresholds or [], folder, is_short=tables == "short"
+                inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
             )
     write_atomically(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False).encode())
     _say_where(folder, results)
@@ -184,7 +206,7 @@ def run_evaluate(
 def _run_strategies(
     inputs: Inputs,
     settings: StrategySettings,
-    scorers: Sequence[str],
+    given: Sequence[FittedScorer],
     thresholds: Sequence[str],
     folder: Path,
     *,
@@ -192,7 +214,6 @@ def _run_strategies(
 ) -> dict[str, Any]:
     """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
     console = Console()
-    given = load_scorers(scorers)
     samples = {side: pool for pools in inputs.tests.values() for side, pool in pools.items()}
     calibrated = {
         side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
@@ -229,10 +250,15 @@ def _models(before: str | None, after: str | None, model: str | None) -> dict[st
         return {MODEL_SIDE: model}
     if model is None and before is not None and after is not None:
         return dict(zip(SIDES, (before, after), strict=True))
-    raise ValueError(
-        "Expected two models (`before` and `after`), one (`model`) or recorded `pools`, but got "
-        f"before={before!r}, after={after!r}, model={model!r}."
+    raise InputError(
+        "Expected two models (`before` and `after`), one (`model`), or recorded `pools`, but got "
+        f"{_given(before=before, after=after, model=model)}."
     )
+
+
+def _given(**options: str | None) -> str:
+    found = [f"`{name}` {value!r}" for name, value in options.items() if value is not None]
+    return " and ".join(found) or "none of them"
 
 
 def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:
@@ -245,7 +271,7 @@ def _refuse(given: str, **options: object) -> None:
     """Raise when options that belong to the other kind of input are given."""
     unused = [name for name, value in options.items() if value]
     if unused:
-        raise ValueError(f"Expected no {', '.join(f'`{name}`' for name in unused)} beside {given}, but got both.")
+        raise InputError(f"Expected no {', '.join(f'`{name}`' for name in unused)} beside {given}, but got both.")
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

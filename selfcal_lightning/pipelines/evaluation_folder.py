@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import json_object_or_none
+from selfcal_lightning.json_files import json_object_or_none
 from selfcal_lightning.store_shards import to_json, write_atomically
 
 ARGUMENTS = "evaluation.json"
@@ -19,17 +19,11 @@ WRITTEN = (
 )  # fmt: skip
 
 
-def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
-    """Make the folder of an evaluation, and leave its arguments there before anything else is written.
-
-    So an evaluation that was stopped before its results is still known as one, and its files may be replaced.
+def check_evaluation_folder(folder: Path) -> None:
+    """Raise InputError where an evaluation would replace what is not of an earlier one.
 
     Args:
         folder: New, of an earlier evaluation, or with nothing in it that an evaluation would replace.
-        arguments: JSON-able.
-
-    Raises:
-        ValueError: Something else has the name of a file that would be written.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
@@ -39,6 +33,21 @@ def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
             f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {folder}, where "
             f"{', '.join(taken[:3])} would be replaced and is something else. Choose another folder."
         )
+
+
+def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
+    """Make the folder of an evaluation, and leave its arguments there before anything else is written.
+
+    So an evaluation that was stopped before its results is still known as one, and its files may be replaced.
+
+    Args:
+        folder: As :func:`check_evaluation_folder` demands.
+        arguments: JSON-able.
+
+    Raises:
+        InputError: Something else has the name of a file that would be written.
+    """
+    check_evaluation_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "arguments": dict(arguments)}
     write_atomically(folder / ARGUMENTS, to_json(record))

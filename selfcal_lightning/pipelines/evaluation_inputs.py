@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
-from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.path_names import check_path_name
+from selfcal_lightning.pipelines.pools import RecordedPool, check_place, load_recorded_pool
 from selfcal_lightning.records import Question, question_hash
 from selfcal_lightning.tasks.registry import get_task
 
@@ -85,26 +87,51 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -
         calibration: One pool a side, or one for all sides; may be empty.
 
     Raises:
-        ValueError: Two pools are the same side of the same test set, or a side has no calibration questions while
+        InputError: Two pools are the same side of the same test set, or a side has no calibration questions while
             another has.
     """
+    check_pools(pools, calibration)
     tests: dict[str, dict[str, RecordedPool]] = {}
     for source in pools:
-        test = source.test or source.split or "test"
-        if source.name in tests.setdefault(test, {}):
-            raise ValueError(f"Expected one pool for side {source.name!r} of test set {test!r}, but got two.")
-        tests[test][source.name] = _read(source)
-    sides = list(dict.fromkeys(source.name for source in pools))
-    if not calibration:
-        return Inputs(tests, {})
+        tests.setdefault(test_of(source), {})[source.name] = _read(source)
     found = {source.name: source for source in calibration}
-    missing = [side for side in sides if side not in found]
-    if missing or len(found) < len(calibration):
-        raise ValueError(
+    sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
+    return Inputs(tests, {side: _read(found[side]) for side in sides})
+
+
+def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
+    """Refuse pools that cannot be compared, by their names and places alone.
+
+    Raises:
+        InputError: There is no pool, a name cannot be that of a file, two pools are the same side of the same test
+            set, or a side has no calibration questions while another has.
+        FileNotFoundError: A pool is not there.
+    """
+    if not pools:
+        raise InputError(
+            "Expected `pools` to name at least one recorded pool, such as `--pools '{base: pool.jsonl}'`, but got none."
+        )
+    for source in [*pools, *calibration]:
+        check_path_name("pools.name", source.name)
+        check_place(source.path)
+    seen: set[tuple[str, str]] = set()
+    for source in pools:
+        test = check_path_name("pools.test", test_of(source))
+        if (test, source.name) in seen:
+            raise InputError(f"Expected one pool for side {source.name!r} of test set {test!r}, but got two.")
+        seen.add((test, source.name))
+    sides = list(dict.fromkeys(source.name for source in pools))
+    found = {source.name for source in calibration}
+    if calibration and (len(found) < len(calibration) or not found >= set(sides)):
+        raise InputError(
             f"Expected one calibration pool for each of {', '.join(sides)}, but got {[s.name for s in calibration]}. "
             "Each side is calibrated on samples of its own."
         )
-    return Inputs(tests, {side: _read(found[side]) for side in sides})
+
+
+def test_of(source: PoolSource) -> str:
+    """Return the name of the test set that a pool belongs to."""
+    return source.test or source.split or "test"
 
 
 def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
@@ -115,13 +142,13 @@ def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
         share: Of the questions, above 0 and below 1.
 
     Raises:
-        ValueError: The share is out of its range or leaves a part empty, there are calibration questions already, or
+        InputError: The share is out of its range or leaves a part empty, there are calibration questions already, or
             there is more than one test set.
     """
     if not 0.0 < share < 1.0:
-        raise ValueError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
+        raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
     if inputs.calibration or len(inputs.tests) > 1:
-        raise ValueError("Expected `calibration_share` with one test set and no calibration questions, but got more.")
+        raise InputError("Expected `calibration_share` with one test set and no calibration questions, but got more.")
     ((test, pools),) = inputs.tests.items()
     # All sides answer the same questions, so the hash sets the same ones aside; what is one question under several ids
     # goes to one part.
@@ -183,12 +210,15 @@ def sample_models(
 
 
 def check_names(tests: Sequence[TestSet]) -> None:
-    """Raise ValueError unless there are test sets and their names differ."""
+    """Raise InputError unless there are test sets and their names differ."""
     if not tests:
-        raise ValueError("Expected `tests` to name at least one test set, but got none.")
-    names = [test.name for test in tests]
+        raise InputError(
+            "Expected `tests` to name at least one test set to sample, such as `--tests '[{name: id, task: gsm8k}]'`, "
+            "but got none."
+        )
+    names = [check_path_name("tests.name", test.name) for test in tests]
     if len(set(names)) < len(names) or CALIBRATION in names:
-        raise ValueError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
+        raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
 
 
 def _sample(side: str, model: str, test: TestSet, name: str, store: Path, options: Mapping[str, Any]) -> None:

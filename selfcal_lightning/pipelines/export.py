@@ -13,11 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from selfcal_lightning.files import check_apart
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import is_installed
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.manifests import FORMAT, MANIFEST, list_files, read_manifest
 from selfcal_lightning.model_folders import ADAPTER_CONFIG, check_adapter
+from selfcal_lightning.model_names import check_model
+from selfcal_lightning.overwriting import check_apart
 from selfcal_lightning.pipelines.export_folders import check_output, place_aside, reasons_to_keep, replacing
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
@@ -63,20 +65,20 @@ def run_export(
         The folder that was written.
 
     Raises:
-        ValueError: If the output folder holds something or is where the adapter or its base model lies, the adapter
+        InputError: If the output folder holds something or is where the adapter or its base model lies, the adapter
             is damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
     check_output(target, kinds=("merged",), overwrite=overwrite)
     token = _token() if push else None
-    if Path(adapter).is_file():
-        model, base, manifest = _from_checkpoint(adapter, base_model, dtype, target)
-    elif (Path(adapter) / ADAPTER_CONFIG).is_file():
-        model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
-    else:
-        raise ValueError(
-            f"Expected `adapter` to be a checkpoint file or a folder with an adapter_config.json, but got {adapter!r}."
+    is_checkpoint = Path(adapter).is_file()
+    if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint file or a folder with an {ADAPTER_CONFIG}, but got {adapter!r}."
         )
+    say(f"Merging {adapter} into its base model, for {target}")
+    read = _from_checkpoint if is_checkpoint else _from_adapter
+    model, base, manifest = read(adapter, base_model, dtype, target)
     say(f"Writing the merged model to {target}")
     with replacing(target) as folder:
         # The generation config comes along with the model, the chat template with the tokenizer.
@@ -167,13 +169,14 @@ def _from_adapter(
     if base[0] is None:
         raise ValueError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
     check_apart(target, {"adapter": adapter, "base model": resolve_model(base[0])}, option="output_dir")
+    check_model(base[0], revision=base[1], option="base_model")
     model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
     if manifest is None:
         log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, base[0])
     else:
         identity = base_model_identity(base[0], revision=base[1])
         if not same_base_model(trained_on, identity):
-            raise ValueError(
+            raise InputError(
                 f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
                 f"({trained_on}), but got {base[0]!r} ({identity})."
             )
@@ -212,7 +215,7 @@ def _hyper_parameters(path: str) -> dict[str, Any]:
 
     stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
     if "base_model" not in stored:
-        raise ValueError(
+        raise InputError(
             f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."
         )
     return stored
@@ -227,7 +230,7 @@ def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:
 def _token() -> str:
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
-        raise ValueError(
+        raise InputError(
             f"Expected the environment variable {TOKEN_VARIABLE} to hold a token for the hub, but it is not set. "
             "Set it, or leave `push` out."
         )

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import is_empty_folder
 from selfcal_lightning.manifests import read_manifest, strange_files
+from selfcal_lightning.overwriting import is_empty_folder
 from selfcal_lightning.store_manifest import flatten
 
 # What is compared to tell whether two exports are of one training, and what of it does not change what is learned.

@@ -13,6 +13,7 @@ from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.fusion import FUSED, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.path_names import file_name
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
 
@@ -134,9 +135,10 @@ def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
 
 def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
     """Write each scorer to a file of its name; return the file names."""
-    for scorer in scorers:
-        scorer.save(folder / f"{scorer.name}.json")
-    return [f"{scorer.name}.json" for scorer in scorers]
+    names = [f"{file_name(scorer.name)}.json" for scorer in scorers]
+    for scorer, name in zip(scorers, names, strict=True):
+        scorer.save(folder / name)
+    return names
 
 
 def _has(entry: QuestionSamples, name: str) -> bool:

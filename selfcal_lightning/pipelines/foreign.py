@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.json_files import UnreadableJSONError, parse_json
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
 
@@ -35,7 +37,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only.
 
     Raises:
-        ValueError: A line is no JSON object in valid Unicode, with file and line.
+        InputError: A line is no JSON object in valid Unicode, with file and line.
     """
     blank = 0
     with open(path, "rb") as file:
@@ -46,17 +48,19 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if blank:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
-                content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                content = parse_json(line, origin=str(path))
                 # JSON may spell lone surrogates, which no file of the store can hold.
                 json.dumps(content, ensure_ascii=False).encode()
-            except (json.JSONDecodeError, UnicodeError) as error:
+            except UnreadableJSONError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
+            except UnicodeError as error:
                 raise line_error(path, number, "a JSON object in valid Unicode", str(error)) from error
             if not isinstance(content, dict):
                 raise line_error(path, number, "a JSON object", type(content).__name__)
             yield number, content
 
 
-def line_error(path: Path, number: int, expected: str, found: str) -> ValueError:
+def line_error(path: Path, number: int, expected: str, found: str) -> InputError:
     """Return the error for a line, what was found being cut to a readable length."""
     shown = found if len(found) <= 200 else f"{found[:200]}..."
-    return ValueError(f"{path}:{number}: Expected {expected}, but got {shown}.")
+    return InputError(f"{path}:{number}: Expected {expected}, but got {shown}.")

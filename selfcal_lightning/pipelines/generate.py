@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.engines.openai_wire import check_sampling
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.interruptions import keeping
+from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.sampling import GenerationReport, missing_questions, select_share
 from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSettings, part_name, sample_share
+from selfcal_lightning.plan import Place, Plan, check_places
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
+from selfcal_lightning.store_parts import part_entries
+from selfcal_lightning.store_plan import plan_sampling
 from selfcal_lightning.store_shards import to_json, write_atomically
+from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.sources import count_source
 
 COUNTS = ("generated", "unreadable", "truncated", "failed")
 
@@ -54,6 +63,7 @@ def run_generate(
     shard: str = "0/1",
     questions_per_shard: int = 64,
     repair: bool = False,
+    check: bool = False,
 ) -> GenerationReport:
     """Sample responses to the questions of tasks, with P(True) of each, into a store.
 
@@ -89,6 +99,7 @@ def run_generate(
         devices: Worker processes on this machine, one a GPU (or CPU processes where there is none).
         shard: "i/n", this machine's share of the questions.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
+        check: Check all that can be checked, print the plan, and stop there.
         repair: First move damaged files of the store aside, so that their questions are sampled again.
 
     Returns:
@@ -98,7 +109,7 @@ def run_generate(
     check_place(Path(store_dir))
     number, total = parse_shard(shard)
     if devices < 1:
-        raise ValueError(f"Expected `devices` to be at least 1, but got {devices}.")
+        raise InputError(f"Expected `devices` to be at least 1, but got {devices}.")
     arguments |= {
         "model": resolve_model(model),
         "task": [task] if isinstance(task, str) else list(task),
@@ -106,27 +117,31 @@ def run_generate(
         "engine_args": engine_args or {},
     }
     settings = GenerationSettings(**{field.name: arguments[field.name] for field in fields(GenerationSettings)})
-    settings.sampling()
+    settings.check()
+    if check:
+        sys.stdout.write(f"selfcal generate: checked; nothing is sampled or written. The plan:\n{plan_run(settings)}\n")
+        return GenerationReport(store_dir, 0, 0, 0, 0, 0, 0, 0.0)
     questions = settings.questions()
     if repair and (Path(store_dir) / "rounds").exists():
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")
     share = select_share(questions, (number, total))
     if _has_all(settings, share):
         report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0.0)
-        say(f"All {len(share):,} questions (share {shard}) are in {store_dir} already: nothing is sampled.")
+        say(f"All {len(share):,} questions{_share_text(total, shard)} are in {store_dir} already: nothing is sampled.")
     else:
+        check_places(plan_run(settings, share))
         _keep_configuration(arguments, Path(store_dir), number)
-        say(
-            f"Writing {num_samples} samples to each of {len(questions):,} questions (share {shard} here) to {store_dir}"
-        )
+        here = _share_text(total, shard)
+        say(f"Writing {num_samples} samples to each of {len(questions):,} questions{here} to {store_dir}")
         # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: `select_share`.
         shards = [(number + total * device, total * devices) for device in range(devices)]
-        if devices == 1:
-            report = sample_share(settings, shard=shards[0], progress=True)
-        else:
-            report = _sample_on_devices(settings, share, shards)
+        with keeping(lambda: _what_is_kept(Path(store_dir))):
+            if devices == 1:
+                report = sample_share(settings, shard=shards[0], progress=True)
+            else:
+                report = _sample_on_devices(settings, share, shards)
         say(str(report))
-    _join_when_complete(SampleStore(store_dir), {question.id for question in questions})
+    _join_when_complete(SampleStore(store_dir), {question.id for question in questions}, total=total)
     return report
 
 
@@ -139,8 +154,46 @@ def parse_shard(shard: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
+        raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
     return int(match[1]), int(match[2])
+
+
+def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None = None) -> Plan:
+    """Return what a run will do.
+
+    Args:
+        settings: The run.
+        questions: Its questions; None counts those of the hub by the limit that was set, without asking it.
+    """
+    counts = [
+        count_source(name, settings.split, path=settings.path, limit=settings.limit, role=settings.store_split)
+        for name in settings.task
+    ]
+    known = questions
+    if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):
+        known = settings.questions()
+    numbers = [count.number for count in counts]
+    sampling = plan_sampling(
+        settings.store_dir,
+        None if known is None else {question.id for question in known},
+        num_samples=settings.num_samples,
+        most_tokens=settings.max_new_tokens,
+        most_questions=None if None in numbers else sum(number or 0 for number in numbers),
+    )
+    name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
+    model = name if settings.adapter is None else f"{name} with the adapter {settings.adapter}"
+    places = (Place("samples", settings.store_dir),)
+    return Plan((f"{model}, engine {settings.engine}",), tuple(counts), (sampling,), places=places)
+
+
+def _share_text(total: int, shard: str) -> str:
+    return f" (share {shard} here)" if total > 1 else ""
+
+
+def _what_is_kept(store_dir: Path) -> str:
+    entries = part_entries(store_dir)
+    number = sum(entry["questions"] for entry in entries)
+    return f"{number:,} questions with all their samples are in {store_dir}; the same command goes on from there."
 
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
@@ -187,14 +240,15 @@ def _sample_on_devices(
     )
 
 
-def _join_when_complete(store: SampleStore, wanted: set[str]) -> None:
-    """Join the parts when every question of the run is there: so the machine that finishes last does it."""
+def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:
+    """Join the parts when every question of the run is there: of ``total`` machines, the one that finishes last."""
     missing = len(wanted - store.question_ids(include_parts=True))
     if missing:
         say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")
         return
     manifest = store.join()
-    say(f"Joined: {manifest['questions']:,} questions, {manifest['rows']:,} samples in {store.path / 'manifest.json'}")
+    if total > 1:
+        say(f"Joined: {manifest['questions']:,} questions, {manifest['rows']:,} samples in {store.path}/manifest.json")
 
 
 def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:

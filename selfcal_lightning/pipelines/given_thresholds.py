@@ -15,6 +15,7 @@ from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.functional.curves import best_setting_within, wilson_interval
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+from selfcal_lightning.path_names import file_name
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
 from selfcal_lightning.pipelines.evaluated_test import EvaluatedTest
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool
@@ -61,7 +62,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
                 name=f"{row.contender.strategy}{weighted}_budget_{budget}",
                 sampled_by=None if halves[side] is None else halves[side].pool.sampled_by,
             )
-            name = f"{side}/thresholds/{fitted.name}.json"
+            name = f"{side}/thresholds/{file_name(fitted.name)}.json"
             fitted.save(folder / name)
             files.append(name)
     return files

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
-from selfcal_lightning.files import check_replaceable
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import (
     as_json_line,
@@ -18,7 +19,7 @@ from selfcal_lightning.pipelines.pool_lines import (
     response_length,
 )
 from selfcal_lightning.pipelines.pools import annotation_estimators
-from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
 from selfcal_lightning.records import QuestionSamples
@@ -81,7 +82,7 @@ def import_pool(
         questions_per_shard: Questions in one file of the store.
 
     Raises:
-        ValueError: A line is not as described, with the file and the number of the line.
+        InputError: A line is not as described, with the file and the number of the line.
     """
     path = Path(path)
     first: dict[str, int] = {}
@@ -93,10 +94,13 @@ def import_pool(
         first[line.question.id] = number
         tasks(line.question.task)
     if not first:
-        raise ValueError(f"Expected {path} to hold a question on every line, but got an empty file.")
+        raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
     store = open_imported(store_dir, path, {"task": task})
     counts = dict.fromkeys(("reused", "without_responses", "responses", "extracted", "verified", "unreadable"), 0)
-    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
+    with (
+        store.writer("import", questions_per_shard=questions_per_shard) as writer,
+        Progress(len(first), label=f"Judging {path.name}", unit="questions") as bar,
+    ):
         stored = store.stored_questions(include_parts=True)
         for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
             if line.question.id in stored:
@@ -116,6 +120,7 @@ def import_pool(
                 if line.question.reference is not None:
                     counts["verified"] += sum("correct" not in response for response in line.responses)
                 counts["unreadable"] += sum(sample.answer is None for sample in samples)
+            bar.update(1)
     store.join()
     return ImportReport(questions=len(first), **counts)
 
@@ -156,7 +161,7 @@ def export_pool(
                 file.write(as_json_line(pool_line(rows, token_ids=token_ids)))
                 questions, responses = questions + 1, responses + len(rows)
             if not questions:
-                raise ValueError(
+                raise InputError(
                     f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, "
                     "but got none. Check the names, or finish `selfcal generate` first."
                 )

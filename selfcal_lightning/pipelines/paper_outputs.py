@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfcal_lightning.confidence.base import check_confidence
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.fitted_confidences import carried_confidences, is_probability
 from selfcal_lightning.pipelines.paper_protocol import (
     LEVELS,
@@ -38,8 +39,7 @@ def run_paper(
     Returns:
         All curves as plain JSON types, by test set and side.
     """
-    if confidences is not None and len(confidences) != 1:
-        raise ValueError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
+    check_one_confidence(confidences)
     found: dict[str, Any] = {}
     for test, sides in tests.items():
         for side, pool in sides.items():
@@ -54,6 +54,12 @@ def run_paper(
             _show(f"{test}, {side}: published protocol, confidence {name}", curves)
             found.setdefault(test, {})[side] = {"confidence": name, "curves": [_as_json(curve) for curve in curves]}
     return found
+
+
+def check_one_confidence(confidences: Sequence[str] | None) -> None:
+    """Raise InputError where several confidences are named, or an empty list: the published protocol takes one."""
+    if confidences is not None and len(confidences) != 1:
+        raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
 
 
 def _first_probability(pool: RecordedPool) -> str | None:

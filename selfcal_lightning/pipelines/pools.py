@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.features import NUM_TOKENS
-from selfcal_lightning.pipelines.foreign import line_error
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
 from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
@@ -91,30 +92,49 @@ def load_recorded_pool(
 
     Raises:
         FileNotFoundError: There is neither a file nor a store.
-        ValueError: The pool holds no question, the same question twice, or a line is not as described.
+        InputError: The pool holds no question, the same question twice, or a line is not as described.
     """
-    path = Path(path)
     if limit is not None and limit < 1:
-        raise ValueError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+        raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+    path = check_place(path)
     if path.is_dir():
         pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit)
-    elif path.is_file():
+    else:
         if confidences:
-            raise ValueError(
+            raise InputError(
                 f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but "
                 "got a file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
             )
         pool = _from_file(path, split=split, task=task, limit=limit, tasks=tasks)
-    else:
+    if not pool.entries:
+        raise InputError(
+            f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
+            f"{_what_is_there(path)}"
+        )
+    return pool
+
+
+def check_place(path: str | Path) -> Path:
+    """Return where a pool lies. Raises FileNotFoundError where there is neither a file nor a folder."""
+    place = Path(path)
+    if not place.exists():
         raise FileNotFoundError(
             f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
         )
-    if not pool.entries:
-        raise ValueError(
-            f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
-            "Check the names, or finish `selfcal generate` first."
-        )
-    return pool
+    return place
+
+
+def _what_is_there(path: Path) -> str:
+    """Return which splits and tasks a pool holds, for whoever named another."""
+    if path.is_dir():
+        stored = list(SampleStore(path).rows())
+        found = [(rows[0].split, rows[0].question.task) for rows in stored]
+    else:
+        found = [(str(line.get("split", UNNAMED)), str(line.get("task"))) for _, line in read_json_lines(path)]
+    if not found:
+        return "It holds none at all: finish `selfcal generate` first."
+    splits, tasks = (", ".join(sorted(set(names))) for names in zip(*found, strict=True))
+    return f"It holds the split {splits} and the task {tasks}."
 
 
 def _from_store(

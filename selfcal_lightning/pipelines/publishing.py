@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import read_json_object
+from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 
 LOCAL = "a local model"

@@ -13,6 +13,9 @@ from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.dependence import RecordedConfidence, check_name_tells
 from selfcal_lightning.confidence.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.sequences import entry_ids
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.model_names import check_adapter_name
+from selfcal_lightning.pipelines.engines import check_engine
 from selfcal_lightning.pipelines.generate import parse_shard
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.score_pool import PoolTarget
@@ -126,12 +129,17 @@ def run_score(
     arguments = dict(locals())
     members = _members(estimator, name, consistency_samples)
     _check_place(arguments)
+    number_of_shard = parse_shard(shard)
+    if max_batch < 1:
+        raise InputError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
+    if any(member.kind.reads != "pool" for member in members):
+        _check_model(engine, model, revision, adapter)
     settings = ModelSettings(model, revision, adapter, query, engine, dtype, max_batch)
     names = ", ".join(member.name for member in members)
     if store_dir is not None:
         store = SampleStore(store_dir)
         scoring = ScoringModel(settings, store.round_manifest(round)["fingerprint"])
-        target: ScoreTarget = StoreTarget(store, split=split, round=round, task=task, shard=parse_shard(shard))
+        target: ScoreTarget = StoreTarget(store, split=split, round=round, task=task, shard=number_of_shard)
         _open_store(target, scoring, members, arguments)
         place = f"{store_dir}/annotations"
     else:
@@ -157,12 +165,12 @@ def _members(estimator: list[str] | str, name: str | None, consistency_samples: 
     """Return the estimators of a run, each under its own name or the one given."""
     chosen = [estimator] if isinstance(estimator, str) else list(estimator)
     if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")
+        raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")
     if name is not None and len(chosen) > 1:
-        raise ValueError(f"Expected one `estimator` where `name` is given, but got {chosen}. Run them one by one.")
+        raise InputError(f"Expected one `estimator` where `name` is given, but got {chosen}. Run them one by one.")
     kinds = [estimator_class(one) for one in chosen]
     if consistency_samples is not None and "response_consistency" not in chosen:
-        raise ValueError(
+        raise InputError(
             f"Expected `consistency_samples` with the estimator response_consistency only, but got it with {chosen}."
         )
     changes = {} if consistency_samples is None else {"num_samples": consistency_samples}
@@ -177,13 +185,21 @@ def _members(estimator: list[str] | str, name: str | None, consistency_samples: 
 
 
 def _check_place(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError unless either a store or a pool with an output is given, without options of the other."""
+    """Raise InputError unless either a store or a pool with an output is given, without options of the other."""
     given = {name: arguments[name] for name in ("store_dir", "pool", "output") if arguments[name] is not None}
     if given.keys() not in ({"store_dir"}, {"pool", "output"}):
-        raise ValueError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
+        raise InputError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
     for name, unset in {"split": None, "round": 0, "shard": "0/1"}.items():
         if "pool" in given and arguments[name] != unset:
-            raise ValueError(f"Expected `{name}` with `store_dir` only, but got {arguments[name]!r} with `pool`.")
+            raise InputError(f"Expected `{name}` with `store_dir` only, but got {arguments[name]!r} with `pool`.")
+
+
+def _check_model(engine: EngineName, model: str | None, revision: str | None, adapter: str | None) -> None:
+    """Refuse the name of a model or an adapter that there is not; the store's own model is checked when it is known."""
+    if adapter is not None:
+        check_adapter_name(adapter)
+    if model is not None:
+        check_engine(engine, model, revision=revision)
 
 
 def _open_store(
@@ -193,7 +209,7 @@ def _open_store(
     origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
     for member in members:
         if target.num_bringing(member.name) and not scoring.made_the_stored(member.kind.name):
-            raise ValueError(
+            raise InputError(
                 f"Expected `name`, since {target.num_bringing(member.name):,} responses in "
                 f"{target.store.path} bring {member.name!r} of another model or query with them, but got null. "
                 "Choose one, such as "

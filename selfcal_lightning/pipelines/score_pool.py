@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.files import check_replaceable
+from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import PoolLine, as_json_line, is_written_pool, judge_line
 from selfcal_lightning.pipelines.score_targets import Entry, brings

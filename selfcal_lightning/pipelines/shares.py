@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.pipelines.engines import EngineName, open_engine
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.pipelines.engines import EngineName, check_engine, open_engine
 from selfcal_lightning.pipelines.sampling import (
     GenerationReport,
     check_questions,
@@ -15,7 +16,9 @@ from selfcal_lightning.pipelines.sampling import (
 )
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_plan import check_store_dir
 from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.sources import check_source
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
@@ -64,10 +67,30 @@ class GenerationSettings:
         tokenizer = load_tokenizer(self.model, revision=self.revision) if other is None else load_tokenizer(other)
         return ChatFormat(tokenizer, query=self.query)
 
+    def check(self) -> None:
+        """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
+        self.sampling()
+        for name in ("num_samples", "max_batch", "questions_per_shard"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
+        if not self.task:
+            raise InputError("Expected `task` to name at least one task, but got none.")
+        if self.path is not None and len(self.task) > 1:
+            raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
+        for name in self.task:
+            check_source(name, self.split, path=self.path, limit=self.limit)
+        check_store_dir(self.store_dir)
+        check_engine(
+            self.engine,
+            self.model,
+            revision=self.revision,
+            adapter=self.adapter,
+            base_url=self.base_url,
+            engine_args=self.engine_args,
+        )
+
     def questions(self) -> list[Question]:
         """Load the questions of all tasks."""
-        if self.path is not None and len(self.task) > 1:
-            raise ValueError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
         questions = [
             question
             for name in self.task

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.interruptions import INTERRUPTION
+
 STOPPED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, start the same command again
 ONE_REQUEST_SECONDS = 3.0
 
@@ -46,7 +49,7 @@ class StopSignals:
     def __init__(self, names: Sequence[str]) -> None:
         known = signal.Signals.__members__
         if unknown := [name for name in names if name not in known or name in {"SIGKILL", "SIGSTOP"}]:
-            raise ValueError(
+            raise InputError(
                 f"Expected `signals` to be names of signals that can be handled, but got {unknown[0]!r}. "
                 'Take "SIGTERM", "SIGUSR1" or "SIGUSR2", for example.'
             )
@@ -91,7 +94,8 @@ class StopSignals:
             self._came_at[number] = now
             self.received = self.received or signal.Signals(number).name
             earlier = self._earlier[number]
-            if callable(earlier) and earlier is not signal.default_int_handler:
+            # Those that end the process at once are what this one is in the place of.
+            if callable(earlier) and earlier not in (signal.default_int_handler, INTERRUPTION.handle):
                 earlier(number, frame)
 
     def _pass_on(self, number: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.pipelines.strategy_evaluation import Job
 from selfcal_lightning.strategies.pool import CurveStrategy
 from selfcal_lightning.strategies.registry import ORACLES, make_strategy, setting_names
@@ -49,16 +50,18 @@ PLANS: dict[str, Plan] = {
 
 
 def check_labels(labels: Sequence[str]) -> None:
-    """Raise ValueError unless every label is known and none occurs twice."""
-    unknown = [label for label in labels if label not in PLANS]
-    if unknown or len(set(labels)) < len(labels):
-        raise ValueError(f"Expected `strategies` to be different ones of {', '.join(PLANS)}, but got {list(labels)}.")
+    """Raise InputError unless every label is known and none occurs twice."""
+    for label in labels:
+        if label not in PLANS:
+            raise unknown_name("strategies", label, PLANS)
+    if len(set(labels)) < len(labels):
+        raise InputError(f"Expected `strategies` to be different ones, but got {list(labels)}.")
 
 
 def check_thresholds(thresholds: Sequence[float]) -> None:
-    """Raise ValueError unless every threshold lies in [0, 1] and there is one."""
+    """Raise InputError unless every threshold lies in [0, 1] and there is one."""
     if not thresholds or not all(0.0 <= value <= 1.0 for value in thresholds):
-        raise ValueError(f"Expected `thresholds` to lie in [0, 1], but got {list(thresholds)}.")
+        raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(thresholds)}.")
 
 
 def needs_confidence(label: str) -> bool:
@@ -86,7 +89,7 @@ def make_jobs(
         values: Values that each confidence takes: further thresholds of the strategies that compare it with one.
 
     Raises:
-        ValueError: A label is unknown, or a threshold lies outside [0, 1].
+        InputError: A label is unknown, or a threshold lies outside [0, 1].
     """
     check_labels(labels)
     check_thresholds(thresholds)

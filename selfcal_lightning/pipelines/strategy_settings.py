@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.strategy_jobs import PLANS, check_labels, check_thresholds
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 from selfcal_lightning.strategies.threshold_grids import THRESHOLDS
@@ -50,7 +51,11 @@ class StrategySettings:
         for name in ("num_reshuffles", "num_resamples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
         _check_counts(budgets=self.budgets, targets=self.targets)
+        if self.confidences is not None and len(set(self.confidences)) < len(self.confidences):
+            raise InputError(f"Expected `confidences` to be different ones, but got {list(self.confidences)}.")
 
 
 def _check_counts(**counts: Sequence[int] | None) -> None:

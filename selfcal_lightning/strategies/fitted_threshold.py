@@ -12,6 +12,7 @@ from selfcal_lightning.confidence.fitted import FittedScorer, scorer_digests
 from selfcal_lightning.confidence.saved import THRESHOLD as KIND
 from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.splits import FittedOn
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Verdict
 from selfcal_lightning.store_manifest import flatten
 from selfcal_lightning.strategies.base import Strategy
@@ -95,12 +96,12 @@ class FittedThreshold:
         """Return ``strategy`` with the chosen threshold; a risk threshold leaves it as it is.
 
         Raises:
-            ValueError: It is another strategy, or set otherwise, than the one of the fit.
+            InputError: It is another strategy, or set otherwise, than the one of the fit.
         """
         mine = {name: value for name, value in self.fields.items() if name != self.parameter}
         theirs = {name: value for name, value in fields_of(strategy).items() if name != self.parameter}
         if strategy.name != self.strategy or mine != theirs:
-            raise ValueError(
+            raise InputError(
                 f"Expected the strategy that {self.name!r} was fitted for, {self.strategy} with {mine}, but got "
                 f"{strategy.name} with {theirs}. Fit a threshold for this one."
             )

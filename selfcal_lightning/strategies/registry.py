@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
+from selfcal_lightning.errors import InputError, did_you_mean, unknown_name
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.best_of_n import BestOfN
@@ -38,7 +37,7 @@ def make_strategy(name: str, **settings: Any) -> Strategy:
     """Return the strategy ``name`` with these fields; fields left out keep their defaults.
 
     Raises:
-        ValueError: If there is no such strategy or field, or a value is not allowed.
+        InputError: If there is no such strategy or field, or a value is not allowed.
 
     Example:
         >>> make_strategy("early_stopping", threshold=0.8, max_samples=8)
@@ -47,9 +46,9 @@ def make_strategy(name: str, **settings: Any) -> Strategy:
     known = setting_names(name)
     for setting in settings:
         if setting not in known:
-            raise ValueError(
+            raise InputError(
                 f"Expected the settings of {name} to be among {', '.join(known)}, but got {setting!r}."
-                f"{_hint(setting, known)}"
+                f"{did_you_mean(setting, known)}"
             )
     strategy: Strategy = STRATEGIES[name](**settings)
     return strategy
@@ -71,7 +70,7 @@ def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the fields of the strategy ``name``.
 
     Raises:
-        ValueError: If there is no such strategy.
+        InputError: If there is no such strategy.
 
     Example:
         >>> setting_names("window_stopping")
@@ -79,7 +78,7 @@ def setting_names(name: str) -> tuple[str, ...]:
     """
     if name not in STRATEGIES:
         known = tuple(STRATEGIES)
-        raise ValueError(f"Expected `name` to be one of {', '.join(known)}, but got {name!r}.{_hint(name, known)}")
+        raise unknown_name("strategy", name, known)
     return tuple(field.name for field in fields(STRATEGIES[name]))
 
 
@@ -87,7 +86,7 @@ def describe_strategy(strategy: Strategy) -> dict[str, Any]:
     """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it.
 
     Raises:
-        ValueError: If its class stands under no name here.
+        InputError: If its class stands under no name here.
 
     Example:
         >>> describe_strategy(SelfConsistency(max_samples=4))
@@ -96,9 +95,4 @@ def describe_strategy(strategy: Strategy) -> dict[str, Any]:
     for name, cls in STRATEGIES.items():
         if type(strategy) is cls:
             return {"name": name, **{field: getattr(strategy, field) for field in setting_names(name)}}
-    raise ValueError(f"Expected `strategy` to be one of {', '.join(STRATEGIES)}, but got {type(strategy).__name__}.")
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    raise InputError(f"Expected `strategy` to be one of {', '.join(STRATEGIES)}, but got {type(strategy).__name__}.")

@@ -25,6 +25,14 @@ class Task(Protocol):
         """Return the questions of ``split`` from the hub, or of the local file ``path`` with the hub's columns."""
         ...
 
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is read or downloaded."""
+        ...
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return whether loading asks the hub."""
+        ...
+
     def extract(self, text: str) -> str | None:
         """Return the canonical answer that ``text`` gives, or None when none can be read."""
         ...

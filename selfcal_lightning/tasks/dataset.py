@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.answers import Answers
 from selfcal_lightning.tasks.base import AnswerType
 from selfcal_lightning.tasks.extraction import LETTERS
-from selfcal_lightning.tasks.rows import HubSource, Row, load_file_rows, load_hub_rows
+from selfcal_lightning.tasks.rows import HubSource, Row, check_file, load_file_rows, load_hub_rows
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Item:
     gold: Any
 
 
-class UnusableRowError(ValueError):
+class UnusableRowError(InputError):
     """A row without a usable label or text; such rows are counted and reported."""
 
 
@@ -68,12 +69,12 @@ class DatasetTask:
         ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning.
 
         Raises:
-            ValueError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
+            InputError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
             FileNotFoundError: If ``path`` does not exist.
-            RuntimeError: If the hub cannot be reached or refuses.
+            RunError: If the hub cannot be reached or refuses.
         """
         if limit is not None and limit < 0:
-            raise ValueError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
         origin, rows = self._rows(split, path)
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
@@ -90,15 +91,42 @@ class DatasetTask:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in unusable.most_common())
             logger.warning("%d of %d rows of %s cannot be used (%s).", unusable.total(), num_read, origin, reasons)
         if not questions and limit != 0:
-            raise ValueError(
+            raise InputError(
                 f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none of use."
             )
         if repeated := duplicate_ids(questions):
-            raise ValueError(
+            raise InputError(
                 f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
                 f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
             )
         return questions
+
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is read or downloaded.
+
+        Raises:
+            InputError: If the split is unknown, or a file is needed and none is named.
+            FileNotFoundError: If ``path`` does not exist.
+        """
+        if path is not None:
+            check_file(path)
+            return
+        source = self.dataset.source
+        if source is None:
+            raise InputError(
+                f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
+                f"Parquet with the columns {', '.join(self.dataset.columns)}."
+            )
+        if split not in source.splits:
+            raise InputError(
+                f"Expected `split` of {self.name} to be one of {', '.join(source.splits)}, but got {split!r}."
+                f"{did_you_mean(split, source.splits)} Other splits have no labels or do not exist; rows of your own "
+                "are given by `path`."
+            )
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return whether loading asks the hub."""
+        return path is None and self.dataset.source is not None
 
     def extract(self, text: str) -> str | None:
         """Return the canonical answer that a response gives, or None."""
@@ -113,16 +141,10 @@ class DatasetTask:
         return self.dataset.answers.group(answers)
 
     def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
-        if path is not None:
-            return f"the file {path}", load_file_rows(path, self.dataset.columns)
+        self.check_source(split, path=path)
         source = self.dataset.source
-        if source is None:
-            raise ValueError(f"Expected `path` to name a local file for task {self.name!r}, but got None.")
-        if split not in source.splits:
-            raise ValueError(
-                f"Expected `split` of {self.name} to be one of {', '.join(source.splits)}, but got {split!r}. "
-                "Other splits have no labels or do not exist; rows of your own are given by `path`."
-            )
+        if path is not None or source is None:
+            return f"the file {path}", load_file_rows(str(path), self.dataset.columns)
         return f"{source.hub_id} ({source.splits[split]})", load_hub_rows(source, split, self.dataset.columns)
 
     def _question_id(self, row: Row, split: str, index: int) -> str:

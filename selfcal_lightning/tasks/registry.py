@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.tasks.answers import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
 from selfcal_lightning.tasks.arithmetic import GSM8K, SVAMP, ObjectCounting
 from selfcal_lightning.tasks.base import Task
@@ -30,10 +29,10 @@ def register(task: Task) -> None:
     """Add a task under its name.
 
     Raises:
-        ValueError: If the name is taken.
+        InputError: If the name is taken.
     """
     if task.name in TASKS:
-        raise ValueError(f"Expected `task.name` to be new, but {task.name!r} is registered already.")
+        raise InputError(f"Expected `task.name` to be new, but {task.name!r} is registered already.")
     TASKS[task.name] = task
 
 
@@ -41,16 +40,14 @@ def get_task(name: str) -> Task:
     """Return the task of that name.
 
     Raises:
-        ValueError: If there is none.
+        InputError: If there is none.
 
     Example:
         >>> get_task("gsm8k").answer_type
         'number'
     """
     if name not in TASKS:
-        close = get_close_matches(name, TASKS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"Expected `name` to be one of {', '.join(sorted(TASKS))}, but got {name!r}.{hint}")
+        raise unknown_name("task", name, sorted(TASKS))
     return TASKS[name]
 
 

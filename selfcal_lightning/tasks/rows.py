@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.json_files import parse_json
+
 Row = Mapping[str, Any]
 
+JSON_ENDINGS, PARQUET_ENDING = (".jsonl", ".ndjson", ".json"), ".parquet"
 PARQUET_CONVERSION = "refs/convert/parquet"
 
 
@@ -38,24 +41,33 @@ def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the ending is another, the file is broken (naming the line), or columns are missing.
+        InputError: If the ending is another, the file is broken (naming the line), or columns are missing.
+    """
+    file = check_file(path)
+    return _load_parquet(file, columns) if file.suffix == PARQUET_ENDING else _load_json_lines(file, columns)
+
+
+def check_file(path: str) -> Path:
+    """Return the path of a JSON-lines or Parquet file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        InputError: If the ending is another.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, but there is none at {path}.")
-    if file.suffix == ".parquet":
-        return _load_parquet(file, columns)
-    if file.suffix in (".jsonl", ".ndjson", ".json"):
-        return _load_json_lines(file, columns)
-    raise ValueError(f"Expected `path` to end in .jsonl, .ndjson, .json or .parquet, but got {path}.")
+    if file.suffix not in (PARQUET_ENDING, *JSON_ENDINGS):
+        raise InputError(f"Expected `path` to end in .jsonl, .ndjson, .json or .parquet, but got {path}.")
+    return file
 
 
 def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iterable[Row]:
     """Return the rows of a split from the hub (or the local cache of it), through the `datasets` library.
 
     Raises:
-        RuntimeError: If the hub cannot be reached, or does not give the data set away.
-        ValueError: If columns are missing.
+        RunError: If the hub cannot be reached, or does not give the data set away.
+        InputError: If columns are missing.
     """
     import datasets
 
@@ -68,7 +80,7 @@ def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iter
             split=source.splits[split],
         )
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
-        raise RuntimeError(
+        raise RunError(
             f"Could not load {source.hub_id} from the Hugging Face hub: {error} Without a connection or permission, "
             "give the same rows as a local JSON-lines or Parquet file by `path`."
         ) from error
@@ -83,7 +95,7 @@ def _load_parquet(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     try:
         table = pyarrow.parquet.read_table(file)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"Expected {file} to be a Parquet file, but it cannot be read: {error}") from error
+        raise InputError(f"Expected {file} to be a Parquet file, but it cannot be read: {error}") from error
     _check_columns(str(file), table.column_names, columns)
     return table.to_pylist()
 
@@ -94,15 +106,9 @@ def _load_json_lines(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except json.JSONDecodeError as error:
-                where = f"{error.msg} at character {error.pos + 1}"  # its own line number is always 1
-                raise ValueError(f"Expected {file}, line {number}, to be a JSON object, but got: {where}.") from error
-            except UnicodeDecodeError as error:
-                raise ValueError(f"Expected {file}, line {number}, to be UTF-8 text, but got: {error}.") from error
+            row = parse_json(line, origin=f"{file}, line {number},")
             if not isinstance(row, dict):
-                raise ValueError(f"Expected {file}, line {number}, to be a JSON object, but got {type(row).__name__}.")
+                raise InputError(f"Expected {file}, line {number}, to be a JSON object, but got {type(row).__name__}.")
             _check_columns(f"{file}, line {number}", row, columns)
             rows.append(row)
     return rows
@@ -111,7 +117,7 @@ def _load_json_lines(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]
 def _check_columns(origin: str, present: Iterable[str], columns: Sequence[str]) -> None:
     present = list(present)
     if missing := [column for column in columns if column not in present]:
-        raise ValueError(
+        raise InputError(
             f"Expected {origin} to have the columns {', '.join(columns)}, but {', '.join(missing)} is missing. "
             f"Present: {', '.join(present) or 'none'}."
         )

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Literal
 
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.records import Message, Question, question_hash
 from selfcal_lightning.tasks.answers import NumberAnswers
 from selfcal_lightning.tasks.base import AnswerType
 from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.local import LocalQuestions
+from selfcal_lightning.tasks.rows import check_file
 from selfcal_lightning.tasks.word_problem_templates import FAMILIES, Problem, draw_problem
 
 Split = Literal["pretrain", "train", "validation", "calibration", "test_id", "test_ood"]
@@ -144,12 +146,12 @@ class WordProblems:
         """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn.
 
         Raises:
-            ValueError: If ``split`` is unknown, ``limit`` is negative, ``chain_of_thought`` is False (the bundled model
+            InputError: If ``split`` is unknown, ``limit`` is negative, ``chain_of_thought`` is False (the bundled model
                 only ever answers in steps), or the file ``path`` is broken or empty.
             FileNotFoundError: If ``path`` does not exist.
         """
         if not chain_of_thought:
-            raise ValueError(
+            raise InputError(
                 "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "
                 "steps only, but got False. For other models ask the questions of a file by the task `local_number`."
             )
@@ -172,13 +174,24 @@ class WordProblems:
         """Return the problems behind ``load``, in the same order, with their solutions.
 
         Raises:
-            ValueError: If ``split`` is unknown or ``limit`` is negative.
+            InputError: If ``split`` is unknown or ``limit`` is negative.
         """
         plan = _split_plan(split)
         if limit is not None and limit < 0:
-            raise ValueError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
         stream = stream_problems(split, seed=self.seed)  # type: ignore[arg-type]
         return list(islice(stream, plan.size if limit is None else limit))
+
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is made or read."""
+        if path is None:
+            _split_plan(split)
+        else:
+            check_file(path)
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return False: problems are made here, or read from a file."""
+        return False
 
     def extract(self, text: str) -> str | None:
         """Return the number after the last "answer is", else the last number of the text, else None.
@@ -204,7 +217,7 @@ def _split_plan(split: str) -> SplitPlan:
     for name, plan in SPLITS.items():
         if name == split:
             return plan
-    raise ValueError(f"Expected `split` to be one of {', '.join(SPLITS)}, but got {split!r}.")
+    raise unknown_name("split", split, SPLITS)
 
 
 def _canonical_number(number: str) -> str:

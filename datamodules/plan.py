@@ -1,0 +1,144 @@
+"""What a run of the Trainer will read, counted and checked from the settings: no store is opened, no hub is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from selfcal_lightning.datamodules.checks import check_agreement, check_trainer
+from selfcal_lightning.datamodules.order import rows_per_step
+from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
+from selfcal_lightning.datamodules.rounds import check_reload
+from selfcal_lightning.datamodules.ssc_sampler import limited_batches, steps_per_epoch
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.model_names import is_on_disk
+from selfcal_lightning.plan import Plan, QuestionCount, Training
+from selfcal_lightning.records import Question
+from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.sources import check_source, count_source
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from selfcal_lightning.datamodules.mixture import Mixture
+    from selfcal_lightning.datamodules.ssc import SSCDataModule
+
+PROMPTS_TRIED = 8
+
+
+def splits_of(verb: str, predict_split: str) -> tuple[str, ...]:
+    """Return the splits that a verb of the Trainer reads.
+
+    Example:
+        >>> splits_of("fit", "test"), splits_of("predict", "test")
+        (('train', 'validation'), ('test',))
+    """
+    return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(verb, (predict_split,))
+
+
+def plan_data(data: SSCDataModule, verb: str, trainer: Trainer) -> Plan:
+    """Check what needs no hub, and return the questions and the optimiser steps of a run.
+
+    Args:
+        data: The data module.
+        verb: Verb of the Trainer.
+        trainer: Who runs it.
+    """
+    check_data(data, verb, trainer)
+    known = data.known_questions(verb)
+    if known is not None and is_on_disk(data.base_model, revision=data.revision):
+        check_room(data, verb)
+    counts = count_sources(data.sources, splits_of(verb, data.predict_split), known)
+    if verb != "fit" or not (data.fill or data.sources["train"]):
+        return Plan(questions=counts)
+    mixture = data.mixture(task_shares(data.sources["train"]))
+    return Plan(questions=counts, training=(plan_training(mixture, batch_size=data.batch_size, trainer=trainer),))
+
+
+def check_data(data: SSCDataModule, verb: str, trainer: Trainer) -> None:
+    """Refuse sources that there are not, and a trainer that would deal rows otherwise; see :func:`plan_data`."""
+    check_sources(data.sources.values())
+    check_trainer(trainer)
+    if verb == "fit":
+        check_agreement(data.num_samples, data.target)
+        check_reload(trainer, data.regenerate_every_n_epochs)
+
+
+def check_room(data: SSCDataModule, verb: str) -> None:
+    """Refuse a ``max_length`` that no question fits, prompt and confidence query and one token of a response.
+
+    Only the shortest prompts are encoded; those that do not fit while others do are dropped with a count later.
+    """
+    chat = data.collator().chat
+    query = len(chat.query.suffix_ids)
+    for split in splits_of(verb, data.predict_split):
+        shortest = sorted(data.questions(split), key=lambda one: sum(len(message.content) for message in one.messages))
+        lengths = [len(chat.prompt_ids(question.messages)) for question in shortest[:PROMPTS_TRIED]]
+        if lengths and min(lengths) + query + 1 > data.max_length:
+            raise InputError(
+                f"Expected `max_length` to leave room for prompt, response and confidence query, but got "
+                f"{data.max_length}: the shortest prompt of the split {split!r} takes {min(lengths)} tokens and the "
+                f"query {query}. Raise it."
+            )
+
+
+def check_sources(splits: Iterable[Sequence[QuestionSource]]) -> None:
+    """Refuse a task, a split or a file that there is not, in the sources of any split."""
+    for source in chain.from_iterable(splits):
+        check_source(source.task, source.split, path=source.path, limit=source.limit)
+
+
+def are_local(splits: Iterable[Sequence[QuestionSource]]) -> bool:
+    """Return whether the questions of all splits can be had without the hub."""
+    return not any(get_task(source.task).is_remote(path=source.path) for source in chain.from_iterable(splits))
+
+
+def count_sources(
+    sources: Mapping[str, Sequence[QuestionSource]],
+    splits: Sequence[str],
+    known: Mapping[str, Sequence[Question]] | None,
+) -> tuple[QuestionCount, ...]:
+    """Return how many questions there are, by split and task.
+
+    Args:
+        sources: Sources of every split.
+        splits: Splits to count.
+        known: Their questions, or None where not all can be had without the hub: see :func:`count_source`.
+    """
+    counts: list[QuestionCount] = []
+    for split in splits:
+        if known is not None:
+            rows = [QuestionCount(split, question.task, 1) for question in known[split]]
+        else:
+            rows = [
+                count_source(one.task, one.split, path=one.path, limit=one.limit, offset=one.offset, role=split)
+                for one in sources[split]
+            ]
+        counts += [_add([row for row in rows if row.task == task]) for task in dict.fromkeys(row.task for row in rows)]
+    return tuple(counts)
+
+
+def plan_training(mixture: Mixture, *, batch_size: int, trainer: Trainer) -> Training:
+    """Return the optimiser steps of a training.
+
+    Args:
+        mixture: The recipe of an epoch.
+        batch_size: Rows of a process in a micro-step.
+        trainer: Who trains.
+    """
+    rows = rows_per_step(batch_size, trainer)
+    micro_steps = steps_per_epoch(mixture.rows_per_epoch, rows) * trainer.accumulate_grad_batches
+    limited = limited_batches(micro_steps, trainer.limit_train_batches)
+    each = math.ceil(limited / trainer.accumulate_grad_batches)
+    epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    planned = [each * epochs] if epochs is not None else []
+    planned += [trainer.max_steps] if trainer.max_steps != -1 else []
+    return Training(min(planned, default=each), rows, epochs)
+
+
+def _add(rows: Sequence[QuestionCount]) -> QuestionCount:
+    numbers = [row.number for row in rows]
+    total = None if None in numbers else sum(number or 0 for number in numbers)
+    return QuestionCount(rows[0].split, rows[0].task, total, is_limit=any(row.is_limit for row in rows))

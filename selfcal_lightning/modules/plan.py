@@ -1,0 +1,75 @@
+"""What a module's model takes, told before it is loaded, and what its libraries would refuse once it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.memory_needs import (
+    BYTES_PER_TRAINED,
+    adapter_numbers,
+    all_numbers,
+    files_on_this_disk,
+    frozen_bytes,
+)
+from selfcal_lightning.plan import Memory, Plan
+
+if TYPE_CHECKING:
+    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+MEMORY_FILE = Path("/proc/meminfo")
+KIB = 1024
+
+
+def plan_module(module: SelfCalibrationModule, verb: str, device: torch.device) -> Plan:
+    """Return what the model takes in memory.
+
+    Args:
+        module: The module, its model checked and not loaded.
+        verb: Verb of the Trainer.
+        device: Where the model will be.
+    """
+    lora = module.lora
+    memory = plan_memory(
+        module.base_model, module.revision, lora, dtype=module.torch_dtype, optimizer=module.optimizer_name,
+        nf4=module.quantization is not None, trains=verb == "fit", device=device,
+    )  # fmt: skip
+    what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
+    return Plan(model=(f"{module.base_model}, {what}",), memory=(memory,))
+
+
+def plan_memory(
+    base_model: str,
+    revision: str | None,
+    lora: LoraSettings | None,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    optimizer: str,
+    nf4: bool,
+    trains: bool,
+    device: torch.device,
+) -> Memory:
+    """Return the bytes that the model and its training take at least; for the arguments see the module."""
+    available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
+    files = files_on_this_disk(base_model, revision=revision)
+    if files is None:
+        return Memory(None, None, available, name)
+    held = "float32" if dtype == "auto" and (lora is None or device.type == "cpu") else dtype
+    each = BYTES_PER_TRAINED[optimizer] if trains else 4
+    if lora is None:
+        return Memory(frozen_bytes(files, dtype=held, nf4=nf4), (each - 4) * all_numbers(files), available, name)
+    numbers = adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
+    return Memory(frozen_bytes(files, dtype=held, nf4=nf4), each * numbers, available, name)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are free on a device now; None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+    if not MEMORY_FILE.is_file():
+        return None
+    lines = (line.split() for line in MEMORY_FILE.read_text().splitlines())
+    return next((int(words[1]) * KIB for words in lines if words[0] == "MemAvailable:"), None)

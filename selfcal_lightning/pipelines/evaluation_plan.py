@@ -1,0 +1,87 @@
+"""What an evaluation will sample and read, checked and counted before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.pipelines.evaluation_inputs import CALIBRATION, PoolSource, TestSet, check_names, check_pools
+from selfcal_lightning.pipelines.generate import plan_run
+from selfcal_lightning.pipelines.shares import GenerationSettings
+from selfcal_lightning.plan import Place, Plan, check_places, merge_plans
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Models that are sampled now.
+
+    Attributes:
+        models: Folder or hub name by side.
+        tests: Test sets to sample.
+        calibration: Calibration questions to sample, or None.
+        folder: The stores go under ``folder/samples/SIDE``.
+        options: Arguments of ``run_generate`` that are the same for all.
+    """
+
+    models: Mapping[str, str]
+    tests: Sequence[TestSet]
+    calibration: TestSet | None
+    folder: Path
+    options: Mapping[str, Any]
+
+
+def plan_models(inputs: ModelInputs) -> Plan:
+    """Refuse models and test sets that there are not, and return what has to be sampled."""
+    check_names(inputs.tests)
+    named = [(test.name, test) for test in inputs.tests]
+    named += [] if inputs.calibration is None else [(CALIBRATION, inputs.calibration)]
+    plans = []
+    for side, model in inputs.models.items():
+        for name, test in named:
+            settings = _settings(inputs, side, model, name, test)
+            settings.check()
+            plans.append(plan_run(settings))
+    plan = merge_plans([*plans, Plan(places=(_results(inputs.folder),))])
+    check_places(plan)
+    return plan
+
+
+def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], folder: Path) -> Plan:
+    """Refuse pools that are not there or cannot be compared, and return which are read."""
+    check_pools(pools, calibration)
+    read = [f"{source.name}: {source.path}" for source in [*pools, *calibration]]
+    plan = Plan(model=(f"none; recorded pools are read ({', '.join(read)})",), places=(_results(folder),))
+    check_places(plan)
+    return plan
+
+
+def check_share(share: float | None) -> None:
+    """Refuse a share of the questions that is none."""
+    if share is not None and not 0.0 < share < 1.0:
+        raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
+
+
+def _settings(inputs: ModelInputs, side: str, model: str, name: str, test: TestSet) -> GenerationSettings:
+    options = {name: value for name, value in inputs.options.items() if name != "devices"}
+    return GenerationSettings(
+        model=resolve_model(model),
+        store_dir=str(inputs.folder / "samples" / side),
+        task=[test.task],
+        split=test.split,
+        path=test.path,
+        limit=test.limit,
+        store_split=name,
+        chain_of_thought=test.chain_of_thought,
+        revision=None,
+        adapter=None,
+        questions_per_shard=64,
+        **options,
+    )
+
+
+def _results(folder: Path) -> Place:
+    return Place("tables, figures and results.json", str(folder))

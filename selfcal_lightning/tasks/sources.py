@@ -1,0 +1,39 @@
+"""Sources of questions, checked and counted without asking the hub."""
+
+from __future__ import annotations
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.plan import QuestionCount
+from selfcal_lightning.tasks.registry import get_task
+
+
+def check_source(task: str, split: str, *, path: str | None, limit: int | None, at_least: int = 1) -> None:
+    """Refuse a task, a split or a file that there is not, and a limit that leaves no question.
+
+    Raises:
+        InputError: A name is unknown, or a number out of its range; the message says which there are.
+        FileNotFoundError: There is no file ``path``.
+    """
+    if limit is not None and limit < at_least:
+        raise InputError(f"Expected `limit` to be None or at least {at_least}, but got {limit}.")
+    get_task(task).check_source(split, path=path)
+
+
+def count_source(
+    task: str, split: str, *, path: str | None, limit: int | None, offset: int = 0, role: str
+) -> QuestionCount:
+    """Return how many questions a source has, as far as this machine knows: of the hub, the limit that was set.
+
+    Args:
+        task: Its task.
+        split: Split of the task's data set.
+        path: Local file, or None.
+        limit: The first so many questions after ``offset``; None takes all.
+        offset: Questions that are skipped.
+        role: Split in which they take part.
+    """
+    known = get_task(task)
+    if known.is_remote(path=path):
+        return QuestionCount(role, task, limit, is_limit=limit is not None)
+    last = None if limit is None else offset + limit
+    return QuestionCount(role, task, max(0, len(known.load(split, path=path, limit=last)) - offset))

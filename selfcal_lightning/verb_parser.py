@@ -1,0 +1,54 @@
+"""The parser of a verb: a short usage, and of a mistake one sentence instead of all options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from selfcal_lightning.parsing_errors import explain_parsing
+
+NOT_UNDERSTOOD = 2
+
+
+class ShortErrors:
+    """Mixin for parsers of jsonargparse."""
+
+    def error(self: Any, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and how the verb is used, and end the process with status 2.
+
+        A parser inside another one, of a part of the settings, leaves that to the outer one.
+        """
+        if not self.exit_on_error:
+            raise argparse.ArgumentError(None, message) from ex
+        parser = getattr(ex, "subcommand_parser", None) or self
+        prog = parser.prog.replace(" [options]", "")
+        sentence = explain_parsing(message, options_of(parser), fields_of)
+        lines = [
+            f"{prog}: error: {sentence}",
+            f"usage: {parser.usage or parser.prog}",
+            f"`{prog} --help` lists the options.",
+        ]
+        sys.stderr.write("\n".join([*lines, ""]))
+        sys.exit(NOT_UNDERSTOOD)
+
+
+class VerbParser(ShortErrors, ArgumentParser):
+    """Parser of a verb that is a function."""
+
+
+def options_of(parser: ArgumentParser) -> list[str]:
+    """Return the names of all options, without dashes."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    return [name.lstrip("-") for name in names if name.startswith("--") and not name.endswith("+")]
+
+
+def fields_of(class_path: str) -> Iterable[str]:
+    """Return the names of a class's settings."""
+    module, _, name = class_path.rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)

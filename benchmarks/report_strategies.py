@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.functional.bootstrap import Estimate
 from selfcal_lightning.pipelines.calibrated_sides import calibrate_side
 from selfcal_lightning.pipelines.evaluation_outputs import report_json, score_cells, write_strategies
@@ -22,7 +23,6 @@ from selfcal_lightning.pipelines.pools import load_recorded_pool
 from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation, StrategyReport
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.pipelines.strategy_statistics import Resampled, difference
-from selfcal_lightning.store_shards import write_atomically
 
 # The budget of the targets: generated samples a question, on average.
 BUDGET = 4.9
@@ -83,7 +83,7 @@ def strategies_section(tests: Mapping[str, Path], calibration: Mapping[str, Path
         "markdown": strategies_markdown(report, winners),
         "report": report_json(report),
     }
-    write_atomically(file, (json.dumps(section, indent=1) + "\n").encode())
+    write_atomically(file, to_json(section))
     return section
 
 

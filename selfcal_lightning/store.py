@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from selfcal_lightning.files import remove_abandoned, to_json, write_atomically
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import add_annotations, add_confidences
 from selfcal_lightning.store_index import INDEX_COLUMNS, SampleIndex, build_index
@@ -54,8 +55,6 @@ from selfcal_lightning.store_shards import (
     check_shard,
     decode_rows,
     read_shard,
-    to_json,
-    write_atomically,
 )
 
 __all__ = ["RepairReport", "SampleStore", "StoreCorruptError", "StoreFingerprint", "StoredQuestion", "StoredRow"]
@@ -157,6 +156,8 @@ class SampleStore:
             "engine": dict(engine),
         }
         file.parent.mkdir(parents=True, exist_ok=True)
+        if removed := remove_abandoned(store.path):
+            logger.info("Removed %d unfinished files of a killed run from %s.", removed, store.path)
         if not file.exists():
             write_atomically(file, to_json(record), exclusive=True)
         stored = store.round_manifest(round)
@@ -244,9 +245,7 @@ class SampleStore:
         finally:
             for lock in locks:
                 lock.release()
-        for file in [*self.path.glob(".*.tmp"), *(self.path / "rounds").glob(".*.tmp")]:
-            file.unlink(missing_ok=True)
-            unfinished += 1
+        unfinished += remove_abandoned(self.path)
         self.join()
         return RepairReport(tuple(moved), questions, duplicates, unfinished)
 

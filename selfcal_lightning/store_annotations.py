@@ -26,10 +26,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_manifest import FORMAT, flatten, read_known
 from selfcal_lightning.store_parts import PartLock
-from selfcal_lightning.store_shards import StoreCorruptError, StoredRow, to_json, write_atomically
+from selfcal_lightning.store_shards import StoreCorruptError, StoredRow
 
 logger = logging.getLogger(__name__)
 

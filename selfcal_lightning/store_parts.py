@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -17,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from selfcal_lightning.files import NO_LOCKS, to_json, write_atomically
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_shards import (
     StoreCorruptError,
@@ -25,8 +25,6 @@ from selfcal_lightning.store_shards import (
     encode_shard,
     read_json,
     read_shard,
-    to_json,
-    write_atomically,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class PartLock:
                     f" {self.path}. Wait for that process to end, or give every process its own shard."
                 ) from error
             except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                if error.errno not in NO_LOCKS:
                     raise
                 logger.warning(
                     "No file locks on this file system; two writers of %s would go unseen.", self.path.parent

@@ -1,18 +1,13 @@
-"""The files of the sample store: how a shard is encoded, written so that a kill does no harm, read and checked.
+"""The files of the sample store: how a shard is encoded, read and checked.
 
 A shard is a Parquet file of whole questions, one row a sample and one row group a question, so that a question is read
-without its neighbours. Every file appears under its own name only when it is complete: temporary name, fsync, rename,
-fsync of the folder.
+without its neighbours.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,63 +68,6 @@ class StoredRow:
     num_tokens: int | None
 
 
-def write_atomically(path: Path, data: bytes, *, exclusive: bool = False) -> bool:
-    """Write ``data`` to ``path`` so that a reader sees all of it or none, also after a kill or a full disk.
-
-    Args:
-        path: The file. Its folder must exist.
-        data: Its whole content.
-        exclusive: Leave a file that is already there alone.
-
-    Returns:
-        Whether the file was written; False only when ``exclusive`` found one.
-
-    Raises:
-        OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if exclusive and not _link(temporary, path):
-            return False
-        if not exclusive:
-            os.replace(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            error.errno,
-            f"Expected {len(data):,} bytes of space to write {path}, but got {error.strerror!r} with {free:,} bytes"
-            " free. Nothing that was stored is lost: free some space and start the same command again.",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return True
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    """Give ``temporary`` the name ``path`` unless that is taken; a hard link is the atomic way to do so."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        # File systems without hard links: two first writers then write the same content anyway.
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS) or path.exists():
-            raise
-        os.replace(temporary, path)
-    return True
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the JSON file ``path``. Raises StoreCorruptError when it is no JSON object."""
     try:
@@ -142,11 +80,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {type(content).__name__}.")
     return content
-
-
-def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as the bytes of a JSON file for people to read."""
-    return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def question_digest(question: Question) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import fake_questions
+from kill_worker import die_at
 from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
 
 from selfcal_lightning.store import SampleStore, StoreCorruptError
@@ -142,6 +146,50 @@ def test_files_of_a_killed_writer_are_ignored_then_removed(tmp_path: Path) -> No
     assert not orphan.exists()
     assert len(shards(store, "rank-1-of-10")) == 1
     assert not leftovers(store)
+
+
+def killed_while_it_writes(work: Callable[[], object], *, file: int = 1) -> None:
+    """Let a child do ``work`` and die before its file number ``file`` is flushed; each takes three calls."""
+    child = os.fork()
+    if not child:
+        die_at(3 * file - 2)
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_resumed_run_clears_what_kills_left_in_all_folders(tmp_path: Path) -> None:
+    questions = fake_questions(6)
+    killed_while_it_writes(lambda: make_store(tmp_path))
+    (left,) = (tmp_path / "rounds").iterdir()
+    store = make_store(tmp_path)
+    assert not left.exists()
+    write(store, questions[:3])
+    killed_while_it_writes(store.join)
+    killed_while_it_writes(lambda: write(store, questions[3:], part="rank-3-of-4"), file=2)
+    assert {file.parent.name for file in leftovers(store)} == {"rank-3-of-4", tmp_path.name}
+    make_store(tmp_path)
+    assert not leftovers(store)
+    write(store, questions[3:], part="b")
+    store.join()
+    assert len(SampleStore(tmp_path).index()) == 24
+
+
+def test_a_file_that_is_being_written_is_left_to_its_writer(tmp_path: Path) -> None:
+    """Process after process opens the store while others write: none loses its file."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_open_and_write, args=(tmp_path, part)) for part in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 3
+    assert len(make_store(tmp_path).question_ids(include_parts=True)) == 60
+
+
+def _open_and_write(path: Path, part: int) -> None:
+    for question in fake_questions(20, prefix=f"p{part}"):
+        write(make_store(path), [question], part=f"part-{part}")
 
 
 def test_a_part_has_one_writer(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.store_shards import write_atomically
+from selfcal_lightning.files import to_json, write_atomically
 
 FORMAT = "selfcal_lightning.fitted"
 VERSION = 1
@@ -22,7 +22,7 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
-    write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomically(path, to_json(record))
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:

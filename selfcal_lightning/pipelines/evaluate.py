@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from selfcal_lightning.confidence.fitted import load_scorers
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.comparison import SIDES
@@ -37,7 +37,6 @@ from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.store_shards import write_atomically
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
@@ -168,7 +167,7 @@ def run_evaluate(
             results |= _run_strategies(
                 inputs, settings, scorers or [], fitted_thresholds or [], folder, is_short=tables == "short"
             )
-    write_atomically(folder / "results.json", json.dumps(results, indent=1, allow_nan=False).encode())
+    write_atomically(folder / "results.json", to_json(results))
     _say_where(folder, results)
     return results
 

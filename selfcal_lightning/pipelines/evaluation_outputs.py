@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.files import write_atomically
 from selfcal_lightning.functional.bootstrap import ScoredResponses
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool, is_probability
 from selfcal_lightning.pipelines.strategy_results import StrategyReport
@@ -27,7 +28,6 @@ from selfcal_lightning.reports.strategy_tables import (
     short_table,
     strategies_markdown,
 )
-from selfcal_lightning.store_shards import write_atomically
 
 DPI = 120
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.engines.openai_wire import check_sampling
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
 from selfcal_lightning.pipelines.progress import Progress, say
@@ -20,7 +21,6 @@ from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSett
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_shards import to_json, write_atomically
 
 COUNTS = ("generated", "unreadable", "truncated", "failed")
 

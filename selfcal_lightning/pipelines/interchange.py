@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
 from selfcal_lightning.pipelines.progress import say
@@ -133,26 +133,20 @@ def export_pool(
         token_ids: Whether ``tokens`` is the list of ids instead of their number.
         confidences: Annotations of the store that are written with the responses' own confidences.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     questions = responses = 0
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            store = SampleStore(store_dir)
-            for rows in store.rows(split=split, round=round, task=task, confidences=confidences):
-                file.write(json.dumps(pool_line(rows, token_ids=token_ids), ensure_ascii=False, allow_nan=False) + "\n")
-                questions, responses = questions + 1, responses + len(rows)
-            if not questions:
-                raise ValueError(
-                    f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, "
-                    "but got none. Check the names, or finish `selfcal generate` first."
-                )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    def lines() -> Iterator[dict[str, Any]]:
+        nonlocal questions, responses
+        for rows in SampleStore(store_dir).rows(split=split, round=round, task=task, confidences=confidences):
+            questions, responses = questions + 1, responses + len(rows)
+            yield pool_line(rows, token_ids=token_ids)
+        if not questions:
+            raise ValueError(
+                f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, "
+                "but got none. Check the names, or finish `selfcal generate` first."
+            )
+
+    write_json_lines(Path(path), lines())
     return ExportReport(questions, responses)
 
 

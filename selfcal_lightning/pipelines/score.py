@@ -12,6 +12,7 @@ from typing import Any
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.sequences import entry_ids
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.generate import parse_shard
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.score_pool import PoolTarget
@@ -20,7 +21,6 @@ from selfcal_lightning.pipelines.score_targets import Entry, ScoreTarget
 from selfcal_lightning.pipelines.scoring_model import Dtype, EngineName, ModelSettings, ScoringModel
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_shards import to_json, write_atomically
 
 CHUNK_RESPONSES = 1024
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
 from selfcal_lightning.pipelines.score_targets import Entry, brings
@@ -59,7 +58,7 @@ class PoolTarget:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None:
-            self._write()
+            write_json_lines(self._output, self._contents())
 
     def num_left(self, names: Sequence[str]) -> int:
         """Return the number of responses, once for each name."""
@@ -86,20 +85,6 @@ class PoolTarget:
         """Keep scores in memory; an unknown one is left out of the copy."""
         for position, value in zip(positions, values, strict=True):
             self._scores.setdefault(position, {})[name] = value
-
-    def _write(self) -> None:
-        """Write the copy, which takes its name when it is complete."""
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._output.with_name(f".{self._output.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                for content in self._contents():
-                    file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._output)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _contents(self) -> Iterable[dict[str, Any]]:
         position = 0

@@ -144,6 +144,8 @@ class Sample:
         yes_mass: Probability mass of Yes after the confidence query, or None.
         no_mass: Likewise for No.
         confidences: Further confidences by estimator name.
+        num_tokens: Length of the response in tokens: the number of its ids where these are known, else as stated by
+            whoever made it; None where unknown.
     """
 
     question_id: str
@@ -158,6 +160,11 @@ class Sample:
     yes_mass: float | None = None
     no_mass: float | None = None
     confidences: Mapping[str, float] = field(default_factory=dict)
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_ids is not None:
+            object.__setattr__(self, "num_tokens", len(self.token_ids))
 
     @property
     def p_true(self) -> float | None:
@@ -177,7 +184,8 @@ class Verdict:
         samples_used: Samples that the strategy looked at.
         stopped_early: Whether its rule ended it before its budget did.
         samples_generated: Samples paid for, cancelled ones included; the driver fills it in.
-        tokens_used: Response and confidence-query tokens of the samples used; the driver fills it in.
+        tokens_used: Response and confidence-query tokens of the samples used, None where the length of one is unknown;
+            the driver fills it in.
         tokens_generated: Likewise of all that was generated, cancelled work included; the driver fills it in.
     """
 
@@ -188,8 +196,8 @@ class Verdict:
     samples_used: int
     stopped_early: bool
     samples_generated: int = 0
-    tokens_used: int = 0
-    tokens_generated: int = 0
+    tokens_used: int | None = 0
+    tokens_generated: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

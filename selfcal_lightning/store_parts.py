@@ -135,18 +135,14 @@ class ShardWriter:
             self._lock.release()
             self._part = None
 
-    def append(self, group: QuestionSamples, *, num_tokens: Sequence[int | None] | None = None) -> None:
-        """Add a question with all its samples; a full shard is committed at once.
-
-        Args:
-            group: The question and its samples, by index from 0.
-            num_tokens: Lengths of responses whose token ids are unknown, one a sample; None where unknown too.
+    def append(self, group: QuestionSamples) -> None:
+        """Add a question with all its samples, by index from 0; a full shard is committed at once.
 
         Raises:
             ValueError: The samples are not those of this question, round and number, or the question is there already.
         """
         self._check(group)
-        self._tables.append(encode_question(group, num_tokens))
+        self._tables.append(encode_question(group))
         self._splits[group.split] = self._splits.get(group.split, 0) + 1
         self._ids.add(group.question.id)
         if self.buffered >= self.questions_per_shard:

@@ -43,6 +43,8 @@ SCHEMA = pa.schema(
         ("confidences", pa.string()),
     ]
 )
+# A confidence of this name in an imported store of format 1 is the length of a response without token ids.
+LENGTH = "num_tokens"
 
 
 class StoreCorruptError(RuntimeError):
@@ -58,14 +60,12 @@ class StoredRow:
         sample: The sample.
         split: The split that the question belongs to.
         prompt_ids: Token ids of the rendered prompt, or None for responses made elsewhere.
-        num_tokens: Length of the response in tokens, or None where unknown.
     """
 
     question: Question
     sample: Sample
     split: str
     prompt_ids: tuple[int, ...] | None
-    num_tokens: int | None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -88,15 +88,9 @@ def question_digest(question: Question) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | None = None) -> pa.Table:
-    """Return the rows of one question.
-
-    Args:
-        group: The question and its samples.
-        num_tokens: Lengths of the responses whose token ids are unknown, one a sample.
-    """
-    question, size = group.question, len(group.samples)
-    counts = num_tokens if num_tokens is not None else [None] * size
+def encode_question(group: QuestionSamples) -> pa.Table:
+    """Return the rows of one question."""
+    question = group.question
     same = {
         "question_id": question.id,
         "task": question.task,
@@ -115,7 +109,7 @@ def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | N
             "index": sample.index,
             "text": sample.text,
             "token_ids": None if sample.token_ids is None else list(sample.token_ids),
-            "num_tokens": count if sample.token_ids is None else len(sample.token_ids),
+            "num_tokens": sample.num_tokens,
             "finish": sample.finish,
             "answer": sample.answer,
             "correct": sample.correct,
@@ -124,7 +118,7 @@ def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | N
             "no_mass": sample.no_mass,
             "confidences": json.dumps(dict(sample.confidences), allow_nan=False) if sample.confidences else None,
         }
-        for sample, count in zip(group.samples, counts, strict=True)
+        for sample in group.samples
     ]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
@@ -137,6 +131,8 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
         if question is None or question.id != row["question_id"]:
             messages = tuple(Message(**message) for message in json.loads(row["messages"]))
             question = Question(row["question_id"], row["task"], messages, row["reference"], row["question_text"])
+        confidences = {} if row["confidences"] is None else json.loads(row["confidences"])
+        stated = confidences.pop(LENGTH, None)
         sample = Sample(
             question_id=question.id,
             index=row["index"],
@@ -149,10 +145,11 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
             logprob=row["logprob"],
             yes_mass=row["yes_mass"],
             no_mass=row["no_mass"],
-            confidences={} if row["confidences"] is None else json.loads(row["confidences"]),
+            confidences=confidences,
+            num_tokens=int(stated) if row["num_tokens"] is None and stated is not None else row["num_tokens"],
         )
         prompt_ids = None if row["prompt_ids"] is None else tuple(row["prompt_ids"])
-        rows.append(StoredRow(question, sample, row["split"], prompt_ids, row["num_tokens"]))
+        rows.append(StoredRow(question, sample, row["split"], prompt_ids))
     return rows
 
 

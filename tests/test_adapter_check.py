@@ -47,7 +47,6 @@ def rows_of(chat: ChatFormat, texts: Sequence[str]) -> list[StoredRow]:
             Sample(question.id, 0, 0, text, chat.response_ids(text), "stop", None, None),
             "train",
             tuple(chat.prompt_ids(question.messages)),
-            None,
         )
         for question, text in zip(questions, texts, strict=True)
     ]
@@ -91,7 +90,7 @@ def test_probes_spread_over_the_response_and_end_with_yes(tiny_model: str) -> No
     (longest,) = make_probes([row], chat, max_tokens=1000)
     assert longest.places == (*range(prompt, prompt + len(response)), len(probe.ids) - 1)
     assert make_probes([row], chat, max_length=len(probe.ids) - 1) == []
-    untold = StoredRow(Question("q", "t", ()), Sample("q", 0, 0, "text", None, None, None, None), "train", None, None)
+    untold = StoredRow(Question("q", "t", ()), Sample("q", 0, 0, "text", None, None, None, None), "train", None)
     assert make_probes([untold], chat) == []
 
 

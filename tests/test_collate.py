@@ -38,7 +38,7 @@ def make_row(chat: ChatFormat, text: str = "3+4=7. The answer is 7.", **changes:
         "answer": "7",
         "correct": True,
     }
-    return StoredRow(question, Sample(**{**sample, **changes}), "train", chat.prompt_ids(question.messages), None)
+    return StoredRow(question, Sample(**{**sample, **changes}), "train", chat.prompt_ids(question.messages))
 
 
 def make_rows(stored: list[StoredRow], *, fillers: int = 0) -> TupleRows:
@@ -87,7 +87,7 @@ def test_an_empty_response_has_a_label_only_where_it_stopped(
 
 def test_texts_made_elsewhere_are_encoded_like_stored_ids(chat: ChatFormat) -> None:
     row = make_row(chat)
-    elsewhere = StoredRow(row.question, make_row(chat, token_ids=None).sample, "train", None, None)
+    elsewhere = StoredRow(row.question, make_row(chat, token_ids=None).sample, "train", None)
     collator = SSCCollator(chat, max_length=256)
     assert collator.encode(elsewhere) == collator.encode(row)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from strategy_pools import make_entry, random_pool
@@ -15,6 +17,8 @@ from strategy_pools import make_entry, random_pool
 from selfcal_lightning.confidence.base import MissingConfidenceError, confidence_of
 from selfcal_lightning.engines.base import Engine, RequestsFailedError
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pipelines.pools import load_recorded_pool
 from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
 from selfcal_lightning.records import (
     Message,
@@ -32,6 +36,7 @@ from selfcal_lightning.strategies.base import Ask, Solving, Strategy, leader, ma
 from selfcal_lightning.strategies.best_of_n import BestOfN
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.pool import PoolArrays
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.sources import EngineSource, ReplaySource
@@ -318,6 +323,36 @@ def test_speculation_on_a_record_costs_what_was_recorded() -> None:
     # Samples have 1, 2, 3, 4 tokens; the first is used, two more were started.
     assert (verdict.samples_used, verdict.samples_generated) == (1, 3)
     assert (verdict.tokens_used, verdict.tokens_generated) == (101, 306)
+
+
+def test_responses_without_ids_are_priced_by_their_stated_length(tmp_path: Path) -> None:
+    """Replay and the arrays of the curves cost what a pool made elsewhere states; a failed request costs nothing."""
+    responses = [{"text": "Answer: 1", "tokens": tokens, "confidence": {"p_true": 0.2}} for tokens in (7, [5, 6, 8])]
+    responses += [{"text": "", "tokens": 0, "answer": None}, {"text": "Answer: 2", "tokens": 11}]
+    line = {"id": "a", "task": "local_number", "question": "?", "reference": "1", "responses": responses}
+    (tmp_path / "pool.jsonl").write_text(json.dumps({**line, "split": "test"}) + "\n")
+    import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
+    for place in ("pool.jsonl", "store"):
+        (entry,) = load_recorded_pool(tmp_path / place).entries
+        source = ReplaySource([entry], query_tokens=100, target=4)
+        (verdict,) = run_strategy(EarlyStopping(max_samples=3), [entry.question], source)
+        assert (verdict.tokens_used, verdict.tokens_generated) == (107 + 103 + 0, 107 + 103 + 0)
+        source = ReplaySource([entry], target=4)
+        (verdict,) = run_strategy(EarlyStopping(max_samples=4, threshold=0.1), [entry.question], source, lookahead=9)
+        assert (verdict.tokens_used, verdict.tokens_generated) == (7, 7 + 3 + 0 + 11)
+        arrays = PoolArrays.from_samples([entry], confidence="p_true", query_tokens=100)
+        assert arrays.tokens.tolist() == [[107, 103, 0, 111]]
+
+
+def test_an_unknown_length_is_no_length_of_zero() -> None:
+    entry = make_entry(["a", "b"], [0.5, 0.5])
+    first, second = entry.samples
+    entry = replace(entry, samples=(first, replace(second, token_ids=None, num_tokens=None)))
+    (verdict,) = run_strategy(SelfConsistency(max_samples=2), [entry.question], ReplaySource([entry]))
+    assert (verdict.tokens_used, verdict.tokens_generated) == (None, None)
+    (verdict,) = run_strategy(SelfConsistency(max_samples=1), [entry.question], ReplaySource([entry]))
+    assert (verdict.tokens_used, verdict.tokens_generated) == (1, 1)
+    assert np.isnan(PoolArrays.from_samples([entry]).tokens[0, 1])
 
 
 STRATEGIES = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, add_scores, check_confidence, confidence_of
-from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS
+from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.fusion import FUSED, POOL_DEPENDENT, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, fit_scaler
@@ -49,9 +49,7 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
     candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
     return [
-        name
-        for name in candidates
-        if name not in (NUM_TOKENS, *POOL_DEPENDENT) and all(_has(entry, name) for entry in pool.entries)
+        name for name in candidates if name not in POOL_DEPENDENT and all(_has(entry, name) for entry in pool.entries)
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line, response_length
+from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
@@ -101,8 +101,7 @@ def import_pool(
                 counts["without_responses"] += 1
             else:
                 samples = judge_line(line, tasks(line.question.task))
-                lengths = [response_length(response) for response in line.responses]
-                writer.append(QuestionSamples(line.question, samples, line.split), num_tokens=lengths)
+                writer.append(QuestionSamples(line.question, samples, line.split))
                 counts["responses"] += len(samples)
                 counts["extracted"] += sum("answer" not in response for response in line.responses)
                 if line.question.reference is not None:

@@ -26,6 +26,7 @@ QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "m
 RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
 COLUMNS = ("yes_mass", "no_mass", "logprob")
 PROBABILITIES = ("p_true", "yes_mass", "no_mass")
+NUM_TOKENS = "num_tokens"
 LARGEST = 1e300
 
 
@@ -100,6 +101,7 @@ def _check_response(path: Path, number: int, response: Any) -> None:
     _check(path, number, "`tokens` to be a number of tokens or a list of ids", tokens, listed)
     confidence = response.get("confidence", {})
     _check(path, number, "`confidence` to map names to numbers", confidence, isinstance(confidence, dict))
+    _check(path, number, "the length of a response in `tokens`", NUM_TOKENS, NUM_TOKENS not in confidence)
     for name, value in confidence.items():
         number_like = isinstance(value, int | float) and not isinstance(value, bool)
         finite = value is None or (number_like and abs(value) < LARGEST)
@@ -110,12 +112,6 @@ def _check_response(path: Path, number: int, response: Any) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def response_length(response: Mapping[str, Any]) -> int | None:
-    """Return the stated number of tokens of a response whose ids are unknown."""
-    tokens = response.get("tokens")
-    return tokens if isinstance(tokens, int) else None
 
 
 def judge_line(line: PoolLine, task: Task) -> tuple[Sample, ...]:
@@ -150,6 +146,7 @@ def _sample(
         answer=answer,
         correct=correct,
         confidences=confidence,
+        num_tokens=tokens if isinstance(tokens, int) else None,
         **columns,
     )
 
@@ -168,7 +165,7 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
             "confidence": {name: value for name, value in numbers.items() if value is not None},
             "finish": sample.finish,
         }
-        tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else row.num_tokens
+        tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
         responses.append(response if tokens is None else {**response, "tokens": tokens})
     return {
         "id": question.id,

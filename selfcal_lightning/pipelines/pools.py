@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-from selfcal_lightning.confidence.features import NUM_TOKENS
 from selfcal_lightning.pipelines.foreign import line_error
-from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
+from selfcal_lightning.pipelines.pool_lines import judge_line
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
-from selfcal_lightning.records import QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.registry import get_task
-
-Lengths = tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -25,18 +24,16 @@ class RecordedPool:
 
     Attributes:
         entries: The questions with their samples, each at least one; ids are unique.
-        lengths: Tokens of each response, [question][sample]; None where the pool does not say.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
     """
 
     entries: tuple[QuestionSamples, ...]
-    lengths: Lengths
     query_tokens: int = 0
 
     @property
     def has_lengths(self) -> bool:
         """Whether the length of every response is known."""
-        return all(length is not None for lengths in self.lengths for length in lengths)
+        return total_tokens((sample for entry in self.entries for sample in entry.samples), 0) is not None
 
     @property
     def shortest(self) -> QuestionSamples:
@@ -45,12 +42,7 @@ class RecordedPool:
 
     def subset(self, question_ids: set[str]) -> RecordedPool:
         """Return the pool of these questions only, in the same order."""
-        rows = [
-            (entry, lengths)
-            for entry, lengths in zip(self.entries, self.lengths, strict=True)
-            if entry.question.id in question_ids
-        ]
-        return RecordedPool(tuple(entry for entry, _ in rows), tuple(lengths for _, lengths in rows), self.query_tokens)
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.question.id in question_ids))
 
 
 def load_pool(
@@ -114,19 +106,10 @@ def load_recorded_pool(
 def _from_store(
     path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None
 ) -> RecordedPool:
-    entries: list[QuestionSamples] = []
-    lengths: list[tuple[int | None, ...]] = []
     store = SampleStore(path)
     suffix_ids = store.round_manifest()["fingerprint"]["prompt"].get("suffix_ids", ())
-    for rows in store.rows(split=split, task=task, confidences=confidences):
-        if limit is not None and len(entries) == limit:
-            break
-        first = rows[0]
-        entries.append(
-            QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
-        )
-        lengths.append(tuple(row.num_tokens for row in rows))
-    return RecordedPool(tuple(entries), tuple(lengths), len(suffix_ids))
+    entries = islice(store.samples(split=split, task=task, confidences=confidences), limit)
+    return RecordedPool(tuple(entries), len(suffix_ids))
 
 
 def _from_file(
@@ -134,7 +117,6 @@ def _from_file(
 ) -> RecordedPool:
     """Read and judge the lines of a file; questions without a response are left out, as in an import."""
     entries: list[QuestionSamples] = []
-    lengths: list[tuple[int | None, ...]] = []
     first: dict[str, int] = {}
     lines = [
         (number, line)
@@ -148,22 +130,6 @@ def _from_file(
                 raise line_error(path, number, "`id` to be unique", f"{name!r} again, from line {first[name]}")
             first[name] = number
             samples = judge_line(line, tasks(line.question.task))
-            stated = [response_length(response) for response in line.responses]
-            known = tuple(map(_length, samples, stated))
-            samples = tuple(_with_length(sample, length) for sample, length in zip(samples, known, strict=True))
             entries.append(QuestionSamples(line.question, samples, line.split))
-            lengths.append(known)
             progress.update(len(samples), unreadable=sum(sample.answer is None for sample in samples))
-    return RecordedPool(tuple(entries), tuple(lengths))
-
-
-def _length(sample: Sample, stated: int | None) -> int | None:
-    """Return the length of a response: of its ids where these are given, else as stated."""
-    return stated if sample.token_ids is None else len(sample.token_ids)
-
-
-def _with_length(sample: Sample, length: int | None) -> Sample:
-    """Keep a length without ids among the confidences, where a fusion looks for the feature of that name."""
-    if length is None or sample.token_ids is not None:
-        return sample
-    return replace(sample, confidences={NUM_TOKENS: float(length), **sample.confidences})
+    return RecordedPool(tuple(entries))

@@ -62,15 +62,14 @@ class Reshuffles:
         entries = pool.entries
         self.width, self.num_reshuffles, self.seed = width, num_reshuffles, seed
         self.num_questions = len(entries)
-        self._arrays = {name: PoolArrays.from_samples(entries, confidence=name) for name in dict.fromkeys(confidences)}
-        first = next(iter(self._arrays.values()))
-        self._length, size = first.length, first.answer.shape
-        self._tokens = {name: None if name is None else costs.get(name, 0) for name in self._arrays}
-        self._lengths = None
-        if pool.has_lengths:
-            self._lengths = np.zeros(size)
-            for row, lengths in enumerate(pool.lengths):
-                self._lengths[row, : len(lengths)] = lengths
+        self._arrays = {
+            name: PoolArrays.from_samples(
+                entries, confidence=name, query_tokens=0 if name is None else costs.get(name, 0)
+            )
+            for name in dict.fromkeys(confidences)
+        }
+        self._length = next(iter(self._arrays.values())).length
+        self._has_lengths = pool.has_lengths
 
     @property
     def num_orders(self) -> int:
@@ -95,15 +94,14 @@ class Reshuffles:
             length=np.full(len(order), self.width, dtype=np.int64),
             answer=answer,
             correct=correct,
-            tokens=np.zeros(order.shape, dtype=np.int64),
         )
         pools = {
-            name: replace(common, confidence=arrays.confidence[rows, order]) for name, arrays in self._arrays.items()
+            name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
+            for name, arrays in self._arrays.items()
         }
         spent = None
-        if self._lengths is not None:
-            lengths = self._lengths[rows, order]
-            spent = {name: _cumulated(lengths + (cost or 0)) for name, cost in self._tokens.items()}
+        if self._has_lengths:
+            spent = {name: _cumulated(arrays.tokens) for name, arrays in pools.items()}
         return Block(num_orders, pools, right_codes(answer, correct), spent)
 
     def _orders(self, num_orders: int, generator: np.random.Generator) -> NDArray[np.int64]:

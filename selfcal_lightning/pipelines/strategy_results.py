@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -233,8 +233,8 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
                 f"{side!r} or {next(iter(pools))!r} lacks, such as {unshared[0]!r}. Evaluate them apart, or sample "
                 "the rest."
             )
-        rows = sorted(zip(pool.entries, pool.lengths, strict=True), key=lambda row: order[row[0].question.id])
-        aligned[side] = RecordedPool(tuple(e for e, _ in rows), tuple(n for _, n in rows), pool.query_tokens)
+        entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
+        aligned[side] = replace(pool, entries=tuple(entries))
     return aligned
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from selfcal_lightning.records import Question, Sample, Verdict, duplicate_ids
-from selfcal_lightning.strategies.base import Ask, Solving, Strategy
-from selfcal_lightning.strategies.sources import SampleSource, Waste, sample_tokens
+from selfcal_lightning.strategies.base import Ask, Solving, Strategy, total_tokens
+from selfcal_lightning.strategies.sources import SampleSource, Waste
 
 
 def run_strategy(
@@ -30,7 +30,8 @@ def run_strategy(
 
     The verdict's costs: ``samples_used`` is the strategy's own count, and ``tokens_used`` the tokens of these samples;
     ``samples_generated`` and ``tokens_generated`` add what was begun and not used. A sample that was queued and not
-    begun is not counted. Tokens are those of responses and, where the source puts it, of the confidence query.
+    begun is not counted. Tokens are those of responses and, where the source puts it, of the confidence query; None
+    where the length of a response is unknown.
 
     Args:
         strategy: What decides.
@@ -197,11 +198,12 @@ class _Driver:
     def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
         """Return the verdict with what it cost: samples used, and all that was generated."""
         price = self.source.query_tokens
-        used = [sample_tokens(sample, price) for sample in opened.handed[: verdict.samples_used]]
-        made = [sample_tokens(sample, price) for sample in (*opened.handed, *opened.arrived)]
+        made = (*opened.handed, *opened.arrived)
+        delivered = total_tokens(made, price)
+        unknown = delivered is None or waste.tokens is None
         return replace(
             verdict,
             samples_generated=len(made) + waste.samples,
-            tokens_used=sum(used),
-            tokens_generated=sum(made) + waste.tokens,
+            tokens_used=total_tokens(opened.handed[: verdict.samples_used], price),
+            tokens_generated=None if unknown else delivered + waste.tokens,
         )

@@ -25,8 +25,9 @@ from selfcal_lightning.records import (
     SamplingSettings,
     sample_seed,
 )
+from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.judging import Judge, is_failed
+from selfcal_lightning.tasks.judging import Judge
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ class Waste:
 
     Attributes:
         samples: Responses begun, finished or not; those that were only queued cost nothing.
-        tokens: Their response tokens, and the confidence query's of those that had finished.
+        tokens: Their response tokens, and the confidence query's of those that had finished; None where the length of
+            one is unknown.
     """
 
     samples: int = 0
-    tokens: int = 0
+    tokens: int | None = 0
 
 
 class SampleSource(Protocol):
@@ -88,17 +90,6 @@ class SampleSource(Protocol):
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions: drop what was not delivered and return what that had cost, for each of them."""
         ...
-
-
-def sample_tokens(sample: Sample, query_tokens: int) -> int:
-    """Return what a sample cost: response tokens, and those of the confidence query.
-
-    Example:
-        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
-        >>> sample_tokens(sample, 5)
-        8
-    """
-    return 0 if is_failed(sample) else len(sample.token_ids or ()) + query_tokens
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
@@ -366,6 +357,5 @@ class ReplaySource:
         dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
         self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
         return {
-            name: Waste(len(samples), sum(sample_tokens(sample, self.query_tokens) for sample in samples))
-            for name, samples in dropped.items()
+            name: Waste(len(samples), total_tokens(samples, self.query_tokens)) for name, samples in dropped.items()
         }

@@ -77,5 +77,5 @@ def judge(question: Question, responses: Sequence[Response | None], task: Task, 
 
 
 def is_failed(sample: Sample) -> bool:
-    """Return whether a sample stands for a response that the engine could not give."""
-    return sample.finish is None and sample.token_ids == () and sample.text == ""
+    """Return whether a sample stands for a response that the engine could not give: empty, neither stopped nor cut."""
+    return sample.finish is None and not sample.text and not sample.num_tokens

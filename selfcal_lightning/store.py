@@ -290,7 +290,9 @@ class SampleStore:
         for entry in part_entries(self.path) if include_parts else self._shards():
             if entry["round"] == round:
                 hidden = set(entry.get("dropped", ()))
-                found |= {name: q for name, q in self._questions_of(entry).items() if name not in hidden | found.keys()}
+                for name, question in self._questions_of(entry).items():
+                    if name not in hidden:
+                        found.setdefault(name, question)
         return found
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:

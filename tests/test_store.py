@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,39 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert {group.question.id for group in store.samples(split="validation")} == {q.id for q in questions[5:]}
     assert list(store.samples(task="other")) == []
     assert not leftovers(store)
+
+
+class CountedId(str):
+    """An id that counts how often a set or a dictionary looks at one."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedId.looks += 1
+        return str.__hash__(self)
+
+
+def looks_at_ids(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often ids are hashed when the ids of ``count`` stored questions are looked up."""
+    store = make_store(path, num_samples=1)
+    with store.writer("a") as writer:
+        for question in fake_questions(count):
+            writer.append(make_group(question, num_samples=1))
+    real = SampleStore._questions_of
+
+    def counted(self: SampleStore, entry: Any) -> dict[str, Any]:
+        return {CountedId(name): found for name, found in real(self, entry).items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleStore, "_questions_of", counted)
+        CountedId.looks = 0
+        assert len(store.question_ids(include_parts=True)) == count
+    return CountedId.looks
+
+
+def test_looking_up_stored_questions_takes_a_few_looks_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (looks_at_ids(tmp_path / str(count), count, monkeypatch) for count in (192, 768))
+    assert many <= 4.5 * few
 
 
 def test_index_columns(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 Finish = Literal["stop", "length"]
@@ -125,6 +126,44 @@ class Response:
     logprob: float
     yes_mass: float | None = None
     no_mass: float | None = None
+
+
+class Unstated(Enum):
+    """Marks what the record of a response does not say, unlike None, by which it says that there is none."""
+
+    UNSTATED = "unstated"
+
+
+UNSTATED = Unstated.UNSTATED
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponse:
+    """A response that was made before, here or elsewhere, as its record gives it.
+
+    Attributes:
+        text: The response.
+        token_ids: As in ``Sample``, and so are the others but for these two.
+        finish: Likewise.
+        answer: The answer that the record gives, None where it found none; unstated, it is read out of the text.
+        correct: The verdict that the record gives, None for an unknown one; unstated, it is found by comparison.
+        logprob: As in ``Sample``.
+        yes_mass: Likewise.
+        no_mass: Likewise.
+        confidences: Likewise.
+        num_tokens: Likewise.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    finish: Finish | None = None
+    answer: str | Unstated | None = UNSTATED
+    correct: bool | Unstated | None = UNSTATED
+    logprob: float | None = None
+    yes_mass: float | None = None
+    no_mass: float | None = None
+    confidences: Mapping[str, float] = field(default_factory=dict)
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

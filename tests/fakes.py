@@ -158,7 +158,7 @@ class FakeTask:
     ) -> list[Question]:
         return fake_questions(self.size if limit is None else limit, task=self.name, prefix=split)
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         found = re.search(r"The answer is (\d+)\.", text)
         return found.group(1) if found else None
 

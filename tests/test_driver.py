@@ -502,7 +502,7 @@ class Close:
     def __init__(self) -> None:
         self.verified: list[str | None] = []
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         return text or None
 
     def verify(self, answer: str | None, reference: str) -> bool:

@@ -221,7 +221,7 @@ def test_training_records_keep_their_targets(tmp_path: Path, suffix: str) -> Non
         ]
         pq.write_table(pa.Table.from_pylist(rows), path)
     report = import_training_records(
-        path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>"
+        path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>", tasks=FakeTask
     )
     assert (report.records, report.questions, report.unreadable, report.without_target) == (3, 2, 1, 1)
     assert (report.doubled_prompts, report.ended) == (1, 1)
@@ -237,7 +237,7 @@ def test_training_records_keep_their_targets(tmp_path: Path, suffix: str) -> Non
     assert one.question.messages == ()
     assert (
         import_training_records(
-            path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>"
+            path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>", tasks=FakeTask
         ).reused
         == 2
     )
@@ -275,16 +275,18 @@ def test_bad_records_are_named(tmp_path: Path, change: dict[str, Any], message: 
     lines[1] |= change
     path = write_lines(tmp_path / "records.jsonl", lines)
     with pytest.raises(ValueError, match=message):
-        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask)
     assert not (tmp_path / "store").exists()
 
 
 def test_missing_fields_of_records(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "records.jsonl", [{"input": "x", "answer": "1"}])
     with pytest.raises(ValueError, match=r"records.jsonl:1: Expected the fields weighted_consistency, consistency"):
-        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask)
     with pytest.raises(ValueError, match="to hold training records, but got an empty file"):
-        import_training_records(write_lines(path, []), tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(
+            write_lines(path, []), tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask
+        )
 
 
 def test_real_responses_of_the_trial(tmp_path: Path, shared: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import judge_line, pool_line
-from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line, pool_line
+from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store import SampleStore, StoredQuestion
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.math_pool import Undecided
 from selfcal_lightning.tasks.registry import get_task
 
 
@@ -31,6 +33,8 @@ class ImportReport:
         extracted: Answers that were not given and were read out of the text.
         verified: Verdicts that were not given and were found by comparison with the reference.
         unreadable: Stored responses without an answer.
+        truncated: Stored responses that the token limit cut; those that state no answer are unreadable.
+        undecided: Pairs of expressions that could not be compared within the limits and count as different.
     """
 
     questions: int
@@ -40,6 +44,11 @@ class ImportReport:
     extracted: int
     verified: int
     unreadable: int
+    truncated: int
+    undecided: int
+
+
+COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,40 +84,52 @@ def import_pool(
     Raises:
         ValueError: A line is not as described, with the file and the number of the line.
     """
-    path = Path(path)
-    first: dict[str, int] = {}
-    for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
-        if line.question.id in first:
-            raise line_error(
-                path, number, "`id` to be unique", f"{line.question.id!r} again, from line {first[line.question.id]}"
-            )
-        first[line.question.id] = number
+    path, before = Path(path), Undecided.so_far()
+    responses: dict[str, int] = {}
+    for _, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
+        responses[line.question.id] = len(line.responses)
         tasks(line.question.task)
-    if not first:
+    if not responses:
         raise ValueError(f"Expected {path} to hold a question on every line, but got an empty file.")
     store = open_imported(store_dir, path, {"task": task})
-    counts = dict.fromkeys(("reused", "without_responses", "responses", "extracted", "verified", "unreadable"), 0)
+    counts: Counter[str] = Counter()
     with store.writer("import", questions_per_shard=questions_per_shard) as writer:
         stored = store.stored_questions(include_parts=True)
-        for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
-            if line.question.id in stored:
-                if stored[line.question.id].split != line.split:
-                    raise line_error(
-                        path, number, f"split {stored[line.question.id].split!r} as stored", repr(line.split)
-                    )
-                counts["reused"] += 1
-            elif not line.responses:
-                counts["without_responses"] += 1
-            else:
-                samples = judge_line(line, tasks(line.question.task))
-                writer.append(QuestionSamples(line.question, samples, line.split))
-                counts["responses"] += len(samples)
-                counts["extracted"] += sum("answer" not in response for response in line.responses)
-                if line.question.reference is not None:
-                    counts["verified"] += sum("correct" not in response for response in line.responses)
-                counts["unreadable"] += sum(sample.answer is None for sample in samples)
+        total = sum(count for name, count in responses.items() if name not in stored)
+        with Progress(total, label=f"Importing {path.name}") as progress:
+            for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
+                if line.question.id in stored:
+                    _check_split(path, number, line, stored[line.question.id])
+                    counts["reused"] += 1
+                elif not line.responses:
+                    counts["without_responses"] += 1
+                else:
+                    judged = judge_line(line, tasks(line.question.task))
+                    writer.append(judged)
+                    counts += _counted(line, judged)
+                    unreadable = sum(sample.answer is None for sample in judged.samples)
+                    progress.update(len(judged.samples), unreadable=unreadable)
     store.join()
-    return ImportReport(questions=len(first), **counts)
+    return ImportReport(
+        questions=len(responses), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED}
+    )
+
+
+def _check_split(path: Path, number: int, line: PoolLine, stored: StoredQuestion) -> None:
+    if stored.split != line.split:
+        raise line_error(path, number, f"split {stored.split!r} as stored", repr(line.split))
+
+
+def _counted(line: PoolLine, judged: QuestionSamples) -> Counter[str]:
+    """Return the counts of a question that is stored now."""
+    unverified = sum("correct" not in response for response in line.responses)
+    return Counter(
+        responses=len(judged.samples),
+        extracted=sum("answer" not in response for response in line.responses),
+        verified=0 if line.question.reference is None else unverified,
+        unreadable=sum(sample.answer is None for sample in judged.samples),
+        truncated=sum(sample.finish == "length" for sample in judged.samples),
+    )
 
 
 def export_pool(

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
-from selfcal_lightning.records import Message, Question, Sample
+from selfcal_lightning.records import UNSTATED, Message, Question, QuestionSamples, RecordedResponse
 from selfcal_lightning.store import StoredRow
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.judging import judge
 
 QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "messages"}
 RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
@@ -114,41 +115,29 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def judge_line(line: PoolLine, task: Task) -> tuple[Sample, ...]:
-    """Return the samples of a line; what is not given is read out of the text and verified."""
-    question = line.question
-    given = [r["answer"] if "answer" in r else task.extract(r["text"]) for r in line.responses]
-    answers = task.group(given)
-    verdicts: dict[str | None, bool | None] = dict.fromkeys(answers)
-    if question.reference is not None:
-        verdicts = {answer: task.verify(answer, question.reference) for answer in verdicts}
-    return tuple(
-        _sample(question, index, response, answer, response.get("correct", verdicts[answer]))
-        for index, (response, answer) in enumerate(zip(line.responses, answers, strict=True))
-    )
-
-
-def _sample(
-    question: Question, index: int, response: Mapping[str, Any], answer: str | None, correct: bool | None
-) -> Sample:
+def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
+    """Return a response of a checked line; what the line does not give is unstated."""
     confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
     columns = {name: confidence.pop(name, None) for name in COLUMNS}
     if columns["yes_mass"] is not None and columns["no_mass"] is not None:
         confidence.pop("p_true", None)
     tokens = response.get("tokens")
-    return Sample(
-        question_id=question.id,
-        index=index,
-        round=0,
+    return RecordedResponse(
         text=response["text"],
         token_ids=tuple(tokens) if isinstance(tokens, list) else None,
         finish=response.get("finish"),
-        answer=answer,
-        correct=correct,
+        answer=response.get("answer", UNSTATED),
+        correct=response.get("correct", UNSTATED),
         confidences=confidence,
         num_tokens=tokens if isinstance(tokens, int) else None,
         **columns,
     )
+
+
+def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
+    """Return the samples of a line; what is not given is read out of the text and verified."""
+    samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
+    return QuestionSamples(line.question, samples, line.split)
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import judge_line
-from selfcal_lightning.pipelines.progress import Progress
+from selfcal_lightning.pipelines.progress import Progress, say_undecided
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.math_pool import Undecided
 from selfcal_lightning.tasks.registry import get_task
 
 
@@ -117,19 +117,16 @@ def _from_file(
 ) -> RecordedPool:
     """Read and judge the lines of a file; questions without a response are left out, as in an import."""
     entries: list[QuestionSamples] = []
-    first: dict[str, int] = {}
+    before = Undecided.so_far()
     lines = [
-        (number, line)
-        for number, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
+        line
+        for _, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
         if split in (None, line.split) and line.responses
     ][:limit]
-    with Progress(sum(len(line.responses) for _, line in lines), label=f"Reading {path.name}") as progress:
-        for number, line in lines:
-            name = line.question.id
-            if name in first:
-                raise line_error(path, number, "`id` to be unique", f"{name!r} again, from line {first[name]}")
-            first[name] = number
-            samples = judge_line(line, tasks(line.question.task))
-            entries.append(QuestionSamples(line.question, samples, line.split))
+    with Progress(sum(len(line.responses) for line in lines), label=f"Reading {path.name}") as progress:
+        for line in lines:
+            entries.append(judge_line(line, tasks(line.question.task)))
+            samples = entries[-1].samples
             progress.update(len(samples), unreadable=sum(sample.answer is None for sample in samples))
+    say_undecided(before)
     return RecordedPool(tuple(entries))

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.base import Engine, RequestsFailedError
-from selfcal_lightning.pipelines.progress import Progress, say
+from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.records import (
     Question,
@@ -28,6 +28,7 @@ from selfcal_lightning.store_parts import ShardWriter
 from selfcal_lightning.store_shards import question_digest
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge
+from selfcal_lightning.tasks.math_pool import Undecided
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def generate_samples(
         ValueError: No questions, repeated ids, prompts that do not fit, questions stored with another wording, split,
             number of samples or other settings.
     """
-    started = time.monotonic()
+    started, undecided = time.monotonic(), Undecided.so_far()
     check_questions(questions)
     _check_settings(store, sampling=sampling, seed=seed, round=round)
     share = select_share(questions, shard)
@@ -142,6 +143,7 @@ def generate_samples(
         with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round)
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
+    say_undecided(undecided)
     return GenerationReport(
         store_dir=str(store.path),
         questions=len(share),

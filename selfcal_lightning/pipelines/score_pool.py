@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.files import write_json_lines
-from selfcal_lightning.pipelines.foreign import line_error
 from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
 from selfcal_lightning.pipelines.score_targets import Entry, brings
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
-from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.registry import get_task
 
@@ -41,13 +39,8 @@ class PoolTarget:
         tasks: Callable[[str], Task] = get_task,
     ) -> None:
         self._output, self._overwrite, self._tasks = output, overwrite, tasks
-        self._lines: list[PoolLine] = []
-        seen: set[str] = set()
-        for number, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED):
-            if line.question.id in seen:
-                raise line_error(path, number, "`id` to be unique", f"{line.question.id!r} again")
-            seen.add(line.question.id)
-            self._lines.append(line)
+        lines = read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED)
+        self._lines: list[PoolLine] = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
             raise ValueError(f"Expected {path} to hold responses, but got none.")
@@ -69,8 +62,7 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                samples = judge_line(line, self._tasks(line.question.task))
-                yield Entry(start, QuestionSamples(line.question, samples, line.split))
+                yield Entry(start, judge_line(line, self._tasks(line.question.task)))
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:

@@ -109,14 +109,16 @@ def canonical_number(text: str) -> str | None:
     return numbers[0] if numbers else None
 
 
-def read_number(text: str) -> str | None:
+def read_number(text: str, *, finished: bool = True) -> str | None:
     r"""Return the number that a response gives, in canonical form, or None.
 
-    Order: the last box; what follows "####"; the last answer field with a number; the last number of the text.
+    Order: the last box; what follows "####"; the last answer field with a number; the last number of a finished text.
 
     Example:
         >>> read_number("48/2 = 24 in May.\nAnswer: 48 + 24 = $72.00"), read_number(r"\boxed{1{,}234 \text{ km}}")
         ('72', '1234')
+        >>> read_number("48/2 = 24 in"), read_number("48/2 = 24 in", finished=False)
+        ('24', None)
     """
     part = final_part(text)
     if part is None:
@@ -131,15 +133,15 @@ def read_number(text: str) -> str | None:
     for field in reversed(answer_fields(part)):
         if (number := _number_of_field(field)) is not None:
             return number
-    numbers = _numbers(part)
+    numbers = _numbers(part) if finished else []
     return numbers[-1] if numbers else None
 
 
-def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> str | None:
+def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, finished: bool = True) -> str | None:
     r"""Return the option letter that a response gives, in upper case, or None.
 
-    Order: the last box; the last answer field that names an option; a lone letter at the end; the only line that
-    begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
+    Order: the last box; the last answer field that names an option; in a finished text a lone letter at the end, and
+    the only line that begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
 
     Example:
         >>> [read_letter(text) for text in ("Answer: (B)", r"\boxed{\text{c}}", "Answer: Based on", "I think a dog")]
@@ -156,6 +158,8 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> s
     for field in reversed(answer_fields(part)):
         if (letter := _letter_of_field(field, letters, digits=digits)) is not None:
             return letter
+    if not finished:
+        return None
     if match := re.search(rf"(?:^|[\s(*:])\(?([{letters}])\)?[\s.*)!]*$", part):
         return match.group(1)
     openings = re.findall(rf"^[* \t]*(?:\(([{letters}])\)|([{letters}])[.):]\s)", part, re.MULTILINE)
@@ -164,10 +168,10 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> s
     return None
 
 
-def read_short_text(text: str) -> str | None:
+def read_short_text(text: str, *, finished: bool = True) -> str | None:
     r"""Return the short answer that a response gives, normalised, or None.
 
-    Order: the last box; the last answer field; the last line.
+    Order: the last box; the last answer field; the last line of a finished text.
 
     Example:
         >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
@@ -179,7 +183,8 @@ def read_short_text(text: str) -> str | None:
     boxed = last_boxed(part)
     candidates = [_LETTER_WRAPPING.sub(r"\1", boxed)] if boxed is not None else []
     candidates += answer_fields(part)[-1:]
-    candidates += [line for line in part.splitlines() if line.strip()][-1:]
+    if finished:
+        candidates += [line for line in part.splitlines() if line.strip()][-1:]
     for candidate in candidates:
         if answer := normalise_short_text(candidate[:MAX_SHORT_TEXT_LENGTH]):
             return answer

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from selfcal_lightning.tasks import math_pool
+from selfcal_lightning.tasks.answers import NumberAnswers
 from selfcal_lightning.tasks.math_pool import MathPool
 from selfcal_lightning.tasks.verification import (
     expressions_equal,
@@ -108,6 +111,41 @@ def test_expressions_without_algebra(answer: str | None, reference: str | None, 
             return [False for _ in pairs]
 
     assert expressions_equal(answer, reference, pool=NoPool()) is equal
+
+
+DIGITS = st.text("0123456789", min_size=1, max_size=120)
+
+
+@given(DIGITS, DIGITS, DIGITS, DIGITS)
+@settings(deadline=None)
+def test_a_number_of_any_size_equals_itself(whole: str, places: str, divisor: str, other: str) -> None:
+    numbers = NumberAnswers()
+    for text in (whole, f"-{whole}.{places}", f"{whole}/{divisor}", f"{whole}.{places}/{divisor}.{other}"):
+        canonical = numbers.extract(f"Answer: {text}")
+        assert canonical is not None
+        assert numbers.verify(text, text)
+        assert numbers.verify(canonical, text)
+        assert numbers.verify(text, canonical)
+        assert numbers.canonical(canonical) == canonical
+        assert expressions_equal(text, text)
+        assert numbers.group([text, canonical]) == [text, text]
+
+
+@pytest.mark.parametrize("length", [61, 999, 5_000, 20_000])
+def test_a_long_number_equals_itself_and_no_other(length: int) -> None:
+    number = "7" * length
+    for text in (number, f"0.{number}", f"1.{number}/3.{number}"):
+        assert numbers_equal(text, text)
+        assert not numbers_equal(text, "8" + text)
+        assert not numbers_equal("1", text)
+    assert not numbers_equal("many", "many")
+
+
+def test_fractions_are_compared_exactly() -> None:
+    tenth = "0." + "0" * 49 + "1"
+    assert numbers_equal(f"{tenth}/{tenth}", "1")
+    assert not numbers_equal(f"1{'0' * 400}", f"1{'0' * 399}1{'0' * 398}")
+    assert numbers_equal(f"3{'0' * 400}/2{'0' * 400}", "1.5")
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,37 @@ def test_programs_read_one_object_a_line_in_the_order_of_the_file(
         {
             "id": f"q{i}", "question": f"{QUESTION} ({i})", "task": "word_problems", "answer": "5", "confidence": 0.4,
             "withheld": False, "correct": i == 0, "stopped": "early", "samples_used": 2, "samples_generated": 2,
-            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix),
-            "response": "So it must be. The answer is 5.",
+            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix), "samples_cut": 0,
+            "response": "So it must be. The answer is 5.", "finish": "stop",
         }
         for i in range(4)
     ]  # fmt: skip
     assert "4 questions; 2.00 samples used" in err
     assert "1 right of 4 given that have a reference" in err
+
+
+class Hasty(Oracle):
+    """Is cut by the token limit twice, at first before it answers, and sure of itself all the same."""
+
+    def _respond(self, request: Request) -> Response:
+        response, index = super()._respond(request), int(request.id.split("/")[1])
+        if index > 1:
+            return response
+        return replace(response, text=["First 3", "The answer is 5. To"][index], finish="length")
+
+
+def test_an_answer_is_not_taken_from_a_response_that_was_cut_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: Hasty(sure=lambda _: 0.87))
+    assert run(["answer", "--model", "bundled", "--question", QUESTION, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["answer"], row["stopped"], row["samples_used"]) == ("5", "early", 2)
+    assert (row["response"], row["finish"], row["samples_cut"]) == ("The answer is 5. To", "length", 2)
+    run_answer("bundled", QUESTION, max_samples=1)
+    assert "(none: no response could be read as a number; the token limit cut 1 of 1: raise `max_new_tokens`)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,8 +272,8 @@ def test_the_most_confident_response_is_shown() -> None:
     entry = make_entry(["a", "b", "a", "a", "a"], [0.3, 0.9, 0.7, 0.7, 0.99])
     samples = [replace(sample, text=f"text {sample.index}") for sample in entry.samples]
     verdict = Verdict("q", "a", None, None, samples_used=4, stopped_early=False)
-    assert best_response(verdict, samples, "p_true") == "text 2"
-    assert best_response(verdict, samples, None) == "text 0"
+    assert best_response(verdict, samples, "p_true") is samples[2]
+    assert best_response(verdict, samples, None) is samples[0]
     assert best_response(replace(verdict, answer=None), samples, None) is None
 
 

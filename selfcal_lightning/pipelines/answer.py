@@ -168,9 +168,16 @@ class _Printer:
         """Take a verdict with its samples, and write what can be written."""
         self._bar.update(1, unreadable=verdict.answer is None)
         question = self._questions[self._place[verdict.question_id]]
-        response = best_response(verdict, samples, self._strategy.confidence)
-        withheld_by = self._reason_to_withhold(verdict)
-        self._early[question.id] = Answer(question, verdict, self._strategy.max_samples, response, withheld_by)
+        best = best_response(verdict, samples, self._strategy.confidence)
+        self._early[question.id] = Answer(
+            question,
+            verdict,
+            self._strategy.max_samples,
+            response=None if best is None else best.text,
+            withheld_by=self._reason_to_withhold(verdict),
+            finish=None if best is None else best.finish,
+            samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
+        )
         while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
             self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
             self._write(self.answers[-1])

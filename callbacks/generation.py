@@ -333,7 +333,7 @@ class SSCGeneration(Callback):
         manifest = store.manifest
         _say(
             trainer,
-            f"SSCGeneration: {store.path} holds {manifest['questions']:,} questions, {manifest['rows']:,} rows.",
+            f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.",
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
+# Stands for the model of responses that were made elsewhere.
+IMPORTED = "imported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,80 @@ class SamplingSettings:
             raise ValueError(f"Expected `top_p` to lie in (0, 1], but got {self.top_p}.")
         if self.max_new_tokens < 1:
             raise ValueError(f"Expected `max_new_tokens` to be at least 1, but got {self.max_new_tokens}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which weights a response came from.
+
+    Attributes:
+        model: Folder or hub name; "imported" for responses made elsewhere.
+        revision: Revision on the hub.
+        weights_sha256: Hash of the weight files, None where unknown. Where it is known it decides, and a model may
+            move to another folder.
+        adapter_sha256: Likewise of a LoRA adapter, None without one.
+        quantization: How the weights were quantised as they were read, such as "nf4"; None where they were not.
+        further: What else tells models apart, as plain JSON types.
+    """
+
+    model: str | None
+    revision: str | None = None
+    weights_sha256: str | None = None
+    adapter_sha256: str | None = None
+    quantization: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ModelIdentity:
+        """Return the identity that :meth:`as_json` gave, or the part of a larger description that is one."""
+        known = {name: content.get(name) for name in _names(cls)}
+        return cls(**known, further={name: value for name, value in content.items() if name not in known})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the identity as plain JSON types; what is not quantised does not mention it."""
+        known = {name: getattr(self, name) for name in _names(type(self))}
+        if self.quantization is None:
+            del known["quantization"]
+        return {**known, **self.further}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """How questions and the confidence query were put to the model; None where that is unknown.
+
+    Attributes:
+        query: Text of the confidence query.
+        suffix_ids: Token ids that follow a response to ask it.
+        yes_ids: Token ids that count as Yes.
+        no_ids: Likewise as No.
+        template_sha256: Hash of the chat template.
+        further: What else tells prompts apart, as plain JSON types: of imported responses, their source.
+    """
+
+    query: str | None = None
+    suffix_ids: tuple[int, ...] | None = None
+    yes_ids: tuple[int, ...] | None = None
+    no_ids: tuple[int, ...] | None = None
+    template_sha256: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PromptIdentity:
+        """Return the identity that :meth:`as_json` or ``ChatFormat.describe`` gave."""
+        known = {name: content.get(name) for name in _names(cls)}
+        ids = {name: tuple(known[name]) for name in ("suffix_ids", "yes_ids", "no_ids") if known[name] is not None}
+        return cls(**known | ids, further={name: value for name, value in content.items() if name not in known})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the identity as plain JSON types, without what is unknown."""
+        known = {name: getattr(self, name) for name in _names(type(self))}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+        return {**{name: value for name, value in plain.items() if value is not None}, **self.further}
+
+    @property
+    def query_tokens(self) -> int:
+        """Tokens that asking for a confidence costs a response; 0 where that is unknown."""
+        return len(self.suffix_ids or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +323,11 @@ class QuestionSamples:
     samples: tuple[Sample, ...]
     split: str
     prompt_ids: tuple[int, ...] | None = None
+
+
+def _names(identity: type[ModelIdentity] | type[PromptIdentity]) -> list[str]:
+    """Return the names of what an identity knows by name."""
+    return [each.name for each in fields(identity) if each.name != "further"]
 
 
 def normalised_p_true(yes_mass: float | None, no_mass: float | None) -> float | None:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,6 +50,10 @@ class StoreCorruptError(RuntimeError):
     """A file of the store is missing, cut short or changed; the message names it and the way out."""
 
 
+class StoreVersionError(StoreCorruptError):
+    """A file of the store was written by a later version of this package; nothing is wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRow:
     """One sample as it lies in the store, with its question.
@@ -66,20 +69,6 @@ class StoredRow:
     sample: Sample
     split: str
     prompt_ids: tuple[int, ...] | None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the JSON file ``path``. Raises StoreCorruptError when it is no JSON object."""
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StoreCorruptError(
-            f"Expected {path} to be a JSON file, but got: {error}. Restore it from a copy, or start `selfcal generate`"
-            " again with `--repair true`."
-        ) from error
-    if not isinstance(content, dict):
-        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {type(content).__name__}.")
-    return content
 
 
 def question_digest(question: Question) -> str:
@@ -172,19 +161,25 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         raise corrupt(path, "a readable Parquet file", f"{type(error).__name__}: {str(error).rstrip('.')}") from error
 
 
-def check_shard(path: Path, entry: Mapping[str, Any], *, size_only: bool = False) -> None:
-    """Hold a shard against its entry in a manifest. Raises StoreCorruptError, naming what was expected and found."""
+def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
+    """Hold a shard against what a manifest says of it. Raises StoreCorruptError, naming what was expected and found.
+
+    Args:
+        path: The shard.
+        size: Its size in bytes.
+        sha256: Its hash; None leaves the content unread.
+    """
     try:
-        size = path.stat().st_size
+        found_size = path.stat().st_size
     except FileNotFoundError as error:
-        raise corrupt(path, f"a shard of {entry['bytes']:,} bytes", "no such file") from error
-    if size != entry["bytes"]:
-        raise corrupt(path, f"{entry['bytes']:,} bytes long", f"{size:,} bytes")
-    if not size_only:
+        raise corrupt(path, f"a shard of {size:,} bytes", "no such file") from error
+    if found_size != size:
+        raise corrupt(path, f"{size:,} bytes long", f"{found_size:,} bytes")
+    if sha256 is not None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != entry["sha256"]:
-            raise corrupt(path, f"the file with sha256 {entry['sha256']}", f"sha256 {found}")
+        if found != sha256:
+            raise corrupt(path, f"the file with sha256 {sha256}", f"sha256 {found}")
 
 
 def corrupt(path: Path, expected: str, found: str) -> StoreCorruptError:

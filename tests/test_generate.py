@@ -159,7 +159,7 @@ def test_any_number_of_processes_gives_the_same_samples(
     for number, total in plan:
         sample_share(tmp_path, part=f"rank-{number}-of-{total}", shard=(number, total))
     assert contents(tmp_path) == unbroken
-    assert SampleStore(tmp_path).manifest["duplicate_questions"] == 0
+    assert SampleStore(tmp_path).manifest.duplicate_questions == 0
 
 
 def start(path: Path, *, step: int = 0, shard: tuple[int, int] = (0, 1)) -> subprocess.Popen[bytes]:
@@ -180,7 +180,7 @@ def test_killed_before_any_write_step(tmp_path: Path, unbroken: dict[str, Questi
             store.join()
     assert contents(tmp_path) == unbroken
     store = SampleStore(tmp_path)
-    listed = {entry["file"] for entry in store.manifest["shards"]}
+    listed = {entry.file for entry in store.manifest.shards}
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.parquet")} == listed, "no orphan is left"
 
 

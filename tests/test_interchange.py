@@ -74,7 +74,7 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     assert [s.token_ids for s in a.samples] == [None, None, None, (5, 6)]
     assert store.index().num_tokens.tolist() == [-1, -1, 4, 2, -1]
     assert [s.correct for s in b.samples] == [None]
-    assert store.round_manifest()["fingerprint"]["model"]["model"] == "imported"
+    assert store.round_manifest().fingerprint.model.model == "imported"
     again = import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
     assert (again.reused, again.responses) == (2, 0)
 
@@ -257,7 +257,7 @@ def test_training_records_with_a_model_have_its_tokens(tmp_path: Path, tiny_mode
     (group,) = SampleStore(tmp_path / "store").samples()
     assert group.prompt_ids == chat.prompt_ids(messages)
     assert group.samples[0].token_ids == chat.response_ids(text)
-    assert SampleStore(tmp_path / "store").round_manifest()["fingerprint"]["prompt"]["yes_ids"]
+    assert SampleStore(tmp_path / "store").round_manifest().fingerprint.prompt.yes_ids
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFix
         assert all(chat.decode(sample.token_ids or ()) == sample.text for sample in group.samples)
         assert all(sample.correct is not None and sample.p_true is not None for sample in group.samples)
     record = SampleStore(arguments["store_dir"]).round_manifest()
-    assert record["engine"]["engine"] == "transformers"
-    assert record["fingerprint"]["sampling"]["max_new_tokens"] == 24
+    assert record.engine["engine"] == "transformers"
+    assert record.fingerprint.sampling.max_new_tokens == 24
     err = capsys.readouterr().err
     assert f"to {arguments['store_dir']}" in err
     assert "12 of 12 responses" in err

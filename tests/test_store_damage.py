@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fakes import fake_questions
 from kill_worker import die_at
-from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
+from store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
 from selfcal_lightning.store import SampleStore, StoreCorruptError
 
@@ -216,9 +216,11 @@ def test_part_names(tmp_path: Path, part: str) -> None:
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path)
     file = tmp_path / "rounds" / "round-000.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(StoreCorruptError, match="to have format 1, but got 2"):
-        SampleStore(tmp_path).index()
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    for look in (SampleStore(tmp_path).index, SampleStore(tmp_path).repair, SampleStore(tmp_path).join):
+        with pytest.raises(StoreCorruptError, match="to have format 2 at most, but got 3: a later version"):
+            look()
+    assert file.exists(), "what is not understood is not repaired"
 
 
 def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path)
         write(make_store(tmp_path, round=round), questions, round=round)
     SampleStore(tmp_path).join()
     (tmp_path / "rounds" / "round-001.json").unlink()
-    other = replace(FINGERPRINT, model={**FINGERPRINT.model, "adapter_sha256": "new"})
+    other = replace(FINGERPRINT, model=replace(MODEL, adapter_sha256="new"))
     store = SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={}, round=1)
     for count in (lambda: store.stored_questions(round=1, include_parts=True), store.join):
         with pytest.raises(StoreCorruptError, match=r"another model, prompt or sampling.*drop-rounds .* --first 1"):
@@ -244,7 +246,7 @@ def test_later_rounds_are_dropped(tmp_path: Path) -> None:
     store.join()
     before = [sample for group in store.samples(round=1) for sample in group.samples]
     assert store.drop_rounds(2) == 2
-    assert list(SampleStore(tmp_path).manifest["rounds"]) == ["0", "1"]
+    assert list(SampleStore(tmp_path).manifest.rounds) == [0, 1]
     assert [sample for group in SampleStore(tmp_path).samples(round=1) for sample in group.samples] == before
     assert store.drop_rounds(1) == 2
     assert store.drop_rounds(1) == 0

@@ -192,7 +192,7 @@ def _join_when_complete(store: SampleStore, wanted: set[str]) -> None:
         say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")
         return
     manifest = store.join()
-    say(f"Joined: {manifest['questions']:,} questions, {manifest['rows']:,} samples in {store.path / 'manifest.json'}")
+    say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
 
 
 def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:

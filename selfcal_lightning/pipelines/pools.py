@@ -107,9 +107,9 @@ def _from_store(
     path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None
 ) -> RecordedPool:
     store = SampleStore(path)
-    suffix_ids = store.round_manifest()["fingerprint"]["prompt"].get("suffix_ids", ())
+    query_tokens = store.round_manifest().fingerprint.prompt.query_tokens
     entries = islice(store.samples(split=split, task=task, confidences=confidences), limit)
-    return RecordedPool(tuple(entries), len(suffix_ids))
+    return RecordedPool(tuple(entries), query_tokens)
 
 
 def _from_file(

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from selfcal_lightning.engines.base import Engine, RequestsFailedError
 from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.records import (
+    ModelIdentity,
+    PromptIdentity,
     Question,
     QuestionSamples,
     Request,
@@ -159,10 +161,14 @@ def generate_samples(
 def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int) -> StoreFingerprint:
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
-    model = {name: described[name] for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
-    if described.get("quantization") is not None:
-        model["quantization"] = described["quantization"]
-    return StoreFingerprint(model, chat.describe(), asdict(sampling), seed)
+    model = ModelIdentity(
+        described["model"],
+        described["revision"],
+        described["weights_sha256"],
+        described["adapter_sha256"],
+        described.get("quantization"),
+    )
+    return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed)
 
 
 def check_questions(questions: Sequence[Question]) -> None:
@@ -332,18 +338,18 @@ class _Sampler:
 
 def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:
     """Hold what is asked for against what the store says its samples are."""
-    stored = store.round_manifest(round)["fingerprint"]
-    for name, value in {"sampling": asdict(sampling), "seed": seed}.items():
-        if stored[name] != value:
+    stored = store.round_manifest(round).fingerprint
+    for name, there, here in (("sampling", stored.sampling, sampling), ("seed", stored.seed, seed)):
+        if there != here:
             raise ValueError(
-                f"Expected `{name}` to be {stored[name]!r} as in the store {store.path}, but got {value!r}. Samples "
-                "are never mixed: use another `store_dir`, or these settings."
+                f"Expected `{name}` to be {there!r} as in the store {store.path}, but got {here!r}. Samples are never "
+                "mixed: use another `store_dir`, or these settings."
             )
 
 
 def _check_number(store: SampleStore, num_samples: int, missing: int, *, round: int) -> None:
     """Refuse another number of samples than the store has, unless it has more and nothing is missing."""
-    stored = store.round_manifest(round)["num_samples"]
+    stored = store.round_manifest(round).num_samples
     if num_samples < 1 or num_samples > stored:
         raise ValueError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
     if missing and num_samples != stored:

@@ -16,11 +16,12 @@ from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.generate import parse_shard
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.score_pool import PoolTarget
-from selfcal_lightning.pipelines.score_store import StoreTarget
+from selfcal_lightning.pipelines.score_store import StoreTarget, num_bringing, select_rows
 from selfcal_lightning.pipelines.score_targets import Entry, ScoreTarget
 from selfcal_lightning.pipelines.scoring_model import Dtype, EngineName, ModelSettings, ScoringModel
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_index import SampleIndex
 
 CHUNK_RESPONSES = 1024
 
@@ -129,9 +130,9 @@ def run_score(
     names = ", ".join(member.name for member in members)
     if store_dir is not None:
         store = SampleStore(store_dir)
-        scoring = ScoringModel(settings, store.round_manifest(round)["fingerprint"])
-        target: ScoreTarget = StoreTarget(store, split=split, round=round, task=task, shard=parse_shard(shard))
-        _open_store(target, scoring, members, arguments)
+        scoring = ScoringModel(settings, store.round_manifest(round).fingerprint)
+        index = select_rows(store, split=split, round=round, task=task, shard=parse_shard(shard))
+        target: ScoreTarget = _open_store(store, index, scoring, members, arguments)
         place = f"{store_dir}/annotations"
     else:
         scoring = ScoringModel(settings)
@@ -184,24 +185,30 @@ def _check_place(arguments: Mapping[str, Any]) -> None:
 
 
 def _open_store(
-    target: StoreTarget, scoring: ScoringModel, members: Sequence[_Member], arguments: Mapping[str, Any]
-) -> None:
+    store: SampleStore,
+    index: SampleIndex,
+    scoring: ScoringModel,
+    members: Sequence[_Member],
+    arguments: Mapping[str, Any],
+) -> StoreTarget:
     """Hold what will be written against what is there, and leave the resolved arguments beside the samples."""
     origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
     for member in members:
-        if target.num_bringing(member.name) and not scoring.made_the_stored(member.kind.name):
+        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
             raise ValueError(
-                f"Expected `name`, since {target.num_bringing(member.name):,} responses in "
-                f"{target.store.path} bring {member.name!r} of another model or query with them, but got null. "
+                f"Expected `name`, since {bringing:,} responses in "
+                f"{store.path} bring {member.name!r} of another model or query with them, but got null. "
                 "Choose one, such as "
                 f"`--name {member.name}_other`."
             )
     details = {name: arguments[name] for name in ("split", "task", "revision", "adapter", "engine", "dtype")}
-    target.open(origins, details={"model": arguments["model"], **details}, overwrite=arguments["overwrite"])
-    folder = target.store.path / "runs"
+    details["model"] = arguments["model"]
+    target = StoreTarget(store, index, origins=origins, details=details, overwrite=arguments["overwrite"])
+    folder = store.path / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
     write_atomically(file, to_json(json.loads(json.dumps(arguments))))
+    return target
 
 
 def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel) -> None:

@@ -12,6 +12,8 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+from selfcal_lightning.store import StoreFingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,12 +46,13 @@ class ScoringModel:
 
     Args:
         settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
-        fingerprint: What the store's samples are (``round_manifest(round)["fingerprint"]``); None without a store.
+        fingerprint: What the store's samples are (``round_manifest(round).fingerprint``); None without a store.
     """
 
-    def __init__(self, settings: ModelSettings, fingerprint: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
         self.settings = settings
-        self._fingerprint = fingerprint or {"model": {}, "prompt": {}}
+        self._sampled = ModelIdentity(None) if fingerprint is None else fingerprint.model
+        self._prompt = PromptIdentity() if fingerprint is None else fingerprint.prompt
         self._engine: Engine | None = None
         self._network: PreTrainedModel | None = None
         self._tokens: TokenReader | None = None
@@ -63,22 +66,22 @@ class ScoringModel:
         """
         if self.settings.model is not None:
             return resolve_model(self.settings.model)
-        sampled = self._fingerprint["model"]
-        if sampled.get("model") in (None, "imported"):
+        sampled = self._sampled
+        if sampled.model in (None, IMPORTED):
             raise ValueError(
                 "Expected `model` to name the model that scores, but got null for responses made elsewhere."
             )
-        if sampled.get("adapter_sha256") is not None and self.settings.adapter is None:
+        if sampled.adapter_sha256 is not None and self.settings.adapter is None:
             raise ValueError(
-                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled['model']!r}, "
+                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
                 "but got null. Name both."
             )
-        return sampled["model"]
+        return sampled.model
 
     @property
     def revision(self) -> str | None:
         """Revision on the hub, the store's where its model is taken."""
-        return self._fingerprint["model"].get("revision") if self.settings.model is None else self.settings.revision
+        return self._sampled.revision if self.settings.model is None else self.settings.revision
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
@@ -105,18 +108,18 @@ class ScoringModel:
         if not self._sampled_the_store(self.identity):
             return False
         # P(True) is the one of these that the query changes.
-        return estimator_class(name).reads != "engine" or self.chat.describe() == self._fingerprint["prompt"]
+        return estimator_class(name).reads != "engine" or PromptIdentity.from_json(self.chat.describe()) == self._prompt
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
-        return all(self._fingerprint["model"].get(name) == value for name, value in identity.items())
+        sampled = self._sampled.as_json()
+        return all(sampled[name] == value for name, value in identity.items())
 
     @cached_property
     def chat(self) -> ChatFormat:
         """Chat format with the query: the one given, else the store's, else the default."""
         from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
-        stored = self._fingerprint["prompt"].get("query")
-        query = self.settings.query or stored or DEFAULT_QUERY
+        query = self.settings.query or self._prompt.query or DEFAULT_QUERY
         return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query)
 
     def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ from selfcal_lightning.files import remove_abandoned, write_atomically
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import add_annotations, add_confidences
 from selfcal_lightning.store_index import INDEX_COLUMNS, SampleIndex, build_index
-from selfcal_lightning.store_maintenance import RepairReport, drop_later_rounds, repair_store
+from selfcal_lightning.store_joining import merge_parts, read_manifest
+from selfcal_lightning.store_maintenance import RepairReport, all_parts, drop_later_rounds, repair_store
 from selfcal_lightning.store_manifest import (
     MANIFEST_FILE,
     RoundRecord,
@@ -46,17 +46,15 @@ from selfcal_lightning.store_manifest import (
 )
 from selfcal_lightning.store_parts import (
     ShardWriter,
-    find_duplicates,
     part_entries,
     part_folders,
-    part_rereads,
     read_part,
 )
-from selfcal_lightning.store_records import ShardEntry, read_record, sealed, write_record
+from selfcal_lightning.store_records import Reread, ShardEntry, sealed, write_record
+from selfcal_lightning.store_reread import drop_replaced, write_reread
 from selfcal_lightning.store_shards import (
     StoreCorruptError,
     StoredRow,
-    StoreVersionError,
     check_shard,
     decode_rows,
     read_shard,
@@ -147,8 +145,7 @@ class SampleStore:
     @property
     def manifest(self) -> StoreManifest:
         """Rounds and joined shards as on disk now; without shards where nothing was joined yet."""
-        file = self.path / MANIFEST_FILE
-        return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(self.path))
+        return read_manifest(self.path)
 
     def round_manifest(self, round: int = 0) -> RoundRecord:
         """Return what is recorded about ``round``."""
@@ -185,7 +182,8 @@ class SampleStore:
         file = self.path / MANIFEST_FILE
         while True:
             entries = part_entries(self.path)
-            manifest = sealed(self._merge(entries).as_json())
+            merged = merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
+            manifest = sealed(merged.as_json())
             if not file.exists() or file.read_bytes() != manifest:
                 write_atomically(file, manifest)
             if part_entries(self.path) == entries:
@@ -200,6 +198,35 @@ class SampleStore:
         if round_files(self.path):
             self.join()
         return report
+
+    def reread(
+        self,
+        read: Callable[[QuestionSamples], QuestionSamples],
+        *,
+        readers: Mapping[str, str],
+        stale: Collection[str] = (),
+        on_question: Callable[[QuestionSamples], None] = lambda _: None,
+    ) -> Reread:
+        """Replace the answers and verdicts of all samples by those that ``read`` gives, in one step for readers.
+
+        Args:
+            read: Returns a question with the answers and verdicts that its samples should have, all else being as it
+                was.
+            readers: What reads, by task, complete when all was read; recorded in the manifest with the time.
+            stale: Annotations that depend on answers; they are removed when one has changed.
+            on_question: Called with every question that was read.
+
+        Raises:
+            StoreCorruptError: A shard is damaged.
+            RuntimeError: A writer is at work.
+        """
+        with all_parts(self.path):
+            self.join()
+            drop_replaced(self.path)  # which a killed one may have left
+            reread = write_reread(self.path, read, readers=readers, stale=stale, on_question=on_question)
+            self.join()
+            drop_replaced(self.path)
+        return reread
 
     def drop_rounds(self, first: int) -> int:
         """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
@@ -357,44 +384,3 @@ class SampleStore:
                 self._open.popitem(last=False)[1][0].close()
         self._open.move_to_end(file)
         return self._open[file]
-
-    def _merge(self, entries: Sequence[ShardEntry]) -> StoreManifest:
-        """Return the manifest over the shards of all parts."""
-        trusted = self._joined_before()
-        for entry in entries:
-            if trusted.get(entry.file) == entry.sha256:
-                check_shard(self.path / entry.file, size=entry.bytes, sha256=None)
-            else:
-                self._check(entry)
-        equal, differing = find_duplicates(self.path, entries, self._questions_of)
-        if differing:
-            file, names = next(iter(differing.items()))
-            raise ValueError(
-                f"Expected every question to be sampled by one part, but got {sum(map(len, differing.values()))} with"
-                f" different samples in two parts, for example {names[0]!r} again in {file}. Two runs worked on one"
-                " share. Start `selfcal generate` again with `--repair true` to keep those of the first part, or delete"
-                " the folder of one part."
-            )
-        shards = tuple(
-            replace(entry, dropped=tuple(sorted({*entry.dropped, *equal.get(entry.file, ())}))) for entry in entries
-        )
-        hidden = sum(len(entry.dropped) for entry in shards)
-        if hidden:
-            logger.warning("%d questions of %s lie in two parts and are read once.", hidden, self.path)
-        return StoreManifest(
-            rounds=read_rounds(self.path),
-            questions=sum(entry.questions for entry in shards) - hidden,
-            rows=sum(entry.rows for entry in shards),
-            duplicate_questions=hidden,
-            shards=shards,
-            rereads=part_rereads(self.path),
-        )
-
-    def _joined_before(self) -> dict[str, str]:
-        """Return the sha256 of shards that an earlier join verified; a manifest that cannot be read is written anew."""
-        try:
-            return {entry.file: entry.sha256 for entry in self.manifest.shards}
-        except StoreVersionError:
-            raise
-        except StoreCorruptError:
-            return {}

@@ -274,6 +274,13 @@ def annotation_names(store_path: str | Path) -> list[str]:
     return sorted(file.parent.name for file in Path(store_path).glob("annotations/*/annotation.json"))
 
 
+def remove_annotation(store_path: Path, name: str) -> None:
+    """Remove what is published under ``name``, the record first: what a kill leaves is read by nobody."""
+    folder = Annotation(store_path, name).folder
+    for file in (folder / "annotation.json", *folder.glob("*.parquet")):
+        file.unlink(missing_ok=True)
+
+
 def add_annotations(
     index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[ShardEntry]
 ) -> SampleIndex:

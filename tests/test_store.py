@@ -15,6 +15,7 @@ import pytest
 from fakes import fake_questions
 from store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
+from selfcal_lightning import store as store_module
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import StoreManifest
 
@@ -227,17 +228,17 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Another part commits, and its process joins, between this joiner's reading of the parts and its writing."""
     store, questions = make_store(tmp_path), fake_questions(4)
     write(store, questions[:2], part="a")
-    merge, calls = SampleStore._merge, []
+    merge, calls = store_module.merge_parts, []
 
-    def slow_merge(self: SampleStore, entries: list) -> StoreManifest:
-        manifest = merge(self, entries)
+    def slow_merge(root: Path, entries: list, **options: Any) -> StoreManifest:
+        manifest = merge(root, entries, **options)
         calls.append(len(entries))
         if len(calls) == 1:
             write(store, questions[2:], part="b")
             SampleStore(tmp_path).join()
         return manifest
 
-    monkeypatch.setattr(SampleStore, "_merge", slow_merge)
+    monkeypatch.setattr(store_module, "merge_parts", slow_merge)
     store.join()
     assert calls == [1, 2, 2]
     assert store.question_ids() == {q.id for q in questions}

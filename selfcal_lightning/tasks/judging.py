@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from selfcal_lightning.records import Question, RecordedResponse, Response, Sample, Unstated
+from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
 from selfcal_lightning.tasks.base import Task
 
 
@@ -87,6 +88,26 @@ def judge(
     """Return the samples of all responses to a question, in the order of ``responses``."""
     reader = Judge(question, task, round=round)
     return tuple(reader.read(response) for response in responses)
+
+
+def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
+    """Return a question with the answers and verdicts that are read from its texts now; the rest stays as it is."""
+    records = [
+        None
+        if is_failed(sample)
+        else RecordedResponse(
+            text=sample.text,
+            token_ids=sample.token_ids,
+            finish=sample.finish,
+            logprob=sample.logprob,
+            yes_mass=sample.yes_mass,
+            no_mass=sample.no_mass,
+            confidences=sample.confidences,
+            num_tokens=sample.num_tokens,
+        )
+        for sample in group.samples
+    ]
+    return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
 
 
 def _recorded(response: Response) -> RecordedResponse:

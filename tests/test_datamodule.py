@@ -233,9 +233,19 @@ def test_shares_are_stated_for_all_sources_or_none() -> None:
         task_shares([stated, silent])
     with pytest.raises(ValueError, match=r"add up to at most 1, but got 1\.2"):
         task_shares([stated, stated])
-    for wrong in ({"share": 0.0}, {"limit": 0}):
+    for wrong in ({"share": 0.0}, {"limit": 0}, {"offset": -1}):
         with pytest.raises(ValueError, match="Expected"):
             QuestionSource("gsm8k", **wrong)
+
+
+def test_a_source_begins_after_its_offset() -> None:
+    source = QuestionSource("word_problems", split="validation", offset=498)
+    assert [q.id for q in load_questions([source], role="validation")] == [
+        f"word_problems/validation/{number:06d}" for number in (498, 499)
+    ]
+    late = QuestionSource("word_problems", split="validation", offset=500)
+    with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
+        load_questions([late], role="validation")
 
 
 def test_trainers_that_reorder_rows_are_refused(pool: Pool, store_dir: str) -> None:

@@ -16,6 +16,7 @@ from fakes import fake_questions
 from other_models import plain_copy
 
 from selfcal_lightning.pipelines import devices, generate, shares
+from selfcal_lightning.pipelines.evaluation_inputs import TestSet, sample_models
 from selfcal_lightning.pipelines.generate import parse_shard, run_generate
 from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -60,6 +61,25 @@ def stored(arguments: dict) -> dict[str, QuestionSamples]:
 
 def texts(groups: dict[str, QuestionSamples]) -> dict[str, list[str]]:
     return {name: [sample.text for sample in group.samples] for name, group in groups.items()}
+
+
+def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> None:
+    first = run_generate(**arguments | {"limit": 2})
+    more = run_generate(**arguments | {"limit": 3, "offset": 1})
+    assert (first.questions, more.questions, more.reused, more.generated) == (2, 3, 1, 4)
+    assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
+    with pytest.raises(ValueError, match=r"`offset` to be less than the 2,000 questions of split 'train' .*got 5,000"):
+        run_generate(**arguments | {"limit": None, "offset": 5000})
+    with pytest.raises(ValueError, match="`offset` to be at least 0, but got -1"):
+        run_generate(**arguments, offset=-1)
+
+
+def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
+    options = {"num_samples": 1, "max_new_tokens": 4, "dtype": "float32"}
+    test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
+    inputs = sample_models({"base": tiny_model}, [test], None, tmp_path, **options)
+    ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
+    assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]
 
 
 def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFixture[str]) -> None:

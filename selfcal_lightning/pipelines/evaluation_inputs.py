@@ -24,6 +24,7 @@ class TestSet:
         split: Split of the task's data set.
         path: Local file with the hub's columns; None reads the hub (or, for generated tasks, makes the questions).
         limit: The first so many questions; None takes all.
+        offset: Questions to skip before that.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
     """
 
@@ -32,6 +33,7 @@ class TestSet:
     split: str = "test"
     path: str | None = None
     limit: int | None = None
+    offset: int = 0
     chain_of_thought: bool = True
 
 
@@ -172,6 +174,7 @@ def _sample(side: str, model: str, test: TestSet, name: str, store: Path, option
         split=test.split,
         path=test.path,
         limit=test.limit,
+        offset=test.offset,
         store_split=name,
         chain_of_thought=test.chain_of_thought,
         **options,

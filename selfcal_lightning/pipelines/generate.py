@@ -32,6 +32,7 @@ def run_generate(
     split: str = "train",
     path: str | None = None,
     limit: int | None = None,
+    offset: int = 0,
     store_split: str | None = None,
     chain_of_thought: bool = True,
     num_samples: int = 32,
@@ -67,6 +68,7 @@ def run_generate(
         split: Split of the task's data set.
         path: Local file with the columns of the task's hub data set; null reads the hub.
         limit: Take the first so many questions of each task; null takes all.
+        offset: Skip so many questions of each task before that.
         store_split: Split under which the samples are stored ("train" and "validation" are those that training
             reads); null is the same as ``split``.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.

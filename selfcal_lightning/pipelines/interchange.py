@@ -17,7 +17,7 @@ from selfcal_lightning.pipelines.training_records import RecordsReport, import_t
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore, StoredQuestion
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.math_pool import Undecided
+from selfcal_lightning.tasks.math_pool import Undecided, allow_undecided
 from selfcal_lightning.tasks.registry import get_task
 
 
@@ -170,7 +170,9 @@ def export_pool(
     return ExportReport(questions, responses)
 
 
-def run_import_pool(path: str, store_dir: str, task: str | None = None, split: str | None = None) -> ImportReport:
+def run_import_pool(
+    path: str, store_dir: str, task: str | None = None, split: str | None = None, undecided_seconds: float = 120.0
+) -> ImportReport:
     """Read a JSON-lines pool of responses made elsewhere into a store.
 
     Args:
@@ -178,7 +180,10 @@ def run_import_pool(path: str, store_dir: str, task: str | None = None, split: s
         store_dir: Folder of the store.
         task: Task of all questions; null takes the field "task" of every line.
         split: Split of all questions; null takes the field "split" of every line.
+        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
+            after it has been spent count as different without a try, and are counted.
     """
+    allow_undecided(undecided_seconds)
     report = import_pool(path, store_dir, task=task, split=split)
     say(f"Imported {path} to {store_dir}: {report}")
     return report

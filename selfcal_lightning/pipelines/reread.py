@@ -12,7 +12,7 @@ from selfcal_lightning.store_annotations import Annotation, annotation_names
 from selfcal_lightning.store_records import Reread
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge_anew
-from selfcal_lightning.tasks.math_pool import Undecided
+from selfcal_lightning.tasks.math_pool import Undecided, allow_undecided
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.versions import reader_version
 
@@ -58,7 +58,7 @@ def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_tas
         )
 
 
-def run_reread(store_dir: str) -> Reread:
+def run_reread(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     """Read the answers of a store anew from its texts, and judge them, after the way of reading was mended.
 
     Nothing is sampled. New files are written beside the old ones, shown to readers in one step, and only then the old
@@ -68,10 +68,13 @@ def run_reread(store_dir: str) -> Reread:
 
     Args:
         store_dir: Folder of the store; not of an imported one, whose file is imported again instead.
+        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
+            after it has been spent count as different without a try, and are counted.
 
     Returns:
         What changed.
     """
+    allow_undecided(undecided_seconds)
     store, before = SampleStore(store_dir), Undecided.so_far()
     removed = [name for name in annotation_names(store_dir) if _compares_answers(store, name)]
     done = reread_answers(store)

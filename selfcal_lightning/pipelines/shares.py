@@ -15,7 +15,7 @@ from selfcal_lightning.pipelines.sampling import (
 )
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
-from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.registry import load_some
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
@@ -51,6 +51,7 @@ class GenerationSettings:
     questions_per_shard: int
     base_url: str | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
+    offset: int = 0
 
     def sampling(self) -> SamplingSettings:
         """Return how responses are drawn."""
@@ -71,8 +72,13 @@ class GenerationSettings:
         questions = [
             question
             for name in self.task
-            for question in get_task(name).load(
-                self.split, path=self.path, chain_of_thought=self.chain_of_thought, limit=self.limit
+            for question in load_some(
+                name,
+                self.split,
+                path=self.path,
+                chain_of_thought=self.chain_of_thought,
+                offset=self.offset,
+                limit=self.limit,
             )
         ]
         check_questions(questions)

@@ -261,6 +261,17 @@ class Undecided:
 _default_pool: MathPool | None = None
 
 
+def allow_undecided(seconds: float) -> None:
+    """Set how long undecided pairs may take together in the process-wide pool.
+
+    Raises:
+        ValueError: It is no time.
+    """
+    if not seconds > 0.0:
+        raise ValueError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
+    default_pool().undecided_seconds = seconds
+
+
 def default_pool() -> MathPool:
     """Return the process-wide pool; it is ended when the interpreter exits."""
     global _default_pool

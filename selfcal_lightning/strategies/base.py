@@ -62,9 +62,13 @@ def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
 
 def total_tokens(samples: Iterable[Sample], query_tokens: int) -> int | None:
     """Return what ``samples`` cost together; None where the length of one is unknown."""
-    costs = [sample_tokens(sample, query_tokens) for sample in samples]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if len(known) == len(costs) else None
+    total = 0
+    for sample in samples:
+        cost = sample_tokens(sample, query_tokens)
+        if cost is None:
+            return None
+        total += cost
+    return total
 
 
 def make_verdict(

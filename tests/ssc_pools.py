@@ -62,6 +62,7 @@ class Pool:
                             round_index,
                             token_ids=self.chat.response_ids(fields["text"]) if encoded else None,
                             finish="stop" if encoded else None,
+                            num_tokens=changes.get("stated"),
                             **fields,
                         )
                         for index, fields in enumerate(make(question, rng))

@@ -106,10 +106,10 @@ def test_imported_records_bring_their_targets(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
-@pytest.mark.parametrize("encoded", [True, False])
-def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, pool: Pool) -> None:
-    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed."""
-    path = pool.write(f"budget-{encoded}-{packing}", encoded=encoded)
+@pytest.mark.parametrize(("encoded", "stated"), [(True, None), (False, None), (False, 1)])
+def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, stated: int | None, pool: Pool) -> None:
+    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed, nor as they were there."""
+    path = pool.write(f"budget-{encoded}-{stated}-{packing}", encoded=encoded, stated=stated)
     settings = {"packing": packing, "batch_size": 4, "pad_to_multiple_of": 1}
     largest = max(batch.input_ids.numel() for batch in pool.data(path, **settings).train_dataloader())
     exact = pool.data(path, token_budget=largest, **settings).train_dataloader()

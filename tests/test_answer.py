@@ -24,7 +24,6 @@ from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response
 from selfcal_lightning.pipelines.answer_setup import choose_strategy, default_task, uncalibrated_note
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import open_engine
 from selfcal_lightning.records import QuestionSamples, Request, Response, Verdict
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
@@ -335,15 +334,6 @@ def test_mistakes_are_one_line(
     assert err.splitlines()[-1].startswith("selfcal answer: error: Expected")
     assert message in err.splitlines()[-1]
     assert oracle.requests == []
-
-
-def test_engines_take_their_own_arguments_only() -> None:
-    common = {"revision": None, "adapter": None, "dtype": "auto", "max_batch": 4}
-    with pytest.raises(ValueError, match=r"`base_url` only with the engine 'openai'.*'transformers'"):
-        open_engine("transformers", "bundled", None, base_url="http://x", engine_args={}, **common)
-    for name, known in (("transformers", "max_context"), ("vllm", "kv_cache_memory_bytes"), ("openai", "deadline")):
-        with pytest.raises(ValueError, match=rf"`engine_args` of {name} to be among .*{known}.*\['slots'\]"):
-            open_engine(name, "bundled", None, base_url=None, engine_args={"slots": 3}, **common)
 
 
 def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_response_is_what_the_server_said(
 def test_no_more_requests_run_than_allowed(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
-    engine = connect(max_concurrency=3)
+    engine = connect(max_batch=3)
     assert engine.batch_size == 3
     assert len(generate(engine, _requests(chat, 40, chat.query))) == 40
     assert server.busiest == 3
@@ -174,7 +174,7 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat, fault: Fault, message: str
 ) -> None:
     server.faults.append(fault)
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     seen: list[str] = []
     with pytest.raises(RequestsFailedError, match=message) as caught:
         generate(engine, _requests(chat, 3), on_finished=lambda response: seen.append(response.request_id))
@@ -190,7 +190,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
     server.faults.extend([status(500, "out of memory")] * 4)
-    engine = connect(max_retries=3, max_concurrency=1)
+    engine = connect(max_retries=3, max_batch=1)
     with pytest.raises(RequestsFailedError, match=r"HTTP 500: out of memory \(4 attempts\)"):
         generate(engine, _requests(chat, 1))
     assert len(server.completions()) == 4
@@ -217,7 +217,7 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun(
 
 
 def test_the_query_is_retried_alone(connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat) -> None:
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     engine.submit([])
     served = server._complete_sample
 
@@ -236,7 +236,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
     server.faults.extend([is_silent(after=EVENT), is_silent()])
-    engine = connect(max_concurrency=2, deadline=600.0)
+    engine = connect(max_batch=2, deadline=600.0)
     engine.submit(_requests(chat, 4))
     _until(lambda: sorted(flight.num_tokens for flight in engine._flights.values()) == [0, 0, 0, 2])
     _until(lambda: len(server.completions()) == 2)
@@ -255,7 +255,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
 def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     engine.submit(_requests(chat, 6))
     prompt = chat.prompt_ids([Message("user", "5 + 3?")])
     assert engine.next_token_probabilities([prompt, prompt], [5, 6, 5]) == [[pytest.approx(0.25)] * 3] * 2
@@ -380,7 +380,7 @@ def test_plain_http_to_another_machine_is_the_users_choice() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_concurrency": 0}, "`max_concurrency` to be at least 1, but got 0"),
+        ({"max_batch": 0}, "`max_batch` to be at least 1, but got 0"),
         ({"max_retries": -1}, "`max_retries` to be at least 0, but got -1"),
         ({"stream_interval": 0}, "`stream_interval` to be at least 1"),
         ({"deadline": 0.0}, "`deadline` to be above 0 seconds, but got 0.0"),
@@ -480,7 +480,7 @@ def test_generate_samples_from_a_server(
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
     assert server.base_url in written
     assert KEY not in written + str(capsys.readouterr())
-    with pytest.raises(ValueError, match=r"`engine_args` of openai to be among base_url, .*\['speed'\]"):
+    with pytest.raises(ValueError, match=r"`engine_args` of openai to be among served_model, .*\['speed'\]"):
         run_generate(**arguments | {"engine_args": {"speed": 2}}, edt_scale=None)
 
 

@@ -58,7 +58,7 @@ class TellingScheduler(AsyncScheduler):
 
 
 def _engine(path: str, **options: object) -> VLLMEngine:
-    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 128, "start_timeout": 300.0}
+    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
     return VLLMEngine(path, **{**settings, **options})
 
 
@@ -231,7 +231,7 @@ def test_processed_probabilities_are_those_of_dynamic_temperature(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     engine = _engine(
         tiny_model,
-        max_num_seqs=32,
+        max_batch=32,
         kv_cache_memory_bytes=3 << 19,
         engine_args={"logprobs_mode": "processed_logprobs", "scheduler_cls": "telling_scheduler.TellingScheduler"},
         log_path=str(tmp_path / "vllm.log"),

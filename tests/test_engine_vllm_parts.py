@@ -112,7 +112,7 @@ def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pyt
         vllm.VLLMEngine("model")
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("max_attempts", 0), ("max_restarts", -1)])
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])
 def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "is_installed", lambda module: True)
     with pytest.raises(ValueError, match=f"Expected `{name}` to be at least"):

@@ -17,7 +17,7 @@ from kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_share
 from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.pipelines.progress import Progress
 from selfcal_lightning.pipelines.sampling import (
-    QUEUE_RESPONSES,
+    QUEUE_BATCHES,
     GenerationReport,
     generate_samples,
     store_fingerprint,
@@ -138,7 +138,7 @@ def test_the_queue_never_runs_dry(tmp_path: Path) -> None:
     run(tmp_path, fake_questions(120), engine=engine, num_samples=32, questions_per_shard=8)
     assert len(engine.requests) == 120 * 32
     assert engine.drained == 0
-    assert engine.largest_queue <= 2 * QUEUE_RESPONSES
+    assert engine.largest_queue <= 2 * QUEUE_BATCHES * engine.slots
 
 
 def test_a_second_run_reuses_everything(tmp_path: Path) -> None:

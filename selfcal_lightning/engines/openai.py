@@ -27,8 +27,11 @@ from selfcal_lightning.engines.openai_wire import (
 from selfcal_lightning.engines.vllm_model import generation_end_ids
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
+
+_DEFAULT_BATCH = 64
 
 
 class OpenAIEngine:
@@ -47,7 +50,7 @@ class OpenAIEngine:
     delivered: ``poll`` then raises a ``RequestsFailedError`` that names it.
 
     Args:
-        model: Folder or hub name of the model that the server runs.
+        model: Folder or hub name of the model that the server runs, or "bundled".
         base_url: Address of the API. Plain http is for this machine only, unless ``allow_http``.
         served_model: The server's name for the model, or for an adapter; None takes ``model`` where the server has it,
             else the only one that it has.
@@ -66,7 +69,7 @@ class OpenAIEngine:
         allow_http: Whether prompts and key may go to another machine unencrypted.
         api_key_env: Environment variable with the key; a server that wants none needs none. The key is read at the
             start and appears in no message.
-        max_concurrency: Most requests that the server works on for this engine.
+        max_batch: Most requests that the server works on for this engine; None is 64.
         max_retries: Most further attempts at one request, after HTTP 429, 5xx and broken connections only.
         deadline: Longest time for one request in seconds, from when it is first sent; retries and the P(True) query
             included.
@@ -97,7 +100,7 @@ class OpenAIEngine:
         server_edt: bool = False,
         allow_http: bool = False,
         api_key_env: str = "OPENAI_API_KEY",
-        max_concurrency: int = 64,
+        max_batch: int | None = None,
         max_retries: int = 8,
         deadline: float = 600.0,
         first_wait: float = 0.5,
@@ -106,8 +109,9 @@ class OpenAIEngine:
     ) -> None:
         if not is_installed("aiohttp"):
             require("aiohttp", extra="openai")
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         limits = (
-            ("max_concurrency", max_concurrency, 1),
+            ("max_batch", max_batch, 1),
             ("max_retries", max_retries, 0),
             ("stream_interval", stream_interval, 1),
             ("first_wait", first_wait, 0.0),
@@ -123,13 +127,14 @@ class OpenAIEngine:
             )
         if not deadline > 0.0:
             raise ValueError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
+        model = resolve_model(model)
         self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
         self._served_model, self._tokenizer = served_model, tokenizer or model
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
         self._max_context, self._chat = max_context, chat
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
         self._server_edt, self._api_key_env = server_edt, api_key_env
-        self._max_concurrency, self._max_retries, self._deadline = max_concurrency, max_retries, deadline
+        self._max_batch, self._max_retries, self._deadline = max_batch, max_retries, deadline
         self._waits, self._interval = (first_wait, longest_wait), stream_interval
         self._key: str | None = None
         self._jobs: BackgroundJobs | None = None
@@ -153,7 +158,7 @@ class OpenAIEngine:
     @property
     def batch_size(self) -> int:
         """Requests that it works on at a time: those that the server has at once."""
-        return self._max_concurrency
+        return self._max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
@@ -293,12 +298,12 @@ class OpenAIEngine:
         transport = Transport(
             self.base_url,
             key=self._key,
-            max_connections=self._max_concurrency + 1,
+            max_connections=self._max_batch + 1,
             max_retries=self._max_retries,
             first_wait=self._waits[0],
             longest_wait=self._waits[1],
         )
-        jobs, started = BackgroundJobs(limit=self._max_concurrency), False
+        jobs, started = BackgroundJobs(limit=self._max_batch), False
         try:
             self._facts = jobs.run(self._inspect(transport))
             started = True

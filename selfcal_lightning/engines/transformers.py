@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 from selfcal_lightning.engines.transformers_rows import SlotRows
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Request, Response
+from selfcal_lightning.records import Dtype, Request, Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
+_DEFAULT_BATCH = 64
 _HARVEST_SHARE = 8  # rows are answered, and new ones admitted, when one in eight of the batch has finished
 _COMPACT_SHARE = 0.75  # rows are moved together when fewer than this share of the slots in use are live
 _FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
@@ -40,13 +42,14 @@ class TransformersEngine:
     threads than free cores make it many times slower.
 
     Args:
-        model: Folder or hub name of a model with full or sliding-window attention.
+        model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
         revision: Revision on the hub.
         adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept beside them
             in half precision, where merging would round it.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         device: "auto" is the GPU where there is one.
-        max_batch: Number of slots. When a GPU runs out of memory it is halved, down to 1, and the work begun again.
+        max_batch: Number of slots; None is 64. When a GPU runs out of memory it is halved, down to 1, and the work
+            begun again.
         max_context: Longest prompt + response + query in tokens; None takes the model's own limit.
         chat: Chat format; None derives it from the model's tokenizer, with the default query.
     """
@@ -57,12 +60,13 @@ class TransformersEngine:
         *,
         revision: str | None = None,
         adapter: str | None = None,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: Dtype = "auto",
         device: str = "auto",
-        max_batch: int = 64,
+        max_batch: int | None = None,
         max_context: int | None = None,
         chat: ChatFormat | None = None,
     ) -> None:
+        model = resolve_model(model)
         chat = chat or ChatFormat(load_tokenizer(model, revision=revision))
         network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
         self._source, self._revision, self._adapter = model, revision, adapter
@@ -76,7 +80,7 @@ class TransformersEngine:
         model: PreTrainedModel,
         chat: ChatFormat,
         *,
-        max_batch: int = 64,
+        max_batch: int | None = None,
         max_context: int | None = None,
         source: str | None = None,
         revision: str | None = None,
@@ -91,7 +95,7 @@ class TransformersEngine:
         Args:
             model: The model or its PEFT wrapper.
             chat: Chat format of its tokenizer.
-            max_batch: Number of slots.
+            max_batch: Number of slots; None is 64.
             max_context: Longest prompt + response + query in tokens.
             source: Where its base weights come from, for ``describe``; None hashes the parameters in memory.
             revision: Revision of ``source``.
@@ -105,8 +109,15 @@ class TransformersEngine:
         return engine
 
     def _start(
-        self, network: PreTrainedModel, chat: ChatFormat, *, max_batch: int, max_context: int | None, borrowed: bool
+        self,
+        network: PreTrainedModel,
+        chat: ChatFormat,
+        *,
+        max_batch: int | None,
+        max_context: int | None,
+        borrowed: bool,
     ) -> None:
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         if max_batch < 1:
             raise ValueError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
         self._model: CachedModel | None = CachedModel(network)

@@ -21,6 +21,7 @@ from selfcal_lightning.engines.vllm_records import (
 )
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -39,7 +40,7 @@ class VLLMEngine:
     ``RequestsFailedError`` that names it.
 
     Args:
-        model: Folder or hub name of the model.
+        model: Folder or hub name of the model, or "bundled".
         revision: Its revision on the hub.
         adapter: Folder of a LoRA adapter to sample with.
         dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU.
@@ -51,8 +52,8 @@ class VLLMEngine:
         tensor_parallel_size: GPUs that share one model.
         gpu_memory_utilization: Share of each GPU's memory for weights and cache; None is vLLM's default.
         kv_cache_memory_bytes: Size of the cache; None is 1 GiB on CPU, on GPU what ``gpu_memory_utilization`` leaves.
-            It should hold prompt + response of ``max_num_seqs`` samples, or the P(True) pass finds nothing in it.
-        max_num_seqs: Most sequences in one step.
+            It should hold prompt + response of ``max_batch`` samples, or the P(True) pass finds nothing in it.
+        max_batch: Most sequences in one step; None is vLLM's default for the machine, 1,024 on GPUs of 70 GB and more.
         enforce_eager: Whether to run without CUDA graphs; None does on CPU.
         num_threads: OpenMP threads of the child; None is 1 on CPU.
         engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``.
@@ -80,7 +81,7 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
-        max_num_seqs: int = 256,
+        max_batch: int | None = None,
         enforce_eager: bool | None = None,
         num_threads: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
@@ -93,13 +94,14 @@ class VLLMEngine:
         if not is_installed("vllm"):
             require("vllm", extra="vllm")
         limits = (
-            ("max_num_seqs", max_num_seqs, 1),
+            ("max_batch", 1 if max_batch is None else max_batch, 1),
             ("max_attempts", max_attempts, 1),
             ("max_restarts", max_restarts, 0),
         )
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._settings: dict[str, Any] = {
             "model": model,
@@ -110,7 +112,7 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            "max_num_seqs": max_num_seqs,
+            "max_batch": max_batch,
             "enforce_eager": enforce_eager,
             "lora_rank": 0,
             "engine_args": dict(engine_args or {}),
@@ -119,7 +121,6 @@ class VLLMEngine:
         self._max_restarts, self._max_attempts = max_restarts, max_attempts
         self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._log_path = None if log_path is None else Path(log_path)
-        self._window = 2 * max_num_seqs  # enough that the child never runs dry between two polls
         self._chat = chat
         self._process: WorkerProcess | None = None
         self._owner = 0
@@ -146,7 +147,8 @@ class VLLMEngine:
     @property
     def batch_size(self) -> int:
         """Requests that it works on at a time: the sequences of one step."""
-        return self._settings["max_num_seqs"]
+        self._ensure_started()
+        return self._limits["max_batch"]
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
@@ -373,8 +375,8 @@ class VLLMEngine:
         return {number: self._drawn[number] for number in numbers if number in self._drawn}
 
     def _feed(self) -> None:
-        """Give the child what it may have now."""
-        if self._process is None or not (group := self._book.take(self._window)):
+        """Give the child what it may have now: enough that it never runs dry between two polls."""
+        if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
             return
         for message in list(wire_messages(group, self._room)):  # a crash on the way puts the whole group back
             self._send(message)

@@ -202,7 +202,7 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "generation_config": "vllm",
         "seed": 0,
         "tensor_parallel_size": settings["tensor_parallel_size"],
-        "max_num_seqs": settings["max_num_seqs"],
+        "max_num_seqs": settings["max_batch"],
         "enforce_eager": on_cpu if settings["enforce_eager"] is None else settings["enforce_eager"],
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
@@ -236,6 +236,7 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "max_context": model.max_model_len - 1,  # vLLM counts the token that it samples, the query does not
         "model_limit": limit,
         "vocabulary": model.get_vocab_size(),
+        "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
         "dtype": str(model.dtype).removeprefix("torch."),
         "version": vllm.__version__,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
-from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.records import ConfidenceQuery, Dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Confidence(NamedTuple):
@@ -32,7 +30,7 @@ def load_causal_lm(
     base_model: str,
     *,
     revision: str | None = None,
-    dtype: DtypeName = "auto",
+    dtype: Dtype = "auto",
     attn_implementation: str | None = None,
     device: torch.device | None = None,
     quantization_config: QuantizationConfigMixin | None = None,

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from selfcal_lightning.models.causal_lm import DtypeName, load_config
+from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.meta_models import attach_lora_on_meta, meta_causal_lm, places
 from selfcal_lightning.models.weight_files import WeightFiles
+from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +41,7 @@ def load_sharded_causal_lm(
     mesh: DeviceMesh,
     device: torch.device,
     revision: str | None = None,
-    dtype: DtypeName = "auto",
+    dtype: Dtype = "auto",
     attn_implementation: str | None = None,
     lora: LoraSettings | None = None,
     seed: int = 0,
@@ -192,7 +193,7 @@ def _fill_buffers(
         module._buffers[part] = buffer.to(device)
 
 
-def _torch_dtype(dtype: DtypeName, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
+def _torch_dtype(dtype: Dtype, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     stored = load_config(base_model, revision=revision).dtype

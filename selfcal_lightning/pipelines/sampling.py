@@ -33,7 +33,7 @@ from selfcal_lightning.tasks.registry import get_task
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
 
-QUEUE_RESPONSES = 1024
+QUEUE_BATCHES = 2
 COMMIT_SECONDS = 300.0
 
 
@@ -273,8 +273,9 @@ class _Sampler:
 
     def _fill(self, waiting: Iterator[Question], prompts: dict[str, array[int]]) -> bool:
         """Top up the engine's queue before it can run dry. Returns whether anything is in flight."""
-        if len(self._in_flight) < QUEUE_RESPONSES:
-            room = 2 * QUEUE_RESPONSES - len(self._in_flight)
+        least = QUEUE_BATCHES * self.engine.batch_size
+        if len(self._in_flight) < least:
+            room = 2 * least - len(self._in_flight)
             requests = [
                 request
                 for question in islice(waiting, max(1, room // self.num_samples))

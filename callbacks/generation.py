@@ -316,6 +316,7 @@ class SSCGeneration(Callback):
                     interrupt=interrupt,
                 )
                 say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
+                report.check_complete()
         finally:
             engine.close()
             del engine

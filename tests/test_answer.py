@@ -18,7 +18,7 @@ from strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.cli import fill_flags, run
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.pipelines import answer as verb
 from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response
@@ -141,7 +141,7 @@ def test_text_without_an_answer_and_failures_are_told(
     def poll() -> list[Response]:
         names = list(oracle._waiting)
         oracle._waiting.clear()
-        raise RequestsFailedError(dict.fromkeys(names, "out of tokens"))
+        raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
 
     monkeypatch.setattr(oracle, "poll", poll)
     (answer,) = run_answer("bundled", QUESTION, task="local_choice", max_samples=2)

@@ -178,7 +178,7 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
     seen: list[str] = []
     with pytest.raises(RequestsFailedError, match=message) as caught:
         generate(engine, _requests(chat, 3), on_finished=lambda response: seen.append(response.request_id))
-    assert (sorted(seen), set(caught.value.reasons)) == (["1", "2"], {"0"})
+    assert (sorted(seen), set(caught.value.failures)) == (["1", "2"], {"0"})
     assert KEY not in str(caught.value)
     assert len(server.completions()) == 3
     assert engine.poll() == []
@@ -265,9 +265,11 @@ def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
     while finished := engine.poll():
         responses += finished
     assert len(responses) == 6
-    server.faults.extend([status(400, "too hot"), says(b'{"choices": [{"logprobs": {"top_logprobs": [{}]}}]}')])
-    with pytest.raises(RequestsFailedError, match=r"(?s)prompt 0 of .*too hot.*prompt 1 of .*`logprob_token_ids`"):
+    server.faults.extend([status(403, "not you"), says(b'{"choices": [{"logprobs": {"top_logprobs": [{}]}}]}')])
+    with pytest.raises(RequestsFailedError, match=r"(?s)prompt 0 of .*not you.*prompt 1 of .*`logprob_token_ids`"):
         engine.next_token_probabilities([prompt, prompt], [5, 6])
+    server.faults.append(status(400, "too hot"))
+    assert engine.next_token_probabilities([prompt, prompt], [5, 6]) == [None, [pytest.approx(0.25)] * 2]
     with pytest.raises(ValueError, match="prompts of 1 to 511 tokens, but got 0"):
         engine.next_token_probabilities([()], [5])
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm_model import adapter_rank, generation_end_ids
+from selfcal_lightning.engines.vllm_model import adapter_rank
 from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, worker_environment
 from selfcal_lightning.engines.vllm_records import (
     EngineCrashedError,
@@ -22,7 +23,7 @@ from selfcal_lightning.engines.vllm_records import (
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
 MAX_SCORED_IDS = 128
@@ -36,8 +37,8 @@ class VLLMEngine:
     throughout. The process starts with the first request. When it dies, or gives no sign of life while work is in
     flight, it is started anew and gets the unfinished requests again, whose seeds make the same texts. Requests that
     were in flight at a crash are then run in ever smaller groups until the one that kills the engine is alone; after
-    ``max_attempts`` crashes it is quarantined: ``poll`` delivers all other responses and then raises a
-    ``RequestsFailedError`` that names it.
+    ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that names it, and all others
+    go on.
 
     Args:
         model: Folder or hub name of the model, or "bundled".
@@ -57,7 +58,8 @@ class VLLMEngine:
         enforce_eager: Whether to run without CUDA graphs; None does on CPU.
         num_threads: OpenMP threads of the child; None is 1 on CPU.
         engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``.
-        max_restarts: Most crashes in a row without a finished request in between.
+        max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
+            between: an engine that crashes over whatever it is given is broken.
         max_attempts: Crashes after which a request that is alone in the engine is quarantined.
         start_timeout: Longest start in seconds.
         stall_timeout: Longest silence in seconds, with work in flight, before the process is taken for dead.
@@ -128,14 +130,10 @@ class VLLMEngine:
         self._limits: dict[str, Any] = {}
         self._cancel_calls = self._cancel_answers = 0
         self._drawn: dict[int, int] = {}
-        self._adapter_number = 1
-        self._adapter_is_loaded = False
         self._book = FlightBook()
-        self._number_of: dict[str, int] = {}
-        self._responses: list[Response] = []
-        self._scores: dict[int, list[float]] = {}
-        self._failures: dict[int, tuple[str, str]] = {}
+        self._in_flight = InFlight()
         self._crashes_in_a_row = 0
+        self._quarantined_in_a_row: set[tuple[int, ...]] = set()
         self._tally = Tally()
 
     @property
@@ -157,17 +155,14 @@ class VLLMEngine:
             ValueError: When a prompt leaves no room for a response and the query, or an id is already in flight.
         """
         self._ensure_started()
-        taken = set(self._number_of)
+        self._in_flight.check_new(requests)
         for request in requests:
-            if request.id in taken:
-                raise ValueError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
-            taken.add(request.id)
             self._check_ids(f"the prompt of request {request.id!r}", request.prompt_ids)
             self._room(request)
         numbers = self._book.add(
             Flight(request.id, tuple(map(int, request.prompt_ids)), request) for request in requests
         )
-        self._number_of |= dict(zip((request.id for request in requests), numbers, strict=True))
+        self._in_flight.begin(dict(zip((request.id for request in requests), numbers, strict=True)))
         self._feed()
         return [request.id for request in requests]
 
@@ -175,15 +170,12 @@ class VLLMEngine:
         """Wait for responses and return those that finished; empty only when nothing is in flight.
 
         Raises:
-            RequestsFailedError: After all others were delivered, when some requests could not be answered.
-            EngineCrashedError: When the process failed more than ``max_restarts`` times in a row.
+            RequestsFailedError: Requests were not answered; all others go on.
+            EngineCrashedError: The process failed more than ``max_restarts`` times in a row.
         """
-        while not self._responses and len(self._book):
+        while len(self._book) and not self._in_flight.has_news:
             self._work()
-        responses, self._responses = self._responses, []
-        if not responses:
-            self._raise_failures(list(self._failures))
-        return responses
+        return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
         """Drop requests, queued or running, and return the tokens drawn for those that the child had begun, by id.
@@ -191,25 +183,23 @@ class VLLMEngine:
         Waits for the child's answer, one step at most; cancel many at once. What a child drew that is lost before it
         answers is unknown and left out.
         """
-        dropped = set(ids)
-        thrown_away = {r.request_id: len(r.token_ids) for r in self._responses if r.request_id in dropped}
-        self._responses = [response for response in self._responses if response.request_id not in dropped]
-        self._failures = {number: item for number, item in self._failures.items() if item[0] not in dropped}
-        names = {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
+        thrown_away, names = self._in_flight.drop(ids)
         self._tally.add(cancelled=len(names))
         running = [number for number in names if self._book.drop(number)]
         drawn = self._drop_in_child(running) if running else {}
         self._feed()
         return thrown_away | {names[number]: count for number, count in drawn.items()}
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]
+    ) -> list[list[float] | None]:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
 
-        Samples in flight go on meanwhile; what finishes is kept for ``poll``.
+        Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
+        the engine, or that vLLM refuses.
 
         Raises:
             ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
-            RequestsFailedError: When a prompt crashes the engine.
         """
         self._ensure_started()
         self._check_ids("`token_ids`", token_ids)
@@ -224,12 +214,11 @@ class VLLMEngine:
             for chunk in chunks
         ]
         numbers = self._book.add(flights, first=True)
-        while not all(number in self._scores or number in self._failures for number in numbers):
+        self._in_flight.expect_scores(numbers)
+        while self._in_flight.awaits_any(numbers):
             self._work()
-        answers = [self._scores.pop(number, []) for number in numbers]
-        self._raise_failures([number for number in numbers if number in self._failures])
-        rows = (answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts)))
-        return [[probability for answer in row for probability in answer] for row in rows]
+        answers = self._in_flight.take_scores(numbers)
+        return read_scores([answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts))])
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model, and beside it what runs it."""
@@ -251,33 +240,6 @@ class VLLMEngine:
         if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
             process.close()
 
-    def load_adapter(self, adapter: str) -> None:
-        """Sample with another LoRA adapter from now on.
-
-        A running engine takes it in under a new id and resets its prefix cache, so that files overwritten in place
-        are read again. Only an engine that was started without an adapter, or for a smaller rank, starts anew.
-        For an engine that lives on between two adapters: the regeneration rounds of ``SSCGeneration`` end theirs after
-        every round, since training needs its memory, and start a new one.
-
-        Raises:
-            RuntimeError: When requests are in flight.
-        """
-        if len(self._book):
-            raise RuntimeError(f"Expected no request in flight when an adapter is loaded, but got {len(self._book)}.")
-        rank = adapter_rank(adapter)
-        self.adapter, self._adapter_is_loaded = adapter, False
-        self._adapter_number += 1
-        process = self._process
-        if process is None or rank > self._settings["lora_rank"]:
-            self._settings["lora_rank"] = rank
-            self._process = None
-            if process is not None:
-                process.close()
-            return
-        self._send({"op": "adapter", "path": adapter, "id": self._adapter_number})
-        while self._process is process and not self._adapter_is_loaded:
-            self._work()
-
     def statistics(self) -> VLLMStatistics:
         """Return what the engine has done so far."""
         return self._tally.read()
@@ -288,24 +250,12 @@ class VLLMEngine:
         return None if self._process is None else self._process.pid
 
     def _room(self, request: Request) -> int:
-        """Return how many tokens the response may have, so that prompt + response + query fit."""
-        suffix, context = 0 if request.query is None else len(request.query.suffix_ids), self._limits["max_context"]
-        longest = context - suffix - 1
-        if not 1 <= len(request.prompt_ids) <= longest:
-            raise ValueError(
-                f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
-                f"{len(request.prompt_ids)}: a context of {context} also holds {suffix} of the query and a response."
-            )
-        return min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids))
+        return response_room(request, self._limits["max_context"])
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         size = self._limits["vocabulary"]
         if len(ids) and not 0 <= min(ids) <= max(ids) < size:
             raise ValueError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
-
-    def _raise_failures(self, numbers: Iterable[int]) -> None:
-        if failed := [self._failures.pop(number) for number in numbers]:
-            raise RequestsFailedError(dict(failed))
 
     def _ensure_started(self) -> None:
         if self._closed:
@@ -321,7 +271,7 @@ class VLLMEngine:
             self._settings["stop_token_ids"] = sorted(ends)
         if self.adapter is not None:
             self._settings["lora_rank"] = max(self._settings["lora_rank"], adapter_rank(self.adapter))
-        settings = {**self._settings, "adapter": self.adapter, "adapter_id": self._adapter_number}
+        settings = {**self._settings, "adapter": self.adapter}
         environment = worker_environment(
             os.environ, on_cpu=is_cpu_build(), devices=self._devices, num_threads=self._num_threads
         )
@@ -355,9 +305,7 @@ class VLLMEngine:
             self._on_crash(str(error))
             return
         for message in messages:
-            if message["event"] == "adapter":
-                self._adapter_is_loaded = message["id"] == self._adapter_number
-            elif message["event"] == "cancelled":
+            if message["event"] == "cancelled":
                 self._cancel_answers = message["call"]
                 self._drawn.update(message["drawn"])
             else:
@@ -393,22 +341,29 @@ class VLLMEngine:
         self._tally.hear(message["counters"])
         for sample in message["samples"]:
             if flight := self._finish(sample["id"]):
-                self._responses.append(read_response(flight.name, sample, self._chat))
+                self._in_flight.answer(read_response(flight.name, sample, self._chat))
             else:  # it finished while the message that cancels it was on its way
                 self._drawn[sample["id"]] = len(sample["token_ids"])
         for score in message["scores"]:
             if self._finish(score["id"]):
-                self._scores[score["id"]] = score["probabilities"]
+                self._in_flight.score(score["id"], score["probabilities"])
         for failed in message["failed"]:
             if flight := self._finish(failed["id"]):
-                self._failures[failed["id"]] = (flight.name, failed["error"])
+                self._refuse(failed["id"], flight, failed["error"])
 
     def _finish(self, number: int) -> Flight | None:
         flight = self._book.finish(number)
         if flight is not None:
             self._crashes_in_a_row = 0
-            self._number_of.pop(flight.name, None)
+            self._quarantined_in_a_row.clear()
         return flight
+
+    def _refuse(self, number: int, flight: Flight, reason: str) -> None:
+        failure = Failure(reason, is_refusal=True)
+        if flight.request is None:
+            self._in_flight.score(number, failure)
+        else:
+            self._in_flight.fail(flight.name, failure)
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
         """Bury the child, queue its work again and decide whether to go on; the next piece of work starts another."""
@@ -419,11 +374,15 @@ class VLLMEngine:
         for number, flight in self._book.crash(max_attempts=self._max_attempts):
             self._crashes_in_a_row = 0
             self._tally.add(quarantined=1)
-            self._number_of.pop(flight.name, None)
+            self._quarantined_in_a_row.add(flight.prompt)
             told = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
-            self._failures[number] = (flight.name, told)
-        if fatal or self._crashes_in_a_row > self._max_restarts:
+            self._refuse(number, flight, told)
+        prompts = len(self._quarantined_in_a_row)
+        if fatal or max(self._crashes_in_a_row, prompts) > self._max_restarts:
             self._closed = True
-            times = f"failed {self._crashes_in_a_row} time(s) in a row, the last time because {reason}."
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times} {report}")
+            times = f"failed {self._crashes_in_a_row} time(s) in a row"
+            if prompts > self._max_restarts:
+                times = f"crashed over {prompts} different prompts in a row"
+            last = f"the last time because {reason}. {report}"
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times}, {last}")
         _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)

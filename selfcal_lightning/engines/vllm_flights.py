@@ -59,11 +59,6 @@ class FlightBook:
         """Number of flights, waiting or running."""
         return len(self._waiting) + len(self._running)
 
-    @property
-    def num_running(self) -> int:
-        """Number of flights in the child."""
-        return len(self._running)
-
     def add(self, flights: Iterable[Flight], *, first: bool = False) -> list[int]:
         """Queue ``flights``, before the others when ``first``, and return their numbers."""
         added = {next(self._numbers): flight for flight in flights}

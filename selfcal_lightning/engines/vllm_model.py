@@ -6,19 +6,6 @@ import json
 from pathlib import Path
 
 
-def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
-    except OSError:  # there is no generation_config.json
-        ends = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
-
-
 def adapter_rank(adapter: str) -> int:
     """Return the largest LoRA rank in an adapter's folder."""
     path = Path(adapter) / "adapter_config.json"

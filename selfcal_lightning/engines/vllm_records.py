@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from selfcal_lightning.engines.base import EngineStoppedError
 from selfcal_lightning.engines.vllm_flights import Flight
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response
 
 
-class EngineCrashedError(RuntimeError):
+class EngineCrashedError(EngineStoppedError):
     """The engine's process failed more often in a row than is allowed."""
 
 

@@ -6,7 +6,6 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm_worker
 - ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
 - ``score``: a prompt and at most 128 token ids; the probabilities come in ``results``.
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
-- ``adapter``: another LoRA adapter for the requests to come; answered by ``adapter``.
 - ``close``: end.
 
 It ends by itself when the socket closes, that is, when its parent ends in whatever way.
@@ -60,7 +59,7 @@ class Worker:
         self._scores: dict[int, list[int]] = {}
         self._lora: LoRARequest | None = None
         if settings["adapter"] is not None:
-            self.load_adapter(settings["adapter"], settings["adapter_id"])
+            self._lora = self._load_adapter(settings["adapter"])
         self._failed: list[dict[str, Any]] = []
         self.counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prompt_cached_tokens", "query_tokens", "query_cached_tokens"), 0
@@ -97,16 +96,12 @@ class Worker:
         states = [outputs.request_states[key] for key in outputs.external_req_ids.get(f"s{number}", ())]
         return sum(state.detokenizer.num_output_tokens() for state in states) or None
 
-    def load_adapter(self, path: str, adapter_id: int) -> None:
-        """Use the LoRA adapter in ``path`` from now on, and forget what was cached under the old one."""
+    def _load_adapter(self, path: str) -> LoRARequest:
         from vllm.lora.request import LoRARequest
 
-        if self._lora is not None:
-            self._engine.remove_lora(self._lora.lora_int_id)
-        self._lora = LoRARequest(f"adapter-{adapter_id}", adapter_id, path)
-        self._engine.add_lora(self._lora)
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("Expected the prefix cache to be reset after a new adapter, but vLLM refused.")
+        lora = LoRARequest("adapter", 1, path)
+        self._engine.add_lora(lora)
+        return lora
 
     def step(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Run one step of the engine and return the samples and the scores that finished."""
@@ -328,9 +323,6 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                 case "cancel":
                     drawn = worker.cancel(message["ids"])
                     outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})
-                case "adapter":
-                    worker.load_adapter(message["path"], message["id"])
-                    outbox.put({"event": "adapter", "id": message["id"]})
                 case "close":
                     return
             if failed := worker.take_failures():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw, load_chat, open_engine
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
@@ -57,6 +58,7 @@ def run_answer(
     max_batch: int | None = None,
     base_url: str | None = None,
     engine_args: dict[str, Any] | None = None,
+    max_failures: int = MAX_FAILURES,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -100,11 +102,14 @@ def run_answer(
         max_batch: Responses that the engine works on at a time; null is the engine's choice.
         base_url: Address of the server, for the engine "openai".
         engine_args: Further arguments of the engine's class, such as `--engine_args.max_context 2048`.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
 
     Returns:
         The answers, in the order of the questions.
 
     Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
         ValueError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
@@ -123,7 +128,9 @@ def run_answer(
     chat = load_chat(options, model, query=query)
     opened = open_engine(options, model, chat=chat)
     try:
-        source = EngineSource(opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say)
+        source = EngineSource(
+            opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say, max_failures=max_failures
+        )
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             printer = _Printer(asked, chosen, fitted, bar, as_json=json)
             run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
@@ -22,7 +23,7 @@ from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import to_json, write_atomically
 
-COUNTS = ("generated", "unreadable", "truncated", "failed")
+COUNTS = ("generated", "unreadable", "truncated", "refused", "left_out")
 
 
 def run_generate(
@@ -52,6 +53,7 @@ def run_generate(
     devices: int = 1,
     shard: str = "0/1",
     questions_per_shard: int = 64,
+    max_failures: int = MAX_FAILURES,
     repair: bool = False,
 ) -> GenerationReport:
     """Sample responses to the questions of tasks, with P(True) of each, into a store.
@@ -89,10 +91,18 @@ def run_generate(
             `tensor_parallel_size` n, each takes n GPUs.
         shard: "i/n", this machine's share of the questions.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
-        repair: First move damaged files of the store aside, so that their questions are sampled again.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops. Questions of which a request failed are left out, and the next run samples them.
+        repair: First move damaged files of the store aside, and drop questions of which responses are empty since
+            their requests failed, so that they are sampled again.
 
     Returns:
         Counts of what this machine did.
+
+    Raises:
+        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
+        RuntimeError: Questions were left out, or a worker failed. What is complete is kept in all cases.
+        ValueError: A setting cannot be, or is not that of the store.
     """
     arguments = dict(locals())
     number, total = parse_shard(shard)
@@ -113,6 +123,7 @@ def run_generate(
         seed=seed,
         query=query,
         questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
     )
     arguments |= {"model": settings.model, "task": settings.task, "store_split": settings.store_split}
     questions = settings.questions()
@@ -120,7 +131,7 @@ def run_generate(
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")
     share = select_share(questions, (number, total))
     if _has_all(settings, share):
-        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0.0)
+        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0, 0.0)
         say(f"All {len(share):,} questions (share {shard}) are in {store_dir} already: nothing is sampled.")
     else:
         _keep_configuration(arguments, Path(store_dir), number)
@@ -134,6 +145,7 @@ def run_generate(
         else:
             report = _sample_on_devices(settings, share, shards)
         say(str(report))
+        report.check_complete()
     _join_when_complete(SampleStore(store_dir), {question.id for question in questions})
     return report
 

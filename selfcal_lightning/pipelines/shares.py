@@ -39,6 +39,7 @@ class GenerationSettings:
     seed: int
     query: str
     questions_per_shard: int
+    max_failures: int
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
@@ -94,6 +95,7 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             part=part_name(shard),
             shard=shard,
             questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
             progress=progress,
         )
     finally:

@@ -58,6 +58,17 @@ def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 
+def vocabulary_size(model: str, *, revision: str | None = None) -> int:
+    """Return how many token ids a model's configuration has room for; 0 where there is none, as beside a tokenizer."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError):
+        return 0
+    return config.get_text_config().vocab_size
+
+
 class ChatFormat:
     """Everything about one tokenizer's chat rendering, on token ids.
 

@@ -28,7 +28,7 @@ from selfcal_lightning.engines.openai_wire import (
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
+from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.records import Request, Response
 
 _DEFAULT_BATCH = 64
@@ -133,6 +133,7 @@ class OpenAIEngine:
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
         self._max_context, self._chat = max_context, chat
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
+        self._vocabulary = 0
         self._server_edt, self._api_key_env = server_edt, api_key_env
         self._max_batch, self._max_retries, self._deadline = max_batch, max_retries, deadline
         self._waits, self._interval = (first_wait, longest_wait), stream_interval
@@ -278,6 +279,7 @@ class OpenAIEngine:
         if self._stop_token_ids is None:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self._tokenizer, revision=revision)
             self._stop_token_ids = sorted(ends)
+        self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
         self._key = read_key(self._api_key_env)
         transport = Transport(
             self.base_url,
@@ -304,6 +306,7 @@ class OpenAIEngine:
                 default_model=self.model,
                 max_context=self._max_context,
                 chat=self._chat,
+                vocabulary=self._vocabulary,
                 server_edt=self._server_edt,
                 key_name=self._api_key_env,
                 deadline=self._time_limit(),
@@ -324,7 +327,7 @@ class OpenAIEngine:
             "completions",
             {"model": self._facts.served_model, **body},
             deadline=deadline,
-            read=lambda: flight.begin(stops, room),
+            read=lambda: flight.begin(stops, max_tokens=room, vocabulary=self._facts.vocabulary),
         )
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:

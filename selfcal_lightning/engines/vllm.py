@@ -11,8 +11,8 @@ from typing import Any
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm_model import adapter_rank
-from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, worker_environment
+from selfcal_lightning.engines.vllm_model import lora_rank
+from selfcal_lightning.engines.vllm_process import StartRefusedError, WorkerProcess, is_cpu_build, worker_environment
 from selfcal_lightning.engines.vllm_records import (
     EngineCrashedError,
     Tally,
@@ -20,13 +20,14 @@ from selfcal_lightning.engines.vllm_records import (
     read_response,
     wire_messages,
 )
-from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.imports import is_installed, require
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
 MAX_SCORED_IDS = 128
+START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
 _logger = logging.getLogger(__name__)
 
 
@@ -34,11 +35,12 @@ class VLLMEngine:
     """Samples with vLLM in a child process: fast, and its crashes, memory and side effects stay out of the caller's.
 
     N samples of a prompt and their P(True) queries share their prefix through the prefix cache, on token ids
-    throughout. The process starts with the first request. When it dies, or gives no sign of life while work is in
-    flight, it is started anew and gets the unfinished requests again, whose seeds make the same texts. Requests that
-    were in flight at a crash are then run in ever smaller groups until the one that kills the engine is alone; after
-    ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that names it, and all others
-    go on.
+    throughout. The process starts with the first request, after the files of a hub model were downloaded here; a first
+    start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or gives no sign of
+    life while work is in flight, it is started anew and gets the unfinished requests again, whose seeds make the same
+    texts. Requests that were in flight at a crash are then run in ever smaller groups until the one that kills the
+    engine is alone; after ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that
+    names it, and all others go on.
 
     Args:
         model: Folder or hub name of the model, or "bundled".
@@ -61,7 +63,8 @@ class VLLMEngine:
         max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
             between: an engine that crashes over whatever it is given is broken.
         max_attempts: Crashes after which a request that is alone in the engine is quarantined.
-        start_timeout: Longest start in seconds.
+        start_timeout: Longest start in seconds, when the model's files are there; None is 15 minutes and a second for
+            every 100 MB of its weights.
         stall_timeout: Longest silence in seconds, with work in flight, before the process is taken for dead.
         log_path: File for the child's output; None makes a temporary one, kept only after a crash.
 
@@ -89,7 +92,7 @@ class VLLMEngine:
         engine_args: Mapping[str, Any] | None = None,
         max_restarts: int = 5,
         max_attempts: int = 3,
-        start_timeout: float = 900.0,
+        start_timeout: float | None = None,
         stall_timeout: float = 600.0,
         log_path: str | None = None,
     ) -> None:
@@ -106,8 +109,6 @@ class VLLMEngine:
         model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._settings: dict[str, Any] = {
-            "model": model,
-            "revision": revision,
             "dtype": None if dtype == "auto" else dtype,
             "max_context": max_context,
             "stop_token_ids": None if stop_token_ids is None else sorted(stop_token_ids),
@@ -116,7 +117,6 @@ class VLLMEngine:
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "max_batch": max_batch,
             "enforce_eager": enforce_eager,
-            "lora_rank": 0,
             "engine_args": dict(engine_args or {}),
         }
         self._devices, self._num_threads = devices, num_threads
@@ -269,9 +269,13 @@ class VLLMEngine:
         if self._settings["stop_token_ids"] is None:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self.model, revision=self.revision)
             self._settings["stop_token_ids"] = sorted(ends)
-        if self.adapter is not None:
-            self._settings["lora_rank"] = max(self._settings["lora_rank"], adapter_rank(self.adapter))
-        settings = {**self._settings, "adapter": self.adapter}
+        # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
+        folder = model_folder(self.model, revision=self.revision)
+        rank = None if self.adapter is None else lora_rank(self.adapter)
+        settings = {**self._settings, "model": str(folder), "adapter": self.adapter, "lora_rank": rank}
+        timeout = self._start_timeout
+        if timeout is None:
+            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / START_BYTES_A_SECOND
         environment = worker_environment(
             os.environ, on_cpu=is_cpu_build(), devices=self._devices, num_threads=self._num_threads
         )
@@ -279,9 +283,10 @@ class VLLMEngine:
         self._tally.add(starts=1)
         self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
         try:
-            self._limits = self._process.start(settings, timeout=self._start_timeout)
+            self._limits = self._process.start(settings, timeout=timeout)
         except (EOFError, OSError) as error:
-            self._on_crash(f"it did not start: {error}", fatal=not self._limits)
+            in_vain = isinstance(error, StartRefusedError) or self._crashes_in_a_row > 0
+            self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
             _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)

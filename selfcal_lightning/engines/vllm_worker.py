@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 EDT_PROCESSOR = "selfcal_lightning.engines.vllm_edt:DynamicTemperature"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
 PROGRESS_SECONDS = 1.0
 _QUERY_FIRST, _SAMPLE_NEXT = 0, 1
@@ -191,7 +190,6 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": settings["model"],
-        "revision": settings["revision"],
         "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -205,9 +203,8 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "logits_processors": [EDT_PROCESSOR],
         "disable_log_stats": True,
     }
-    if settings["lora_rank"]:
-        rank = min((r for r in LORA_RANKS if r >= settings["lora_rank"]), default=settings["lora_rank"])
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    if settings["lora_rank"] is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings["lora_rank"]}
     limit = _model_length(EngineArgs(**arguments), settings["max_context"])
     arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
     if on_cpu:
@@ -353,7 +350,8 @@ def main() -> None:
     try:
         worker = Worker(settings)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        channel.send({"event": "error", "message": f"{type(error).__name__}: {error}"})
+        is_final = isinstance(error, ValueError | ImportError)
+        channel.send({"event": "error", "message": f"{type(error).__name__}: {error}", "is_final": is_final})
         raise
     threading.Thread(target=_write_outbox, args=(channel, outbox), daemon=True).start()
     outbox.put({"event": "ready", **worker.limits})

@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.attention_backends import without_cudnn
+
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
 MASKABLE_ATTENTION = ("sdpa", "eager", _GROUPED)
@@ -49,7 +51,7 @@ class SlotCache(Cache):
         if num_slots <= self._num_slots and width <= self._width:
             return
         self._num_slots = max(num_slots, self._num_slots)
-        self._width = max(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._width)
+        self._width = max(_rounded(width), self._width)
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
                 new = old.new_zeros(self._num_slots, old.shape[1], self._width, old.shape[3])
@@ -150,7 +152,7 @@ class CachedModel:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Keep the model in evaluation mode and its attention grouped; give it back as it was, module by module."""
+        """Keep the model in evaluation mode, its attention grouped and off cuDNN; give all back as it was."""
         training = [module for module in self.network.modules() if module.training]
         for module in training:
             module.training = False
@@ -159,7 +161,8 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            yield
+            with without_cudnn():
+                yield
         finally:
             if implementation == "sdpa":
                 self.network.set_attn_implementation(implementation)
@@ -194,11 +197,12 @@ class CachedModel:
             slots: [rows].
             starts: [rows] tokens that each slot holds already.
             ids: [rows, tokens], padded on the right; padding is overwritten by what comes next.
-            read_width: Upper bound of ``starts + tokens``.
+            read_width: Upper bound of ``starts + tokens``. More is read, so that the shapes of steps repeat.
             leading: Whether ``slots`` are 0, 1, 2, ....
             keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
         """
         columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        read_width = _rounded(read_width)
         self._cache.plan(slots, columns, read_width, leading=leading)
         return self._run(ids, columns, torch.arange(read_width, device=self.device), self._cache, keep)
 
@@ -234,6 +238,10 @@ class CachedModel:
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
+
+
+def _rounded(width: int) -> int:
+    return -(-width // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from selfcal_lightning.attention_backends import exclude_cudnn
 from selfcal_lightning.functional.losses import (
     calibration_loss,
     packed_negative_log_likelihood,
@@ -180,6 +181,7 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
+        exclude_cudnn(device)  # here, where the module meets its device, and not where it is made or imported
         model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero

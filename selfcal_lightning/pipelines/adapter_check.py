@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.store_shards import StoredRow
 
@@ -125,9 +126,9 @@ def _network_logprobs(network: PreTrainedModel, probe: Probe) -> list[float]:
     device = network.get_input_embeddings().weight.device
     ids = torch.tensor([probe.ids[:-1]], device=device)
     before = torch.tensor(probe.places, device=device) - 1
-    logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=before).logits[
-        0
-    ]
+    mask = torch.ones_like(ids)
+    with without_cudnn():
+        (logits,) = network(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=before).logits
     wanted = torch.tensor([probe.ids[place] for place in probe.places], device=device)
     logprobs = logits.double().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
     return logprobs.clamp(min=math.log(SMALLEST)).tolist()

@@ -26,6 +26,7 @@ from module_batches import (
 from ssc_pools import Pool
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.modules.step_log import BAR
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -58,7 +59,7 @@ def _reference_by_hand_losses(
         calibration += row.calibration_weight * (0.0 if math.isnan(per_row) else per_row)
         places = (batch.label_position + 1).tolist()
         nll = [-torch.log_softmax(logits[t - 1], -1)[batch.input_ids[0, t]].item() for t in places]
-        generation += row.generation_weight * sum(nll) / len(nll)
+        generation += row.generation_weight * sum(nll) / max(len(nll), 1)
     return calibration, generation, confidences
 
 
@@ -105,16 +106,17 @@ def test_a_step_without_rows_of_a_kind_is_finite(tiny_model: str, chat: ChatForm
     assert largest_difference(after, only_decayed) < 1e-6
 
 
-def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFormat) -> None:
+@pytest.mark.parametrize("lora", [NO_DROPOUT, None], ids=["frozen", "trained"])
+def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFormat, lora: LoraSettings | None) -> None:
+    """A frozen one makes no logits of whole positions at all."""
     seen: list[int] = []
-    module = module_of(tiny_model)
+    module = module_of(tiny_model, lora=lora)
     module.configure_model()
     module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
     batch = batch_of(MIXED[:8], chat)
     quiet_trainer().fit(module, DataLoader([batch], batch_size=None))
-    wanted = (batch.generation_weight > 0)[batch.label_row].sum().item() + 8
     module.confidence(batch)
-    assert seen == [wanted, 8]
+    assert seen == ([0, 0] if lora else [len(batch.label_id) + 8, 8])
 
 
 # ---- precision, memory, modes

@@ -157,18 +157,6 @@ def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_mo
     assert len(calls) == 2
 
 
-def test_the_output_layer_sees_a_shared_position_once(chat: ChatFormat, tiny_model: str) -> None:
-    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
-    module.configure_model()
-    seen: list[int] = []
-    module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
-    batch = collated(chat, stored_rows(chat), shared_prefix=True)
-    module._losses(batch)
-    labels = (batch.generation_weight > 0)[batch.label_row].sum().item()
-    shared = 1  # two branches of the first tree carry the generation loss, and ask the same position first
-    assert seen == [labels - shared + 6]
-
-
 def test_twenty_steps_give_the_same_adapter(tiny_model: str, tmp_path: Path) -> None:
     store = fill_store(tiny_model, tmp_path / "store")
     states, tokens = {}, {}

@@ -171,13 +171,16 @@ def check_attention(implementation: str | None) -> None:
         )
 
 
-def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str) -> dict[str, Any]:
+def packed_inputs(
+    trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str, *, position_ids: Tensor | None = None
+) -> dict[str, Any]:
     """Return the arguments of a model's forward pass over a packed row.
 
     Args:
         trees: The row's trees.
         input_ids: Token ids, [1, T].
         implementation: The model's attention, "segments" or "flex_attention".
+        position_ids: Those of the trees, [1, T], where they are on the device already; None computes them.
 
     Raises:
         ValueError: Another attention, which would cut every response from its prompt or mix them up.
@@ -185,10 +188,9 @@ def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation
     check_attention(implementation)
     width = input_ids.shape[1]
     check_trees(trees, width)
-    arguments: dict[str, Any] = {
-        "input_ids": input_ids,
-        "position_ids": tree_position_ids(trees, width)[None].to(input_ids.device),
-    }
+    if position_ids is None:
+        position_ids = tree_position_ids(trees, width)[None].to(input_ids.device)
+    arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
     if implementation == FLEX:
         return {**arguments, "attention_mask": tree_block_mask(trees, width, input_ids.device)}
     # A mask of four dimensions is passed on as it is, where None makes transformers take restarting positions for
@@ -252,24 +254,12 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     The model is built without memory, on the device ``meta``, which has shapes and no values. What depends on values,
     such as the routing of a mixture of experts, raises there: it is left to ``check_packed_equals_separate``.
     """
-    from transformers import AutoModelForCausalLM
-
     register_segment_attention()
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
+    model = two_layers_on_meta(config, SEGMENTS)
+    if model is None:
+        return None
     tree = PrefixTree(0, 3, (2, 4))
-    # Constructors of some families draw numbers all the same; those of training must not depend on it.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
-        try:
-            config.quantization_config = None
-            text.num_hidden_layers = PROBED_LAYERS
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[:PROBED_LAYERS]
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=SEGMENTS, trust_remote_code=False
-            )
-        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
-            return None
         arguments = packed_inputs([tree], torch.zeros(1, tree.stop + 1, dtype=torch.int64), SEGMENTS)
         masks: TreeMasks = arguments["prefix_trees"]
         try:
@@ -283,6 +273,31 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     if masks.num_calls < PROBED_LAYERS:
         return f"{name} has layers that do not attend by the trees of a packed row"
     return None
+
+
+def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
+    """Return a model of two layers of this architecture without memory; None where none can be made.
+
+    Args:
+        config: A model's configuration.
+        attn_implementation: Name that transformers knows, or has been told.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    # Constructors of some families draw numbers all the same; those of training must not depend on it.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        try:
+            config.quantization_config = None
+            text.num_hidden_layers = PROBED_LAYERS
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:PROBED_LAYERS]
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attn_implementation, trust_remote_code=False
+            )
+        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
+            return None
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:

@@ -17,16 +17,17 @@ from torch import Tensor
 from selfcal_lightning.attention_backends import exclude_cudnn
 from selfcal_lightning.functional.losses import (
     calibration_loss,
-    packed_negative_log_likelihood,
+    mean_per_row,
     share_of_step,
     squared_calibration_loss,
 )
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
+from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
@@ -152,6 +153,7 @@ class SelfCalibrationModule(LightningModule):
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._packing_is_checked = False
+        self._is_whole = True
         self._step_log = StepLog()
         self._resume = ResumeState()
 
@@ -188,7 +190,8 @@ class SelfCalibrationModule(LightningModule):
         identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
         self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
-        if isinstance(strategy, AdapterModelParallelStrategy):
+        self._is_whole = not isinstance(strategy, AdapterModelParallelStrategy)
+        if not self._is_whole:
             self.model = strategy.load_model(
                 self.base_model,
                 lora=self.lora,
@@ -235,14 +238,21 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        return self._read_confidence(self._logits_at(batch, batch.query_position))
+        outputs = self._outputs(batch, batch.label_position[:0])
+        return outputs.confidence(self.chat.query, normalised=self.p_true == "normalised")
 
-    def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        return logits_at(self.model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees)
-
-    def _read_confidence(self, logits: Tensor) -> Confidence:
-        return confidence_from_logits(logits, self.chat.query, normalised=self.p_true == "normalised")
+    def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
+        return read_outputs(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            queries=batch.query_position,
+            labels=labels,
+            query=self.chat.query,
+            trees=batch.trees,
+            position_ids=batch.position_ids,
+            is_whole=self._is_whole,
+        )
 
     # ---- training
 
@@ -261,24 +271,18 @@ class SelfCalibrationModule(LightningModule):
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
-        asked = (self.omega * batch.generation_weight > 0)[batch.label_row]
-        # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
-        wanted = torch.cat((batch.query_position, batch.label_position[asked]))
-        positions, place = torch.unique(wanted, return_inverse=True)
-        logits = self._logits_at(batch, positions)
-
-        confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
+        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
+        outputs = self._outputs(batch, batch.label_position if asks else batch.label_position[:0])
+        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
         weight = batch.calibration_weight
         target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
         loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
         calibration = share_of_step(loss(confidence, target), weight, batch.calibration_total)
 
-        nll = packed_negative_log_likelihood(
-            logits[place[batch.batch_size :]],
-            batch.label_id[asked],
-            batch.label_row[asked],
-            num_rows=batch.batch_size,
-        )
+        if not asks:
+            return calibration, torch.zeros_like(calibration), confidence
+        losses = outputs.token_losses(batch.label_id)
+        nll = mean_per_row(losses, batch.label_row, num_rows=batch.batch_size)
         generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
         return calibration, generation, confidence
 

@@ -309,6 +309,26 @@ def test_an_adapter_is_the_one_that_peft_would_apply(tiny_model: str, reference:
     engine.close()
 
 
+def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, reference: Reference) -> None:
+    """The output layer multiplies the hidden states of half precision in float32; it once rounded P(True) to steps."""
+    engine = _engine(tiny_model, dtype="bfloat16")
+    described = engine.describe()
+    assert (described["dtype"], described["head_dtype"]) == ("bfloat16", "float32")
+    query = reference.chat.query
+    ids = [*query.yes_ids, *query.no_ids]
+    prompts = [reference.prompt(f"What is {i} + {i * i}?") + query.suffix_ids for i in range(60)]
+    sharp = torch.tensor(engine.next_token_probabilities(prompts, ids))
+    engine.close()
+    coarse_engine = _engine(tiny_model, dtype="bfloat16", engine_args={"hf_overrides": {"head_dtype": "model"}})
+    assert coarse_engine.describe()["head_dtype"] is None
+    coarse = torch.tensor(coarse_engine.next_token_probabilities(prompts, ids))
+    coarse_engine.close()
+    # Logits in bfloat16 differ by multiples of 1/256 and more, so that their differences take few values.
+    steps = [(table[:, 0].log() - table[:, -1].log()).mul(256).frac().abs() for table in (sharp, coarse)]
+    on_grid = [((step < 0.02) | (step > 0.98)).float().mean().item() for step in steps]
+    assert on_grid[0] < 0.2 < 0.9 < on_grid[1]
+
+
 def test_closing_ends_the_child(vllm_engine: VLLMEngine) -> None:
     pid = vllm_engine.pid
     vllm_engine.close()

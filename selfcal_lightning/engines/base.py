@@ -146,7 +146,8 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
 
-        Where the weights are quantised as they are read, ``quantization`` says how.
+        Where the weights are quantised as they are read, ``quantization`` says how. Where P(True) is read from an
+        output layer in another dtype than the model's, ``head_dtype`` names it.
         """
         ...
 

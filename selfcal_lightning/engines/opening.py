@@ -136,6 +136,18 @@ def serve_model(
     )
 
 
+def expected_head_dtype(options: EngineOptions) -> str | None:
+    """Return what the output layer of a local engine will compute in for P(True), where that is not the model's dtype.
+
+    It is "float32" in half precision, as ``describe`` of the engine says once it is open.
+    """
+    import torch
+
+    if options.dtype != "auto":
+        return None if options.dtype == "float32" else "float32"
+    return "float32" if torch.cuda.is_available() else None
+
+
 def load_chat(options: EngineOptions, model: str, *, query: str) -> ChatFormat:
     """Load a tokenizer and return the chat format that prompts are rendered with.
 

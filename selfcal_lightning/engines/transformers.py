@@ -223,6 +223,7 @@ class TransformersEngine:
             "weights_sha256": weights,
             "adapter_sha256": adapter,
             "quantization": self._quantization,
+            "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         }
 
     def close(self) -> None:
@@ -334,7 +335,7 @@ class TransformersEngine:
         width = int(starts.max()) + longest
         model.reserve(max(slots) + 1, width)
         lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
-        logits = model.extend(where, starts, ids, width, keep=lasts)
+        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True)
         p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
         masses = {}
         for query in dict.fromkeys(queries):

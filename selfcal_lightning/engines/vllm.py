@@ -46,7 +46,8 @@ class VLLMEngine:
         model: Folder or hub name of the model, or "bundled".
         revision: Its revision on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU.
+        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. In half precision
+            the output layer computes in float32 all the same, for P(True).
         max_context: Longest prompt + response + query in tokens; None is the model's own limit, or, with a warning,
             the longest that the cache holds. vLLM counts one token more, so at the model's limit one is lost.
         chat: The model's chat format; None reads it from the model's tokenizer.
@@ -59,7 +60,8 @@ class VLLMEngine:
         max_batch: Most sequences in one step; None is vLLM's default for the machine, 1,024 on GPUs of 70 GB and more.
         enforce_eager: Whether to run without CUDA graphs; None does on CPU.
         num_threads: OpenMP threads of the child; None is 1 on CPU.
-        engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``.
+        engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``. A model whose
+            output layer is quantised needs ``{"hf_overrides": {"head_dtype": "model"}}``.
         max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
             between: an engine that crashes over whatever it is given is broken.
         max_attempts: Crashes after which a request that is alone in the engine is quarantined.
@@ -227,6 +229,7 @@ class VLLMEngine:
             "engine": "vllm",
             "engine_version": self._limits["version"],
             "dtype": self._limits["dtype"],
+            "head_dtype": self._limits["head_dtype"],
             "model": self.model,
             "revision": self.revision,
             "weights_sha256": weights_sha256(self.model, revision=self.revision),

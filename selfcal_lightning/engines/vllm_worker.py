@@ -222,6 +222,9 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         arguments["gpu_memory_utilization"] = settings["gpu_memory_utilization"]
     extra = dict(settings["engine_args"])
     arguments["logits_processors"] += extra.pop("logits_processors", [])
+    if {**arguments, **extra}["dtype"] not in ("float32", "float"):
+        # P(True) is read from two logits: in half precision those of 16 to 32 have steps of 1/8.
+        extra["hf_overrides"] = {"head_dtype": "float32"} | extra.get("hf_overrides", {})
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments | extra), usage_context=UsageContext.LLM_CLASS)
     model = engine.model_config
     return engine, {
@@ -230,6 +233,7 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "vocabulary": model.get_vocab_size(),
         "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         "version": vllm.__version__,
     }
 

@@ -11,6 +11,7 @@ import torch
 
 from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.transformers_model import exact_head
 from selfcal_lightning.store_shards import StoredRow
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _network_logprobs(network: PreTrainedModel, probe: Probe) -> list[float]:
     ids = torch.tensor([probe.ids[:-1]], device=device)
     before = torch.tensor(probe.places, device=device) - 1
     mask = torch.ones_like(ids)
-    with without_cudnn():
+    with without_cudnn(), exact_head(network):
         (logits,) = network(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=before).logits
     wanted = torch.tensor([probe.ids[place] for place in probe.places], device=device)
     logprobs = logits.double().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]

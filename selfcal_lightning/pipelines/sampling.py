@@ -190,8 +190,8 @@ def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettin
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
     model = {name: described[name] for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
-    if described.get("quantization") is not None:
-        model["quantization"] = described["quantization"]
+    # Left out where there is none, so that stores that were written before there were any are still found.
+    model |= {name: described[name] for name in ("quantization", "head_dtype") if described.get(name) is not None}
     return StoreFingerprint(model, chat.describe(), asdict(sampling), seed)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import build_estimator, estimator_class
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.opening import EngineOptions, open_engine, serve_model
+from selfcal_lightning.engines.opening import EngineOptions, expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.prompts import DEFAULT_QUERY
@@ -105,8 +105,11 @@ class ScoringModel:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
         if not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes.
-        return estimator_class(name).reads != "engine" or self.chat.describe() == self._fingerprint["prompt"]
+        # P(True) is the one of these that the query changes, and what the output layer computes in.
+        if estimator_class(name).reads != "engine":
+            return True
+        head_dtype = self._fingerprint["model"].get("head_dtype")
+        return (self.chat.describe(), self._head_dtype) == (self._fingerprint["prompt"], head_dtype)
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
         return all(self._fingerprint["model"].get(name) == value for name, value in identity.items())
@@ -129,7 +132,12 @@ class ScoringModel:
         prompt = self.chat.describe()
         # Statistics of the response's own tokens do not depend on the query that may follow it.
         kept = prompt if reads == "engine" else {"template_sha256": prompt["template_sha256"]}
-        return {**origin, "model": self.identity, "prompt": kept}
+        model = self.identity | ({"head_dtype": self._head_dtype} if reads == "engine" and self._head_dtype else {})
+        return {**origin, "model": model, "prompt": kept}
+
+    @property
+    def _head_dtype(self) -> str | None:
+        return expected_head_dtype(self.settings.engine)
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
         """Return the estimator ``name``, loading what it reads."""

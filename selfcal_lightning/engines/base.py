@@ -132,13 +132,19 @@ class Engine(Protocol):
         ...
 
     def next_token_probabilities(
-        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
 
         None stands for a prompt that the engine refuses by itself, such as one that crashes it.
 
+        Args:
+            prompts: Token ids.
+            token_ids: Whose probabilities are wanted.
+            with_adapter: Whether the adapter that the engine serves takes part; False asks the base model below it.
+
         Raises:
+            ValueError: A prompt does not fit, or the engine cannot put its adapter aside.
             RequestsFailedError: Prompts could not be scored for another reason.
         """
         ...

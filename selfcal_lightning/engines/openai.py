@@ -206,17 +206,20 @@ class OpenAIEngine:
         return thrown_away
 
     def next_token_probabilities(
-        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; None for refused prompts.
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         Samples in flight go on meanwhile; what finishes is kept for ``poll``.
 
         Raises:
-            ValueError: When a prompt is empty or longer than ``max_context``.
+            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter, which it
+                calls by one name with its base model.
             RequestsFailedError: When prompts could not be scored.
         """
         self._ensure_started()
+        if not with_adapter and self._identity["adapter"] is not None:
+            raise ValueError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.max_context:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,11 +188,13 @@ class TransformersEngine:
                     raise
             self._restart_with_half()
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         Raises:
-            ValueError: Where a prompt is empty or longer than ``max_context``.
+            ValueError: Where a prompt is empty or longer than ``max_context``, or the adapter was merged.
         """
         model = self._require_model()
         for prompt in prompts:
@@ -200,7 +203,8 @@ class TransformersEngine:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
         table: dict[int, list[float]] = {}
-        with torch.no_grad(), model.evaluation():
+        bare = nullcontext() if with_adapter else self._without_adapter(model)
+        with torch.no_grad(), model.evaluation(), bare:
             for chunk in _chunks(order, [len(prompts[i]) for i in order], self.max_batch):
                 logits = model.next_token_logits([prompts[i] for i in chunk])
                 p = logits.double().softmax(-1)[:, wanted].tolist()
@@ -231,6 +235,15 @@ class TransformersEngine:
         self._model = None
         self._waiting.clear()
         self._rows = SlotRows(self.max_batch, self._end_ids)
+
+    def _without_adapter(self, model: CachedModel) -> AbstractContextManager[Any]:
+        from peft import PeftModel
+
+        if isinstance(model.network, PeftModel):
+            return model.network.disable_adapter()
+        if self._adapter is None and self._adapter_sha256 is None:
+            return nullcontext()
+        raise ValueError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
 
     def _require_model(self) -> CachedModel:
         if self._model is None:

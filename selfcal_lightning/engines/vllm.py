@@ -193,9 +193,9 @@ class VLLMEngine:
         return thrown_away | {names[number]: count for number, count in drawn.items()}
 
     def next_token_probabilities(
-        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
         the engine, or that vLLM refuses.
@@ -211,7 +211,12 @@ class VLLMEngine:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
         flights = [
-            Flight(f"prompt {index} of next_token_probabilities", tuple(map(int, prompt)), token_ids=chunk)
+            Flight(
+                f"prompt {index} of next_token_probabilities",
+                tuple(map(int, prompt)),
+                token_ids=chunk,
+                with_adapter=with_adapter,
+            )
             for index, prompt in enumerate(prompts)
             for chunk in chunks
         ]

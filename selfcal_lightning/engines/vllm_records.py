@@ -93,7 +93,8 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
     samples = []
     for number, flight in flights:
         if flight.request is None:
-            yield {"op": "score", "id": number, "prompt": flight.prompt, "token_ids": flight.token_ids}
+            asked = {"prompt": flight.prompt, "token_ids": flight.token_ids, "with_adapter": flight.with_adapter}
+            yield {"op": "score", "id": number, **asked}
         else:
             place = prompts.setdefault(flight.prompt, len(prompts))
             samples.append({"id": number, "prompt": place, **_sample_form(flight.request, room(flight.request))})

@@ -4,7 +4,7 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm_worker
 
 - ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
 - ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
-- ``score``: a prompt and at most 128 token ids; the probabilities come in ``results``.
+- ``score``: a prompt and at most 128 token ids, with or without the adapter; the probabilities come in ``results``.
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
 - ``close``: end.
 
@@ -73,12 +73,14 @@ class Worker:
         """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
         for spec in specs:
             self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
-            self._add(spec["id"], f"s{spec['id']}", prompts[spec["prompt"]], _sampling_params(spec, self._stop_ids))
+            prompt, params = prompts[spec["prompt"]], _sampling_params(spec, self._stop_ids)
+            self._add(spec["id"], f"s{spec['id']}", prompt, params, self._lora)
 
-    def add_score(self, score_id: int, prompt: list[int], token_ids: list[int]) -> None:
+    def add_score(self, score_id: int, prompt: list[int], token_ids: list[int], *, with_adapter: bool) -> None:
         """Queue the question how probable each of ``token_ids`` is after ``prompt``."""
         self._scores[score_id] = token_ids
-        self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), priority=_QUERY_FIRST)
+        lora = self._lora if with_adapter else None
+        self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), lora, priority=_QUERY_FIRST)
 
     def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
         """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
@@ -135,11 +137,18 @@ class Worker:
         self._engine.engine_core.shutdown()
 
     def _add(
-        self, number: int, key: str, prompt: list[int], params: SamplingParams, *, priority: int = _SAMPLE_NEXT
+        self,
+        number: int,
+        key: str,
+        prompt: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        *,
+        priority: int = _SAMPLE_NEXT,
     ) -> None:
         engine_input = {"type": "token", "prompt_token_ids": prompt}
         try:
-            self._engine.add_request(key, engine_input, params, lora_request=self._lora, priority=priority)
+            self._engine.add_request(key, engine_input, params, lora_request=lora, priority=priority)
         except ValueError as error:  # vLLM judges the request itself; a fault of the engine is not a ValueError
             self._samples.pop(number, None)
             self._scores.pop(number, None)
@@ -166,7 +175,8 @@ class Worker:
         if query is None:
             return self._samples.pop(number).result
         ids = [*sample.prompt, *token_ids, *query["suffix"]]
-        self._add(number, f"q{number}", ids, _query_params([*query["yes"], *query["no"]]), priority=_QUERY_FIRST)
+        params = _query_params([*query["yes"], *query["no"]])
+        self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
         return None
 
     def _on_queried(self, number: int, output: RequestOutput) -> dict[str, Any]:
@@ -320,7 +330,8 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                 case "sample":
                     worker.add_samples(message["prompts"], message["requests"])
                 case "score":
-                    worker.add_score(message["id"], message["prompt"], message["token_ids"])
+                    asked = {"with_adapter": message["with_adapter"]}
+                    worker.add_score(message["id"], message["prompt"], message["token_ids"], **asked)
                 case "cancel":
                     drawn = worker.cancel(message["ids"])
                     outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})

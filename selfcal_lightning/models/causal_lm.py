@@ -115,7 +115,8 @@ def logits_at(
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = inputs
-        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == input_ids.shape else inputs
+        fits = hidden.shape[:2] == arguments["input_ids"].shape
+        return (hidden.flatten(0, 1)[positions], *rest) if fits else inputs
 
     handle = head.register_forward_pre_hook(select)
     try:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SEGMENTS = "segments"
 FLEX = "flex_attention"
+FLEX_BLOCK = 128
 PROBED_LAYERS = 2
 WAY_OUT = ". Set `packing: off`."
 # Arguments by which models of some families change the scores; attention by segments knows none of them.
@@ -121,19 +122,27 @@ def segment_attention(
     pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs: list[Tensor] = []
     for tree in prefix_trees.trees:
-        queries, prompt_keys, prompt_values = next(pieces)
+        queries, *shared = next(pieces)
+        # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
+        # half precision the error of the sum would grow with the branches.
+        prompt_keys, prompt_values = (_widened(states) for states in shared)
         mask = prefix_trees.branch_mask(tree.prompt, tree.prompt, query.device)
-        outputs.append(attend(queries, prompt_keys, prompt_values, mask, scaling, dropout))
+        keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
+        outputs.append(attend(queries, keys, values, mask, scaling, dropout))
         for length in tree.branches:
             queries, own_keys, own_values = next(pieces)
-            keys = torch.cat((prompt_keys, own_keys), dim=2)
-            values = torch.cat((prompt_values, own_values), dim=2)
+            keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
+            values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
             mask = prefix_trees.branch_mask(length, tree.prompt + length, query.device)
             outputs.append(attend(queries, keys, values, mask, scaling, dropout))
     _, _, padding = next(pieces)
     outputs.append(torch.zeros_like(padding))
     prefix_trees.num_calls += 1
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _widened(states: Tensor) -> Tensor:
+    return states.float() if states.requires_grad and states.dtype in (torch.bfloat16, torch.float16) else states
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
@@ -174,7 +183,7 @@ def check_attention(implementation: str | None) -> None:
 def packed_inputs(
     trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str, *, position_ids: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward pass over a packed row.
+    """Return the arguments of a model's forward pass over a packed row; FlexAttention's is padded to whole blocks.
 
     Args:
         trees: The row's trees.
@@ -191,8 +200,10 @@ def packed_inputs(
     if position_ids is None:
         position_ids = tree_position_ids(trees, width)[None].to(input_ids.device)
     arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
-    if implementation == FLEX:
-        return {**arguments, "attention_mask": tree_block_mask(trees, width, input_ids.device)}
+    if implementation == FLEX:  # its kernels are made for a width, so that few of them should do
+        padding = -width % FLEX_BLOCK
+        padded = {name: F.pad(values, (0, padding)) for name, values in arguments.items()}
+        return {**padded, "attention_mask": tree_block_mask(trees, width + padding, input_ids.device)}
     # A mask of four dimensions is passed on as it is, where None makes transformers take restarting positions for
     # sequences of their own. Of no size, so that an attention that does not know the trees cannot use it.
     nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=input_ids.device)
@@ -200,8 +211,16 @@ def packed_inputs(
 
 
 def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.device) -> Any:
-    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
+
+    PyTorch's own function would make the mask of the whole row first, of T * T entries.
+
+    Args:
+        trees: The row's trees.
+        width: T, a multiple of the block.
+        device: Where to.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     tree_ids, branch_ids = (ids.to(device) for ids in tree_segments(trees, width))
 
@@ -209,7 +228,25 @@ def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.devic
         visible = (branch_ids[key] == 0) | (branch_ids[key] == branch_ids[query])
         return (key <= query) & (tree_ids[key] == tree_ids[query]) & visible
 
-    return create_block_mask(may_attend, B=None, H=None, Q_LEN=width, KV_LEN=width, device=str(device))
+    places = torch.arange(width, device=device)
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    counts = torch.stack(
+        [
+            may_attend(nothing, nothing, rows[:, None], places).unflatten(1, (-1, FLEX_BLOCK)).sum(dim=(0, 2))
+            for rows in places.split(FLEX_BLOCK)
+        ]
+    )
+    full = counts == FLEX_BLOCK**2
+    partial = (counts > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(full), FLEX_BLOCK, may_attend, seq_lengths=(width, width)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and which, first: int32 [1, 1, n] and [1, 1, n, n]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[None, None], order.int()[None, None]
 
 
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:

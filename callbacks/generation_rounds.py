@@ -196,8 +196,9 @@ def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: i
         module: The module.
         round: The round; None leaves out how long the training is, so that a finished one may be given more epochs.
     """
+    left_out = {"base_model", "revision", "recompute_above"}
     content = {
-        "module": {name: value for name, value in module.hparams.items() if name not in {"base_model", "revision"}},
+        "module": {name: value for name, value in module.hparams.items() if name not in left_out},
         "data": trainer.datamodule.training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": None if round is None else trainer.estimated_stepping_batches,

@@ -134,6 +134,27 @@ def test_bfloat16_through_the_trainer(tiny_model: str, chat: ChatFormat, precisi
     assert "val/count/Responses" in trainer.callback_metrics
 
 
+@pytest.mark.parametrize("lora", [NO_DROPOUT, replace(NO_DROPOUT, dropout=0.2)], ids=["", "dropout"])
+def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatFormat, lora: LoraSettings) -> None:
+    """Each micro-batch decides by its tokens; the trajectory is that of recomputing all."""
+    batches = [batch_of(MIXED[:2], chat), batch_of(MIXED[:8], chat), batch_of(MIXED[2:4], chat)]
+    sizes = [batch.input_ids.numel() for batch in batches]
+    calls: list[int] = []
+    states = {}
+    for above in (0, sizes[1] - 1, 10**6):
+        module = module_of(tiny_model, gradient_checkpointing=True, recompute_above=above, lora=lora)
+        module.configure_model()
+        calls.clear()
+        layer = module.model.get_base_model().model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        quiet_trainer().fit(module, DataLoader(batches, batch_size=None, shuffle=False))
+        assert len(calls) == 3 + sum(size > above for size in sizes)
+        states[above] = trained_state(module)
+    assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
+    with pytest.raises(ValueError, match="`recompute_above` with `gradient_checkpointing: true` only"):
+        module_of(tiny_model, recompute_above=5)
+
+
 def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model: str, chat: ChatFormat) -> None:
     states, calls = [], []
     for checkpointing in (False, True):

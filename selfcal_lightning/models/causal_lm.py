@@ -69,6 +69,15 @@ def load_causal_lm(
     return model
 
 
+def recompute_layers(model: nn.Module, enabled: bool) -> None:
+    """Say whether the layers of ``model``, for which gradient checkpointing was turned on, use it from now on."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = enabled
+
+
 def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
     """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled".
 

@@ -49,12 +49,14 @@ class HiddenOutputs:
     Attributes:
         queries: At the ends of the queries, [B, d].
         labels: At the positions that are asked for tokens, [N, d].
-        head: The output layer.
+        weight: Of the output layer, [V, d].
+        bias: Of it, [V], or None.
     """
 
     queries: Tensor
     labels: Tensor
-    head: nn.Linear
+    weight: Tensor
+    bias: Tensor | None
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
         """See ``ModelOutputs``. A few columns of the output layer are all that ``normalised`` needs."""
@@ -70,21 +72,20 @@ class HiddenOutputs:
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
         """See ``ModelOutputs``."""
-        return negative_log_likelihood(self.labels, self.head.weight, token_ids, self.head.bias)
+        return negative_log_likelihood(self.labels, self.weight, token_ids, self.bias)
 
     def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
         """Return the logarithms of the unnormalised masses of Yes and No, float32 [B] each."""
-        columns = _columns(self.queries, self.head, query)
-        num_yes = len(query.yes_ids)
-        return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)
+        ids = query_ids(query, self.queries.device)
+        return _masses(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
 
     def _normaliser(self) -> Tensor:
-        return log_normaliser(self.queries, self.head.weight, self.head.bias)
+        return log_normaliser(self.queries, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class LogitOutputs:
-    """Logits, for models whose output layer is trained, cut over processes, or followed by something.
+    """Logits, for models whose output layer is trained or adapted, or followed by something.
 
     Attributes:
         logits: Of the queries first, then of the other positions, [B + N, V].
@@ -95,8 +96,11 @@ class LogitOutputs:
     num_queries: int
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
-        """See ``ModelOutputs``."""
-        return self.confidence(query, normalised=normalised).p_true
+        """See ``ModelOutputs``. The normaliser cancels: it would only add noise to the gradient."""
+        if not normalised:
+            return self.confidence(query, normalised=False).p_true
+        yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
+        return torch.sigmoid(yes - no)
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
         """See ``ModelOutputs``."""
@@ -119,7 +123,6 @@ def read_outputs(
     query: ConfidenceQuery,
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
-    is_whole: bool = True,
 ) -> ModelOutputs:
     """Run a forward pass and return what the model says at some positions of the flattened S * T tokens.
 
@@ -134,16 +137,15 @@ def read_outputs(
         query: The confidence query.
         trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
         position_ids: Those of a packed sequence, [1, T], where they are known.
-        is_whole: Whether this process has all weights (not FSDP2).
     """
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     head = model.get_output_embeddings()
     positions = torch.cat((queries, labels))
     if head is None:
         return LogitOutputs(model(**arguments).logits.flatten(0, 1)[positions], len(queries))
-    if is_whole and _is_frozen_linear(head) and ends_with_head(model.config):
-        hidden = _hidden_states(model, head, arguments, positions)
-        return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], head)
+    if _is_frozen_linear(head) and ends_with_head(model.config):
+        hidden, weight, bias = _hidden_states(model, head, arguments, positions)
+        return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
     return LogitOutputs(_logits(model, head, arguments, positions, query, len(queries)), len(queries))
 
 
@@ -191,23 +193,32 @@ def _is_frozen_linear(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
 
 
-def _hidden_states(model: nn.Module, head: nn.Module, arguments: dict[str, Any], positions: Tensor) -> Tensor:
-    """Return the hidden states at ``positions`` before the output layer, [n, d], which itself gets none of them."""
-    found: list[Tensor] = []
+def _hidden_states(
+    model: nn.Module, head: nn.Linear, arguments: dict[str, Any], positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the hidden states at ``positions`` before the output layer, [n, d], with its weight and bias.
 
-    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    The layer itself gets none of them. Under FSDP2 its weights are gathered when it is called, and stay so until the
+    backward pass, since they are the root module's.
+    """
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def take(module: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = inputs
         rows = hidden.flatten(0, 1)
-        found.append(rows[positions])
+        found.append((rows[positions], module.weight, module.bias))
         return (rows[:0], *rest)
 
     handle = head.register_forward_pre_hook(take)
     try:
-        model(**arguments)
+        logits = model(**arguments).logits
     finally:
         handle.remove()
-    (hidden,) = found
-    return hidden
+    ((hidden, weight, bias),) = found
+    if not weight.untyped_storage().size():
+        raise RuntimeError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
+    # The output, which is empty, takes part in the loss with a 0: FSDP2 prepares its backward pass by its gradient.
+    return hidden + logits.sum(), weight, bias
 
 
 def _logits(
@@ -228,7 +239,8 @@ def _logits(
             return inputs
         rows = hidden.flatten(0, 1)[positions]
         if type(module) is nn.Linear:  # its weights are gathered now, where they are cut over processes
-            columns.append(_columns(rows[:num_queries], module, query))
+            ids = query_ids(query, rows.device)
+            columns.append(float32_logits(rows[:num_queries], module.weight, module.bias, token_ids=ids))
         return (rows, *rest)
 
     def sharpen(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
@@ -245,5 +257,7 @@ def _logits(
     return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
 
 
-def _columns(hidden: Tensor, head: nn.Linear, query: ConfidenceQuery) -> Tensor:
-    return float32_logits(hidden, head.weight, head.bias, token_ids=query_ids(query, hidden.device))
+def _masses(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the unnormalised masses of Yes and of No from their columns, [B] each."""
+    num_yes = len(query.yes_ids)
+    return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)

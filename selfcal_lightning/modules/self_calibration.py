@@ -159,7 +159,6 @@ class SelfCalibrationModule(LightningModule):
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._packing_is_checked = False
-        self._is_whole = True
         self._step_log = StepLog()
         self._resume = ResumeState()
 
@@ -196,8 +195,7 @@ class SelfCalibrationModule(LightningModule):
         identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
         self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
-        self._is_whole = not isinstance(strategy, AdapterModelParallelStrategy)
-        if not self._is_whole:
+        if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(
                 self.base_model,
                 lora=self.lora,
@@ -257,7 +255,6 @@ class SelfCalibrationModule(LightningModule):
             query=self.chat.query,
             trees=batch.trees,
             position_ids=batch.position_ids,
-            is_whole=self._is_whole,
         )
 
     # ---- training

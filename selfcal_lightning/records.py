@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # Stands for the model of responses that were made elsewhere.
 IMPORTED = "imported"
 
@@ -84,6 +85,7 @@ class ModelIdentity:
             move to another folder.
         adapter_sha256: Likewise of a LoRA adapter, None without one.
         quantization: How the weights were quantised as they were read, such as "nf4"; None where they were not.
+        head_dtype: What the output layer computes in for P(True), where that differs from the model's dtype; else None.
         further: What else tells models apart, as plain JSON types.
     """
 
@@ -92,6 +94,7 @@ class ModelIdentity:
     weights_sha256: str | None = None
     adapter_sha256: str | None = None
     quantization: str | None = None
+    head_dtype: str | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -101,10 +104,14 @@ class ModelIdentity:
         return cls(**known, further={name: value for name, value in content.items() if name not in known})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the identity as plain JSON types; what is not quantised does not mention it."""
+        """Return the identity as plain JSON types, without a quantisation or a dtype that is None.
+
+        So the identities of stores that were written before there were any are still found.
+        """
         known = {name: getattr(self, name) for name in _names(type(self))}
-        if self.quantization is None:
-            del known["quantization"]
+        for name in ("quantization", "head_dtype"):
+            if known[name] is None:
+                del known[name]
         return {**known, **self.further}
 
 

@@ -192,7 +192,8 @@ class SampleStore:
     def repair(self) -> RepairReport:
         """Move damaged shards aside, settle duplicates for the first part, clean up after killed writers, and join.
 
-        Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
+        Questions of which responses are empty, since requests for them failed (a server was out of order), are dropped
+        to be sampled again. Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
         """
         report = repair_store(self.path, self._questions_of)
         if round_files(self.path):

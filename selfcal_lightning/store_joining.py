@@ -60,7 +60,7 @@ def merge_parts(
     )
     hidden = sum(len(entry.dropped) for entry in shards)
     if hidden:
-        logger.warning("%d questions of %s lie in two parts and are read once.", hidden, root)
+        logger.warning("%d questions of %s are hidden: they lie in two parts, or a repair dropped them.", hidden, root)
     return StoreManifest(
         rounds=read_rounds(root),
         questions=sum(entry.questions for entry in shards) - hidden,

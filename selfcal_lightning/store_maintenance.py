@@ -1,10 +1,10 @@
-"""Setting a store right: damaged files moved aside, duplicates settled, later rounds deleted."""
+"""Setting a store right: damaged files moved aside, failed questions and duplicates hidden, later rounds deleted."""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from selfcal_lightning.store_parts import (
     drop_questions,
     drop_shards,
     find_duplicates,
+    find_failed,
     part_entries,
     part_folders,
     repair_part,
@@ -41,24 +42,28 @@ class RepairReport:
         questions: Questions that were in them and have to be sampled again.
         duplicates: Questions with different samples in two parts, of which the first part's were kept.
         unfinished: Files of killed writers that were removed.
+        failed: Questions that were dropped since requests for their responses had failed.
     """
 
     moved: tuple[str, ...]
     questions: int
     duplicates: int
     unfinished: int
+    failed: int = 0
 
     def __str__(self) -> str:
         """Say it to a user.
 
         Example:
             >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
-            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed
+            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed, 0 failed \
+questions dropped
         """
         files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
         return (
             f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
-            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed"
+            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed, {self.failed:,} failed questions "
+            "dropped"
         )
 
 
@@ -88,17 +93,15 @@ def repair_store(root: Path, questions: Callable[[ShardEntry], Collection[str]])
         questions: Returns the ids of the questions in a shard.
     """
     moved: list[str] = []
-    lost = unfinished = duplicates = 0
+    lost = unfinished = 0
     with all_parts(root) as folders:
         moved += _repair_rounds(root)
         for folder in folders:
             files, gone, removed = repair_part(folder, root / "aside")
             moved, lost, unfinished = [*moved, *files], lost + gone, unfinished + removed
-        _, differing = find_duplicates(root, part_entries(root), questions)
-        for file, names in differing.items():
-            drop_questions((root / file).parent, {Path(file).name: names})
-            duplicates += len(names)
-    return RepairReport(tuple(moved), lost, duplicates, unfinished + remove_abandoned(root))
+        failed = _drop(root, find_failed(root, part_entries(root)))
+        duplicates = _drop(root, find_duplicates(root, part_entries(root), questions)[1])
+    return RepairReport(tuple(moved), lost, duplicates, unfinished + remove_abandoned(root), failed)
 
 
 def drop_later_rounds(root: Path, first: int) -> int:
@@ -109,6 +112,13 @@ def drop_later_rounds(root: Path, first: int) -> int:
         if round >= first:
             round_file(root, round).unlink()
     return dropped
+
+
+def _drop(root: Path, found: Mapping[str, Sequence[str]]) -> int:
+    """Hide the questions ``found``, ids by file, from readers. Returns their number."""
+    for file, names in found.items():
+        drop_questions((root / file).parent, {Path(file).name: names})
+    return sum(map(len, found.values()))
 
 
 def _repair_rounds(root: Path) -> list[str]:

@@ -127,7 +127,7 @@ class StoreManifest:
         rounds: What is recorded about each round, by its number.
         questions: Joined questions of all rounds.
         rows: Joined samples, hidden ones included.
-        duplicate_questions: Questions that lie in two parts and are read once.
+        duplicate_questions: Questions that are hidden: they lie in two parts, or a repair dropped them.
         shards: The joined shards; ``file`` is relative to the store's folder.
         rereads: When answers were read anew, in that order.
     """

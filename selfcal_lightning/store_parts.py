@@ -282,6 +282,23 @@ def find_duplicates(
     return equal, differing
 
 
+def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
+    """Find questions of which responses are empty since their requests failed; their ids by file.
+
+    Args:
+        root: The store's folder.
+        entries: The shards to look into.
+    """
+    failed: dict[str, list[str]] = {}
+    for entry in entries:
+        table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
+        empty = pc.and_(pc.equal(pc.list_value_length(table["token_ids"]), 0), pc.equal(table["text"], ""))
+        names = table.filter(pc.and_(empty, pc.is_null(table["finish"])))["question_id"].unique().to_pylist()
+        if found := sorted(set(names) - set(entry.dropped)):
+            failed[entry.file] = found
+    return failed
+
+
 def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
     """Move the damaged shards of one part to the folder ``aside`` and take them out of the part manifest.
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "selfcal_lightning"
 LAYERS = {
     # Layer 0 has two steps: records, extras, locations and files know nothing; prompts and fingerprints know these.
-    "records": 0, "imports": 0, "locations": 0, "files": 0, "prompts": 0.5, "fingerprints": 0.5,
+    "records": 0, "imports": 0, "locations": 0, "files": 0, "attention_backends": 0,
+    "prompts": 0.5, "fingerprints": 0.5,
     "functional": 1, "tasks": 1, "store": 1,
     "engines": 2, "models": 2,
     "confidence": 3, "metrics": 3,
@@ -22,7 +23,9 @@ LAYERS = {
     "__main__": 8,
 }  # fmt: skip
 # Rooms whose files may import one another: a family around its `base.py`, or one piece in several files.
-FAMILIES = set(LAYERS) - {"records", "prompts", "imports", "fingerprints", "locations", "files"}
+FAMILIES = set(LAYERS) - {
+    "records", "prompts", "imports", "fingerprints", "locations", "files", "attention_backends",
+}  # fmt: skip
 
 
 def _sources() -> list[Path]:

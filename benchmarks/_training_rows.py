@@ -134,7 +134,7 @@ def random_responses(
         asked = Question(id=f"q{number}", task="random", messages=())
         fields: dict[str, Any] = {"text": "", "token_ids": _ids(rng, length, vocab_size), "finish": "stop"}
         sample = Sample(question_id=asked.id, index=index, round=0, answer=None, correct=None, **fields)
-        rows.append(StoredRow(asked, sample, "train", prompts[number], int(length)))
+        rows.append(StoredRow(asked, sample, "train", prompts[number]))
     return rows
 
 

@@ -51,11 +51,11 @@ def make_pool(num_questions: int, num_samples: int, *, seed: int) -> RecordedPoo
             samples.append(
                 Sample(
                     question_id=f"q{number}", index=index, round=0, text="", token_ids=None, finish="stop",
-                    answer=answer, correct=answer == "T", confidences={"c": confidence},
+                    answer=answer, correct=answer == "T", confidences={"c": confidence}, num_tokens=100,
                 )
             )  # fmt: skip
         entries.append(QuestionSamples(Question(f"q{number}", "local_text", (), "T"), tuple(samples), "test"))
-    return RecordedPool(tuple(entries), tuple((100,) * num_samples for _ in entries))
+    return RecordedPool(tuple(entries))
 
 
 def loop_stop(rows: list[Row], threshold: float) -> tuple[str | None, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.pipelines.calibrated_sides import calibrate_side
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
@@ -24,7 +25,6 @@ from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_results import StrategyReport, report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.pipelines.strategy_statistics import Resampled, difference
-from selfcal_lightning.store_shards import write_atomically
 
 # The budget of the targets: generated samples a question, on average.
 BUDGET = 4.9
@@ -85,7 +85,7 @@ def strategies_section(tests: Mapping[str, Path], calibration: Mapping[str, Path
         "markdown": strategies_markdown(report, winners),
         "report": report_json(report),
     }
-    write_atomically(file, (json.dumps(section, indent=1) + "\n").encode())
+    write_atomically(file, to_json(section))
     return section
 
 

@@ -140,8 +140,8 @@ class AdapterExport(Callback):
 
 def describe_store(store_dir: str) -> dict[str, Any]:
     """Return the folder of a sample store and the digest of what every round of it was sampled with."""
-    rounds = SampleStore(store_dir).manifest["rounds"]
-    return {"path": store_dir, "digests": {name: record["digest"] for name, record in rounds.items()}}
+    rounds = SampleStore(store_dir).manifest.rounds
+    return {"path": store_dir, "digests": {str(number): record.digest for number, record in rounds.items()}}
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class ConfidenceWriter(Callback):
         rows = torch.cat(self._rows).numpy() if self._rows else np.empty(0, dtype=np.int64)
         values = torch.cat(self._values).numpy() if self._values else np.empty(0)
         self._rows, self._values = [], []
-        shards = SampleStore(data.store_dir).manifest["shards"]
+        shards = SampleStore(data.store_dir).manifest.shards
         index = data.predict_index.select(rows)
         self._annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
@@ -116,7 +116,7 @@ class ConfidenceWriter(Callback):
                 details=_details(trainer, pl_module),
                 overwrite=self.overwrite,
             )
-            rounds = {entry["file"]: entry["round"] for entry in shards}
+            rounds = {entry.file: entry.round for entry in shards}
             store = SampleStore(data.store_dir, num_samples=data.num_samples)
             stored = store.index(
                 split=data.predict_split, round=rounds[data.predict_index.files[0]], confidences=[self.name]

@@ -38,7 +38,7 @@ def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: 
         MissingPackageError: The engine is an extra that is not installed.
         InputError: ``store_dir`` is something else than a store.
     """
-    if callback.engine == "vllm":
+    if callback.engine.name == "vllm":
         check_installed("vllm", extra="vllm")
     splits = [split for split in splits_of(verb, data) if data.sources[split]]
     if not splits:

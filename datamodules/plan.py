@@ -87,7 +87,7 @@ def check_room(data: SSCDataModule, verb: str) -> None:
 def check_sources(splits: Iterable[Sequence[QuestionSource]]) -> None:
     """Refuse a task, a split or a file that there is not, in the sources of any split."""
     for source in chain.from_iterable(splits):
-        check_source(source.task, source.split, path=source.path, limit=source.limit)
+        check_source(source.task, source.split, path=source.path, offset=source.offset, limit=source.limit)
 
 
 def are_local(splits: Iterable[Sequence[QuestionSource]]) -> bool:

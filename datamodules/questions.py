@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.confidence import splits
 from selfcal_lightning.records import Question, duplicate_ids
-from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.registry import check_slice, load_some
 
 WAY_OUT = (
     "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
@@ -41,10 +41,7 @@ class QuestionSource:
     chain_of_thought: bool = True
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"Expected `limit` to be None or at least 1, but got {self.limit}.")
-        if self.offset < 0:
-            raise ValueError(f"Expected `offset` to be at least 0, but got {self.offset}.")
+        check_slice(self.offset, self.limit)
         if self.share is not None and not 0.0 < self.share <= 1.0:
             raise ValueError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
 
@@ -61,16 +58,17 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Ques
     """
     questions: list[Question] = []
     for source in sources:
-        last = None if source.limit is None else source.offset + source.limit
-        loaded = get_task(source.task).load(
-            source.split, path=source.path, chain_of_thought=source.chain_of_thought, limit=last
-        )[source.offset :]
-        if not loaded:
-            raise ValueError(
-                f"Expected the `{role}` source {source} to hold questions, but got none. "
-                "Check its `split`, `path`, `limit` and `offset`."
+        try:
+            questions += load_some(
+                source.task,
+                source.split,
+                path=source.path,
+                chain_of_thought=source.chain_of_thought,
+                offset=source.offset,
+                limit=source.limit,
             )
-        questions.extend(loaded)
+        except ValueError as error:
+            raise ValueError(f"The `{role}` source {source} cannot be read: {error}") from error
     repeated = duplicate_ids(questions)
     if repeated:
         raise ValueError(

@@ -89,7 +89,7 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
     Raises:
         ValueError: The template, the confidence query or its tokens differ.
     """
-    stored = store.round_manifest(round)["fingerprint"]["prompt"]
+    stored = store.round_manifest(round).fingerprint.prompt.as_json()
     changed = [
         f"`{name}` was {stored[name]!r} and is {value!r}"
         for name, value in chat.describe().items()

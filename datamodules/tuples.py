@@ -154,7 +154,8 @@ def known_lengths(store: SampleStore, index: SampleIndex, collator: SSCCollator)
     """Return the tokens of every row's prompt and response, [R] each.
 
     Rows made elsewhere carry no token ids: their texts are encoded here, since it must be known whether they fit the
-    longest sequence and the token budget. It takes half a millisecond a response of 360 tokens.
+    longest sequence and the token budget, and what they state may be counted by another tokenizer. It takes half a
+    millisecond a response of 360 tokens.
     """
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
@@ -166,7 +167,8 @@ def known_lengths(store: SampleStore, index: SampleIndex, collator: SSCCollator)
             if prompt[row] < 0 and name not in encoded:
                 encoded[name] = len(collator.chat.prompt_ids(stored.question.messages))
             prompt[row] = encoded.get(name, prompt[row])
-            response[row] = len(collator.chat.response_ids(stored.sample.text)) if response[row] < 0 else response[row]
+            ids = stored.sample.token_ids
+            response[row] = len(collator.chat.response_ids(stored.sample.text) if ids is None else ids)
     return prompt, response
 
 

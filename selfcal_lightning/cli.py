@@ -34,6 +34,7 @@ FUNCTION_VERBS = {
     "import-pool": ("interchange", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
     "export-pool": ("interchange", "run_export_pool", "write a store as a JSON-lines pool"),
     "import-records": ("interchange", "run_import_records", "read published training records"),
+    "reread": ("reread", "run_reread", "read the answers of a store anew, after a reader was mended"),
     "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
     "demo": ("demo", "run_demo", "calibrate the bundled model and show before and after, in minutes"),
 }

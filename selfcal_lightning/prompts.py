@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.model_folders import refusal_of_code
 from selfcal_lightning.records import ConfidenceQuery, Message
@@ -44,6 +45,46 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
             or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
             f"(revision {revision!r}) failed: {error}"
         ) from error
+
+
+def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
+    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration.
+
+    Raises:
+        InputError: Its configuration asks for code of its own.
+    """
+    from transformers import GenerationConfig
+
+    place = resolve_model(model)
+    try:
+        ends = GenerationConfig.from_pretrained(place, revision=revision).eos_token_id
+    except OSError:  # there is no generation_config.json
+        ends = _configured_ends(place, revision=revision)
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _configured_ends(place: str, *, revision: str | None) -> int | list[int] | None:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False).eos_token_id
+    except ValueError as error:
+        if (refusal := refusal_of_code(place, error)) is None:
+            raise
+        raise InputError(refusal) from error
+
+
+def vocabulary_size(model: str, *, revision: str | None = None) -> int:
+    """Return how many token ids a model's configuration has room for; 0 where there is none, as beside a tokenizer."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError):
+        return 0
+    return config.get_text_config().vocab_size
 
 
 class ChatFormat:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# Stands for the model of responses that were made elsewhere.
+IMPORTED = "imported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,86 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which weights a response came from.
+
+    Attributes:
+        model: Folder or hub name; "imported" for responses made elsewhere.
+        revision: Revision on the hub.
+        weights_sha256: Hash of the weight files, None where unknown. Where it is known it decides, and a model may
+            move to another folder.
+        adapter_sha256: Likewise of a LoRA adapter, None without one.
+        quantization: How the weights were quantised as they were read, such as "nf4"; None where they were not.
+        head_dtype: What the output layer computes in for P(True), where that differs from the model's dtype; else None.
+        further: What else tells models apart, as plain JSON types.
+    """
+
+    model: str | None
+    revision: str | None = None
+    weights_sha256: str | None = None
+    adapter_sha256: str | None = None
+    quantization: str | None = None
+    head_dtype: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ModelIdentity:
+        """Return the identity that :meth:`as_json` gave, or the part of a larger description that is one."""
+        known = {name: content.get(name) for name in _names(cls)}
+        return cls(**known, further={name: value for name, value in content.items() if name not in known})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the identity as plain JSON types, without a quantisation or a dtype that is None.
+
+        So the identities of stores that were written before there were any are still found.
+        """
+        known = {name: getattr(self, name) for name in _names(type(self))}
+        for name in ("quantization", "head_dtype"):
+            if known[name] is None:
+                del known[name]
+        return {**known, **self.further}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """How questions and the confidence query were put to the model; None where that is unknown.
+
+    Attributes:
+        query: Text of the confidence query.
+        suffix_ids: Token ids that follow a response to ask it.
+        yes_ids: Token ids that count as Yes.
+        no_ids: Likewise as No.
+        template_sha256: Hash of the chat template.
+        further: What else tells prompts apart, as plain JSON types: of imported responses, their source.
+    """
+
+    query: str | None = None
+    suffix_ids: tuple[int, ...] | None = None
+    yes_ids: tuple[int, ...] | None = None
+    no_ids: tuple[int, ...] | None = None
+    template_sha256: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PromptIdentity:
+        """Return the identity that :meth:`as_json` or ``ChatFormat.describe`` gave."""
+        known = {name: content.get(name) for name in _names(cls)}
+        ids = {name: tuple(known[name]) for name in ("suffix_ids", "yes_ids", "no_ids") if known[name] is not None}
+        return cls(**known | ids, further={name: value for name, value in content.items() if name not in known})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the identity as plain JSON types, without what is unknown."""
+        known = {name: getattr(self, name) for name in _names(type(self))}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+        return {**{name: value for name, value in plain.items() if value is not None}, **self.further}
+
+    @property
+    def query_tokens(self) -> int:
+        """Tokens that asking for a confidence costs a response; 0 where that is unknown."""
+        return len(self.suffix_ids or ())
+
+
+@dataclass(frozen=True, slots=True)
 class ConfidenceQuery:
     """A follow-up turn whose next-token distribution is read after a response.
 
@@ -127,6 +211,44 @@ class Response:
     no_mass: float | None = None
 
 
+class Unstated(Enum):
+    """Marks what the record of a response does not say, unlike None, by which it says that there is none."""
+
+    UNSTATED = "unstated"
+
+
+UNSTATED = Unstated.UNSTATED
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponse:
+    """A response that was made before, here or elsewhere, as its record gives it.
+
+    Attributes:
+        text: The response.
+        token_ids: As in ``Sample``, and so are the others but for these two.
+        finish: Likewise.
+        answer: The answer that the record gives, None where it found none; unstated, it is read out of the text.
+        correct: The verdict that the record gives, None for an unknown one; unstated, it is found by comparison.
+        logprob: As in ``Sample``.
+        yes_mass: Likewise.
+        no_mass: Likewise.
+        confidences: Likewise.
+        num_tokens: Likewise.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    finish: Finish | None = None
+    answer: str | Unstated | None = UNSTATED
+    correct: bool | Unstated | None = UNSTATED
+    logprob: float | None = None
+    yes_mass: float | None = None
+    no_mass: float | None = None
+    confidences: Mapping[str, float] = field(default_factory=dict)
+    num_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A response to a question, read and judged: the row of the store.
@@ -144,6 +266,8 @@ class Sample:
         yes_mass: Probability mass of Yes after the confidence query, or None.
         no_mass: Likewise for No.
         confidences: Further confidences by estimator name.
+        num_tokens: Length of the response in tokens: the number of its ids where these are known, else as stated by
+            whoever made it; None where unknown.
     """
 
     question_id: str
@@ -158,6 +282,11 @@ class Sample:
     yes_mass: float | None = None
     no_mass: float | None = None
     confidences: Mapping[str, float] = field(default_factory=dict)
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_ids is not None:
+            object.__setattr__(self, "num_tokens", len(self.token_ids))
 
     @property
     def p_true(self) -> float | None:
@@ -177,7 +306,8 @@ class Verdict:
         samples_used: Samples that the strategy looked at.
         stopped_early: Whether its rule ended it before its budget did.
         samples_generated: Samples paid for, cancelled ones included; the driver fills it in.
-        tokens_used: Response and confidence-query tokens of the samples used; the driver fills it in.
+        tokens_used: Response and confidence-query tokens of the samples used, None where the length of one is unknown;
+            the driver fills it in.
         tokens_generated: Likewise of all that was generated, cancelled work included; the driver fills it in.
     """
 
@@ -188,8 +318,8 @@ class Verdict:
     samples_used: int
     stopped_early: bool
     samples_generated: int = 0
-    tokens_used: int = 0
-    tokens_generated: int = 0
+    tokens_used: int | None = 0
+    tokens_generated: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +330,11 @@ class QuestionSamples:
     samples: tuple[Sample, ...]
     split: str
     prompt_ids: tuple[int, ...] | None = None
+
+
+def _names(identity: type[ModelIdentity] | type[PromptIdentity]) -> list[str]:
+    """Return the names of what an identity knows by name."""
+    return [each.name for each in fields(identity) if each.name != "further"]
 
 
 def normalised_p_true(yes_mass: float | None, no_mass: float | None) -> float | None:

@@ -3,12 +3,14 @@
 Layout of a store's folder::
 
     rounds/round-000.json     what the samples of a round are: fingerprint, number of samples (written once)
-    parts/<part>/             the shards and the part manifest of one writer (``store_shards``)
+    parts/<part>/             the shards and the part manifest of one writer (``store_shards``, ``store_parts``)
     manifest.json             what readers see: rounds, and the shards of all parts with row counts and sha256
     annotations/<name>/       confidences that were computed later, for readers who ask (``store_annotations``)
-    aside/                    damaged shards that ``repair`` moved out of the way
+    aside/                    damaged files that ``repair`` moved out of the way
+    runs/                     the resolved options of each command that wrote here, for people
 
 The parts are the truth and ``manifest.json`` is derived from them, so joining may be repeated, by anyone, at any time.
+Every JSON file but those under ``runs/`` is a record with a format and a seal (``store_records``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,37 +27,38 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from selfcal_lightning.files import remove_abandoned, write_atomically
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import add_annotations, add_confidences
 from selfcal_lightning.store_index import INDEX_COLUMNS, SampleIndex, build_index
+from selfcal_lightning.store_joining import merge_parts, read_manifest
+from selfcal_lightning.store_maintenance import RepairReport, all_parts, drop_later_rounds, repair_store
 from selfcal_lightning.store_manifest import (
-    FORMAT,
+    MANIFEST_FILE,
+    RoundRecord,
     StoredQuestion,
     StoreFingerprint,
+    StoreManifest,
     check_place,
-    read_known,
+    read_round,
     read_rounds,
     round_file,
+    round_files,
 )
 from selfcal_lightning.store_parts import (
-    PartLock,
     ShardWriter,
-    drop_questions,
-    drop_shards,
-    find_duplicates,
     part_entries,
     part_folders,
     read_part,
-    repair_part,
 )
+from selfcal_lightning.store_records import Reread, ShardEntry, sealed, write_record
+from selfcal_lightning.store_reread import drop_replaced, write_reread
 from selfcal_lightning.store_shards import (
     StoreCorruptError,
     StoredRow,
     check_shard,
     decode_rows,
     read_shard,
-    to_json,
-    write_atomically,
 )
 
 __all__ = ["RepairReport", "SampleStore", "StoreCorruptError", "StoreFingerprint", "StoredQuestion", "StoredRow"]
@@ -65,36 +67,6 @@ logger = logging.getLogger(__name__)
 
 OPEN_SHARDS = 32
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-@dataclass(frozen=True, slots=True)
-class RepairReport:
-    """What :meth:`SampleStore.repair` did.
-
-    Attributes:
-        moved: Damaged files, now under ``aside/`` unless they were missing.
-        questions: Questions that were in them and have to be sampled again.
-        duplicates: Questions with different samples in two parts, of which the first part's were kept.
-        unfinished: Files of killed writers that were removed.
-    """
-
-    moved: tuple[str, ...]
-    questions: int
-    duplicates: int
-    unfinished: int
-
-    def __str__(self) -> str:
-        """Say it to a user.
-
-        Example:
-            >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
-            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed
-        """
-        files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
-        return (
-            f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
-            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed"
-        )
 
 
 class SampleStore:
@@ -115,7 +87,7 @@ class SampleStore:
         self.path = Path(path)
         self.num_samples = num_samples
         self._engine: dict[str, Any] | None = None
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, ShardEntry] = {}
         self._checked: dict[str, str] = {}
         self._questions: dict[str, dict[str, StoredQuestion]] = {}
         self._open: OrderedDict[str, tuple[pq.ParquetFile, np.ndarray]] = OrderedDict()
@@ -151,47 +123,40 @@ class SampleStore:
         check_place(Path(path))
         store = cls(path, num_samples=num_samples)
         file = round_file(store.path, round)
-        record = {
-            "format": FORMAT,
-            "round": round,
-            "fingerprint": asdict(fingerprint),
-            "digest": fingerprint.digest(),
-            "num_samples": num_samples,
-            "engine": dict(engine),
-        }
         file.parent.mkdir(parents=True, exist_ok=True)
+        if removed := remove_abandoned(store.path):
+            logger.info("Removed %d unfinished files of a killed run from %s.", removed, store.path)
         if not file.exists():
-            write_atomically(file, to_json(record), exclusive=True)
+            record = RoundRecord(round, fingerprint, fingerprint.as_json(), num_samples, engine)
+            write_record(file, record.as_json(), exclusive=True)
         stored = store.round_manifest(round)
-        differences = StoreFingerprint(**stored["fingerprint"]).differences(fingerprint)
+        differences = stored.fingerprint.differences(fingerprint)
         if differences:
             raise ValueError(
                 f"Expected round {round} of the store {path} to have been sampled with the same settings, but got "
                 + "; ".join(differences)
                 + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
             )
-        if None not in (stored["num_samples"], num_samples) and num_samples > stored["num_samples"]:
+        if None not in (stored.num_samples, num_samples) and num_samples > stored.num_samples:
             raise ValueError(
-                f"Expected `num_samples` to be at most {stored['num_samples']}, the number of samples a question in "
+                f"Expected `num_samples` to be at most {stored.num_samples}, the number of samples a question in "
                 f"{path}, but got {num_samples}. Use another `store_dir` for more samples, or ask for fewer."
             )
         store._engine = dict(engine)
         return store
 
     @property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> StoreManifest:
         """Rounds and joined shards as on disk now; without shards where nothing was joined yet."""
-        file = self.path / "manifest.json"
-        if not file.exists():
-            return {"format": FORMAT, "rounds": read_rounds(self.path), "shards": [], "questions": 0, "rows": 0}
-        return read_known(file)
+        return read_manifest(self.path)
 
-    def round_manifest(self, round: int = 0) -> dict[str, Any]:
-        """Return what is recorded about ``round``: fingerprint, digest, num_samples, engine."""
-        rounds = read_rounds(self.path)
-        if str(round) not in rounds:
-            raise ValueError(f"Expected round {round} to be in the store {self.path}, but got rounds {list(rounds)}.")
-        return rounds[str(round)]
+    def round_manifest(self, round: int = 0) -> RoundRecord:
+        """Return what is recorded about ``round``."""
+        file = round_file(self.path, round)
+        if not file.exists():
+            rounds = list(read_rounds(self.path))
+            raise ValueError(f"Expected round {round} to be in the store {self.path}, but got rounds {rounds}.")
+        return read_round(file)
 
     def writer(self, part: str, *, round: int = 0, questions_per_shard: int = 64) -> ShardWriter:
         """Return the writer of ``part``, to be opened by ``with``. Every process needs a part of its own."""
@@ -201,13 +166,13 @@ class SampleStore:
         return ShardWriter(
             self.path / "parts" / part,
             round=round,
-            num_samples=record["num_samples"],
-            fingerprint_digest=record["digest"],
-            engine=record["engine"] if self._engine is None else self._engine,
+            num_samples=record.num_samples,
+            fingerprint_digest=record.digest,
+            engine=record.engine if self._engine is None else self._engine,
             questions_per_shard=questions_per_shard,
         )
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> StoreManifest:
         """Show readers all that the writers have committed, and return the manifest.
 
         May be called by any process at any time. A joiner that was overtaken by a commit writes again, so that the
@@ -217,10 +182,11 @@ class SampleStore:
             StoreCorruptError: A shard is missing, cut short or changed.
             ValueError: Two parts hold different samples of one question. (Equal ones are shown once, and counted.)
         """
-        file = self.path / "manifest.json"
+        file = self.path / MANIFEST_FILE
         while True:
             entries = part_entries(self.path)
-            manifest = to_json(self._merge(entries))
+            merged = merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
+            manifest = sealed(merged.as_json())
             if not file.exists() or file.read_bytes() != manifest:
                 write_atomically(file, manifest)
             if part_entries(self.path) == entries:
@@ -229,29 +195,42 @@ class SampleStore:
     def repair(self) -> RepairReport:
         """Move damaged shards aside, settle duplicates for the first part, clean up after killed writers, and join.
 
-        Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
+        Questions of which responses are empty, since requests for them failed (a server was out of order), are dropped
+        to be sampled again. Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
         """
-        moved: list[str] = []
-        questions = unfinished = duplicates = 0
-        locks = [PartLock(folder, wait_seconds=1.0) for folder in part_folders(self.path)]
-        try:
-            for lock in locks:
-                lock.acquire()
-            for folder in part_folders(self.path):
-                files, lost, removed = repair_part(folder, self.path / "aside")
-                moved, questions, unfinished = [*moved, *files], questions + lost, unfinished + removed
-            _, differing = find_duplicates(self.path, part_entries(self.path), self._questions_of)
-            for file, names in differing.items():
-                drop_questions((self.path / file).parent, {Path(file).name: names})
-                duplicates += len(names)
-        finally:
-            for lock in locks:
-                lock.release()
-        for file in [*self.path.glob(".*.tmp"), *(self.path / "rounds").glob(".*.tmp")]:
-            file.unlink(missing_ok=True)
-            unfinished += 1
-        self.join()
-        return RepairReport(tuple(moved), questions, duplicates, unfinished)
+        report = repair_store(self.path, self._questions_of)
+        if round_files(self.path):
+            self.join()
+        return report
+
+    def reread(
+        self,
+        read: Callable[[QuestionSamples], QuestionSamples],
+        *,
+        readers: Mapping[str, str],
+        stale: Collection[str] = (),
+        on_question: Callable[[QuestionSamples], None] = lambda _: None,
+    ) -> Reread:
+        """Replace the answers and verdicts of all samples by those that ``read`` gives, in one step for readers.
+
+        Args:
+            read: Returns a question with the answers and verdicts that its samples should have, all else being as it
+                was.
+            readers: What reads, by task, complete when all was read; recorded in the manifest with the time.
+            stale: Annotations that depend on answers; they are removed when one has changed.
+            on_question: Called with every question that was read.
+
+        Raises:
+            StoreCorruptError: A shard is damaged.
+            RuntimeError: A writer is at work.
+        """
+        with all_parts(self.path):
+            self.join()
+            drop_replaced(self.path)  # which a killed one may have left
+            reread = write_reread(self.path, read, readers=readers, stale=stale, on_question=on_question)
+            self.join()
+            drop_replaced(self.path)
+        return reread
 
     def drop_rounds(self, first: int) -> int:
         """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
@@ -267,19 +246,7 @@ class SampleStore:
             raise ValueError(
                 f"Expected `first` to be at least 1, but got {first}. Use another `store_dir` for round 0."
             )
-        locks = [PartLock(folder, wait_seconds=1.0) for folder in part_folders(self.path)]
-        dropped = 0
-        try:
-            for lock in locks:
-                lock.acquire()
-            for folder in part_folders(self.path):
-                dropped += drop_shards(folder, lambda entry: entry["round"] >= first)
-        finally:
-            for lock in locks:
-                lock.release()
-        for round in map(int, read_rounds(self.path)):
-            if round >= first:
-                round_file(self.path, round).unlink()
+        dropped = drop_later_rounds(self.path, first)
         self.join()
         return dropped
 
@@ -292,9 +259,11 @@ class SampleStore:
         """
         found: dict[str, StoredQuestion] = {}
         for entry in part_entries(self.path) if include_parts else self._shards():
-            if entry["round"] == round:
-                hidden = set(entry.get("dropped", ()))
-                found |= {name: q for name, q in self._questions_of(entry).items() if name not in hidden | found.keys()}
+            if entry.round == round:
+                hidden = set(entry.dropped)
+                for name, question in self._questions_of(entry).items():
+                    if name not in hidden:
+                        found.setdefault(name, question)
         return found
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
@@ -305,8 +274,8 @@ class SampleStore:
     def committed_questions(self, *, parts: Collection[str], round: int = 0) -> int:
         """Return how many questions the writers of ``parts`` have committed, from their manifests alone."""
         folders = [folder for folder in part_folders(self.path) if folder.name in parts]
-        entries = [entry for folder in folders for entry in read_part(folder)["shards"]]
-        return sum(entry["questions"] for entry in entries if entry["round"] == round)
+        entries = [entry for folder in folders for entry in read_part(folder).shards]
+        return sum(entry.questions for entry in entries if entry.round == round)
 
     def index(self, *, split: str | None = None, round: int = 0, confidences: Sequence[str] = ()) -> SampleIndex:
         """Return the columns of all joined samples of ``round`` that fit in memory, sorted by question and sample.
@@ -318,20 +287,20 @@ class SampleStore:
         files: list[str] = []
         shards = self._shards()
         for entry in shards:
-            if entry["round"] != round:
+            if entry.round != round:
                 continue
             self._check(entry)
-            table = read_shard(self.path / entry["file"], columns=INDEX_COLUMNS)
+            table = read_shard(self.path / entry.file, columns=INDEX_COLUMNS)
             keep = np.ones(table.num_rows, dtype=bool)
             if split is not None:
                 keep &= table["split"].to_numpy() == split
             if self.num_samples is not None:
                 keep &= table["index"].to_numpy() < self.num_samples
-            if entry.get("dropped"):
-                keep &= ~np.isin(table["question_id"].to_numpy(), entry["dropped"])
+            if entry.dropped:
+                keep &= ~np.isin(table["question_id"].to_numpy(), entry.dropped)
             tables.append(table.filter(pa.array(keep)))
             numbers.append(np.flatnonzero(keep))
-            files.append(entry["file"])
+            files.append(entry.file)
         return add_annotations(build_index(tables, numbers, files), self.path, confidences, shards)
 
     def samples(
@@ -369,36 +338,36 @@ class SampleStore:
                 found[position] = row
         return [row for row in found if row is not None]
 
-    def _shards(self) -> list[dict[str, Any]]:
-        shards = self.manifest["shards"]
-        self._entries = {entry["file"]: entry for entry in shards}
+    def _shards(self) -> tuple[ShardEntry, ...]:
+        shards = self.manifest.shards
+        self._entries = {entry.file: entry for entry in shards}
         return shards
 
-    def _check(self, entry: Mapping[str, Any]) -> None:
+    def _check(self, entry: ShardEntry) -> None:
         """Hold a shard against its size and, once in the life of this object, against its sha256."""
-        checked = self._checked.get(entry["file"]) == entry["sha256"]
-        check_shard(self.path / entry["file"], entry, size_only=checked)
-        self._checked[entry["file"]] = entry["sha256"]
+        checked = self._checked.get(entry.file) == entry.sha256
+        check_shard(self.path / entry.file, size=entry.bytes, sha256=None if checked else entry.sha256)
+        self._checked[entry.file] = entry.sha256
 
-    def _check_fingerprint(self, entry: Mapping[str, Any], table: pa.Table) -> None:
+    def _check_fingerprint(self, entry: ShardEntry, table: pa.Table) -> None:
         """Hold what a shard says its samples are against its round, whose file may have been deleted and made anew."""
-        file = round_file(self.path, entry["round"])
+        file = round_file(self.path, entry.round)
         if not file.exists():
             return
-        wanted = read_known(file)["digest"]
+        wanted = read_round(file).digest
         found = (table.schema.metadata or {}).get(b"selfcal.fingerprint", b"none").decode()
         if found != wanted:
-            drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry['round']}`, "
+            drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry.round}`, "
             raise StoreCorruptError(
-                f"Expected {self.path / entry['file']} to hold samples of the fingerprint {wanted[:12]}, which {file} "
+                f"Expected {self.path / entry.file} to hold samples of the fingerprint {wanted[:12]}, which {file} "
                 f"describes, but got {found[:12]}: another model, prompt or sampling. Put the round's file back from a "
-                f"copy, {drop if entry['round'] else ''}or use another `store_dir`."
+                f"copy, {drop if entry.round else ''}or use another `store_dir`."
             )
 
-    def _questions_of(self, entry: Mapping[str, Any]) -> dict[str, StoredQuestion]:
-        key = f"{entry['file']}/{entry['sha256']}"
+    def _questions_of(self, entry: ShardEntry) -> dict[str, StoredQuestion]:
+        key = f"{entry.file}/{entry.sha256}"
         if key not in self._questions:
-            table = read_shard(self.path / entry["file"], columns=("question_id", "split", "question_sha256"))
+            table = read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
             self._check_fingerprint(entry, table)
             columns = [table[name].to_pylist() for name in table.column_names]
             self._questions[key] = {name: StoredQuestion(*found) for name, *found in zip(*columns, strict=True)}
@@ -419,43 +388,3 @@ class SampleStore:
                 self._open.popitem(last=False)[1][0].close()
         self._open.move_to_end(file)
         return self._open[file]
-
-    def _merge(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the manifest over the shards of all parts."""
-        trusted = self._joined_before()
-        for entry in entries:
-            if trusted.get(entry["file"]) == entry["sha256"]:
-                check_shard(self.path / entry["file"], entry, size_only=True)
-            else:
-                self._check(entry)
-        equal, differing = find_duplicates(self.path, entries, self._questions_of)
-        if differing:
-            file, names = next(iter(differing.items()))
-            raise ValueError(
-                f"Expected every question to be sampled by one part, but got {sum(map(len, differing.values()))} with"
-                f" different samples in two parts, for example {names[0]!r} again in {file}. Two runs worked on one"
-                " share. Start `selfcal generate` again with `--repair true` to keep those of the first part, or delete"
-                " the folder of one part."
-            )
-        shards = []
-        for entry in entries:
-            hidden = sorted({*entry.get("dropped", ()), *equal.get(entry["file"], ())})
-            shards.append({**entry, "dropped": hidden} if hidden else entry)
-        hidden_questions = sum(len(entry.get("dropped", ())) for entry in shards)
-        if hidden_questions:
-            logger.warning("%d questions of %s lie in two parts and are read once.", hidden_questions, self.path)
-        return {
-            "format": FORMAT,
-            "rounds": read_rounds(self.path),
-            "questions": sum(entry["questions"] for entry in shards) - hidden_questions,
-            "duplicate_questions": hidden_questions,
-            "rows": sum(entry["rows"] for entry in shards),
-            "shards": shards,
-        }
-
-    def _joined_before(self) -> dict[str, str]:
-        """Return the sha256 of shards that an earlier join verified; a manifest that cannot be read is written anew."""
-        try:
-            return {entry["file"]: entry["sha256"] for entry in self.manifest["shards"]}
-        except StoreCorruptError:
-            return {}

@@ -6,7 +6,8 @@ Layout, below the store's folder::
     annotations/<name>/<run>-<part>.parquet    the values of one writer: question_id, index, round, shard, value
 
 A run shows itself to readers in one step, when ``annotation.json`` is replaced. A value belongs to a row *of one shard*
-(by the shard's sha256), so a question that was sampled anew has none until it is scored anew.
+(by the sha256 of the shard that the response was first written to), so a question that was sampled anew has none until
+it is scored anew, and one whose answers were read anew keeps it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from selfcal_lightning.files import write_atomically
 from selfcal_lightning.store_index import SampleIndex
-from selfcal_lightning.store_manifest import FORMAT, flatten, read_known
+from selfcal_lightning.store_manifest import flatten
 from selfcal_lightning.store_parts import PartLock
-from selfcal_lightning.store_shards import StoreCorruptError, StoredRow, to_json, write_atomically
+from selfcal_lightning.store_records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
+from selfcal_lightning.store_shards import StoreCorruptError, StoredRow
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +84,9 @@ class Annotation:
         self._file = self.folder / "annotation.json"
 
     @property
-    def record(self) -> dict[str, Any] | None:
-        """What is published: ``origin`` and ``parts``; None where nothing is."""
-        return read_known(self._file) if self._file.exists() else None
+    def record(self) -> AnnotationRecord | None:
+        """What is published; None where nothing is."""
+        return read_record(self._file, AnnotationRecord.from_json) if self._file.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Hold what is about to compute the values against what computed those that are there.
@@ -98,7 +101,7 @@ class Annotation:
         record = self.record
         if record is None or overwrite:
             return
-        mine, theirs = (dict(flatten(json.loads(json.dumps(content)))) for content in (record["origin"], origin))
+        mine, theirs = (dict(flatten(json.loads(json.dumps(content)))) for content in (record.origin, origin))
         differences = [
             f"{name}: {mine.get(name)!r} in the store, {theirs.get(name)!r} now"
             for name in sorted(mine.keys() | theirs.keys())
@@ -111,7 +114,7 @@ class Annotation:
             )
 
     def write_part(
-        self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[Mapping[str, Any]]
+        self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[ShardEntry]
     ) -> None:
         """Write the values of one process; readers do not see them before :meth:`publish`.
 
@@ -120,17 +123,17 @@ class Annotation:
             part: Name of this process.
             index: The rows, R of them.
             values: Confidence of each row, nan where unknown, [R].
-            shards: The store's shards (``manifest["shards"]``).
+            shards: The store's shards (``manifest.shards``).
         """
         if np.isinf(values).any() or len(values) != len(index):
             raise ValueError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
-        known = {entry["file"]: entry for entry in shards}
+        known = {entry.file: entry for entry in shards}
         entries = [known[file] for file in index.files]
         columns = {
             "question_id": index.question_id.tolist(),
             "index": index.sample_index,
-            "round": np.array([entry["round"] for entry in entries], dtype=np.int32)[index.shard],
-            "shard": np.array([entry["sha256"] for entry in entries], dtype=object)[index.shard].tolist(),
+            "round": np.array([entry.round for entry in entries], dtype=np.int32)[index.shard],
+            "shard": np.array([entry.origin for entry in entries], dtype=object)[index.shard].tolist(),
             "value": pa.array(values, pa.float64(), from_pandas=True),  # nan becomes null
         }
         sink = pa.BufferOutputStream()
@@ -173,26 +176,23 @@ class Annotation:
             self.check_origin(origin, overwrite=overwrite)
             record = self.record
             origin = json.loads(json.dumps(origin))
-            earlier = [] if record is None else record["parts"]
+            earlier = () if record is None else record.parts
             fresh = [self._enter(file, details) for file in files]
             table = pa.concat_tables([self._read(entry) for entry in fresh])
-            same = record is not None and record["origin"] == origin
+            same = record is not None and record.origin == origin
             kept = [entry for entry in earlier if same and not _covers(table, self._read(entry))]
-            shown = {entry["file"] for entry in [*kept, *fresh]}
+            shown = {entry.file for entry in [*kept, *fresh]}
             total = pa.concat_tables([*(self._read(entry) for entry in kept), table]).group_by(KEYS).aggregate([])
-            content = {
-                "format": FORMAT, "name": self.name, "origin": origin, "rows": total.num_rows,
-                "parts": [*kept, *fresh],
-            }  # fmt: skip
-            write_atomically(self._file, to_json(content))
+            shown_now = AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
+            write_record(self._file, shown_now.as_json())
             for entry in earlier:
-                if entry["file"] not in shown:
-                    (self.folder / entry["file"]).unlink(missing_ok=True)
+                if entry.file not in shown:
+                    (self.folder / entry.file).unlink(missing_ok=True)
         finally:
             lock.release()
         return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
 
-    def annotate(self, index: SampleIndex, shards: Sequence[Mapping[str, Any]]) -> SampleIndex:
+    def annotate(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> SampleIndex:
         """Return ``index`` with this confidence, nan where a row has none; how many have none is logged.
 
         Args:
@@ -213,27 +213,27 @@ class Annotation:
             raise ValueError(
                 f"Expected {self.name!r} to be an annotation only, but got rows that bring a confidence of that name."
             )
-        values, _ = self._find(index, shards, record["parts"])
+        values, _ = self._find(index, shards, record.parts)
         index = replace(index, confidences={**index.confidences, self.name: values})
         missing = index.num_missing(self.name)
         if missing:
             logger.warning("%d of %d responses in %s have no %r.", missing, len(index), self.folder, self.name)
         return index
 
-    def scored(self, index: SampleIndex, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def scored(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> np.ndarray:
         """Return which rows of ``index`` were scored, bool [R]: those whose value was found to be unknown too.
 
         A run that goes on where an earlier one stopped leaves these out. Arguments as for :meth:`annotate`.
         """
         record = self.record
-        return self._find(index, shards, [] if record is None else record["parts"])[1]
+        return self._find(index, shards, () if record is None else record.parts)[1]
 
     def _find(
-        self, index: SampleIndex, shards: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]
+        self, index: SampleIndex, shards: Sequence[ShardEntry], parts: Sequence[AnnotationPart]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the value of each row, nan where unknown, float64 [R], and whether it was scored, bool [R]."""
-        sha256 = {entry["file"]: entry["sha256"] for entry in shards}
-        digests = pa.array([sha256[file] for file in index.files], pa.string())
+        origin = {entry.file: entry.origin for entry in shards}
+        digests = pa.array([origin[file] for file in index.files], pa.string())
         values, scored = np.full(len(index), np.nan), np.zeros(len(index), dtype=bool)
         names, codes = np.unique(index.question_id, return_inverse=True)
         stride = int(index.sample_index.max(initial=0)) + 1
@@ -250,21 +250,20 @@ class Annotation:
             scored[place[found]] = True
         return values, scored
 
-    def _enter(self, file: str, details: Mapping[str, Any]) -> dict[str, Any]:
+    def _enter(self, file: str, details: Mapping[str, Any]) -> AnnotationPart:
         """Return the entry of a part that was just written."""
         data = (self.folder / file).read_bytes()
         rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
-        digest = hashlib.sha256(data).hexdigest()
-        return {"file": file, "rows": rows, "bytes": len(data), "sha256": digest, **details}
+        return AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
 
-    def _read(self, entry: Mapping[str, Any]) -> pa.Table:
-        path = self.folder / entry["file"]
+    def _read(self, entry: AnnotationPart) -> pa.Table:
+        path = self.folder / entry.file
         data = path.read_bytes() if path.exists() else b""
         digest = hashlib.sha256(data).hexdigest()
-        if digest != entry["sha256"]:
+        if digest != entry.sha256:
             found = f"{len(data):,} bytes with sha256 {digest}" if path.exists() else "no such file"
             raise StoreCorruptError(
-                f"Expected {path} to be {entry['bytes']:,} bytes with sha256 {entry['sha256']}, but got {found}. "
+                f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
                 f"Delete {self.folder} and run `selfcal predict` again."
             )
         return pq.read_table(io.BytesIO(data), schema=ANNOTATION_SCHEMA, use_threads=False)
@@ -275,8 +274,15 @@ def annotation_names(store_path: str | Path) -> list[str]:
     return sorted(file.parent.name for file in Path(store_path).glob("annotations/*/annotation.json"))
 
 
+def remove_annotation(store_path: Path, name: str) -> None:
+    """Remove what is published under ``name``, the record first: what a kill leaves is read by nobody."""
+    folder = Annotation(store_path, name).folder
+    for file in (folder / "annotation.json", *folder.glob("*.parquet")):
+        file.unlink(missing_ok=True)
+
+
 def add_annotations(
-    index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[Mapping[str, Any]]
+    index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[ShardEntry]
 ) -> SampleIndex:
     """Return ``index`` with the annotations ``names``; see :meth:`Annotation.annotate`."""
     for name in names:

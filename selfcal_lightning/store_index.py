@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pyarrow as pa
 
+from selfcal_lightning.store_shards import LENGTH
+
 INDEX_COLUMNS = (
     "question_id",
     "task",
@@ -112,6 +114,9 @@ def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: S
     order = np.lexsort((sample_index, codes))
     shard = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in rows])
     row = np.concatenate([np.empty(0, np.int32), *rows]).astype(np.int32)
+    num_tokens, confidences = _integers(table["num_tokens"]), _confidences(table["confidences"])
+    if (stated := confidences.pop(LENGTH, None)) is not None:
+        num_tokens = np.where((num_tokens < 0) & ~np.isnan(stated), np.nan_to_num(stated), num_tokens).astype(np.int64)
     return SampleIndex(
         question_id=names[codes][order],
         question_index=codes[order],
@@ -124,9 +129,9 @@ def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: S
         no_mass=_floats(table["no_mass"])[order],
         logprob=_floats(table["logprob"])[order],
         num_prompt_tokens=_integers(table["num_prompt_tokens"])[order],
-        num_tokens=_integers(table["num_tokens"])[order],
+        num_tokens=num_tokens[order],
         finish=_shared(table["finish"])[order],
-        confidences={name: values[order] for name, values in _confidences(table["confidences"]).items()},
+        confidences={name: values[order] for name, values in confidences.items()},
         shard=shard[order],
         row=row[order],
         files=tuple(files),

@@ -9,34 +9,47 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.store_shards import StoreCorruptError, read_json
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
+from selfcal_lightning.store_records import Reread, ShardEntry, read_record
 
-FORMAT = 1
 # All that lies in the folder of a store, also where a run was stopped before its first sample.
 CONTENTS = {"rounds", "parts", "manifest.json", "annotations", "aside", "adapters", "meetings", "runs"}
+MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
 class StoreFingerprint:
-    """What must be equal for samples to belong together. All fields are plain JSON types.
+    """What must be equal for samples to belong together.
 
     Attributes:
-        model: ``{"model", "revision", "weights_sha256", "adapter_sha256"}``, and ``"quantization"`` where the weights
-            were quantised as they were read. Where the hash of the weights is known it decides, and a model may move
-            to another folder.
+        model: The weights.
         prompt: Template, confidence query and token ids of Yes and No.
-        sampling: Fields of ``SamplingSettings``.
+        sampling: How responses were drawn; None for responses made elsewhere.
         seed: Seed of the run.
     """
 
-    model: Mapping[str, Any]
-    prompt: Mapping[str, Any]
-    sampling: Mapping[str, Any]
+    model: ModelIdentity
+    prompt: PromptIdentity
+    sampling: SamplingSettings | None
     seed: int
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> StoreFingerprint:
+        """Return the fingerprint that :meth:`as_json` gave."""
+        sampling = SamplingSettings(**content["sampling"]) if content["sampling"] else None
+        model, prompt = ModelIdentity.from_json(content["model"]), PromptIdentity.from_json(content["prompt"])
+        return cls(model, prompt, sampling, content["seed"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fingerprint as plain JSON types."""
+        sampling = {} if self.sampling is None else asdict(self.sampling)
+        return {
+            "model": self.model.as_json(), "prompt": self.prompt.as_json(), "sampling": sampling, "seed": self.seed,
+        }  # fmt: skip
 
     def digest(self) -> str:
         """Return the sha256 of the fields that must be equal."""
-        return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
+        return fingerprint_digest(self.as_json())
 
     def differences(self, other: StoreFingerprint) -> list[str]:
         """Return one "field: mine, theirs" for each field that must be equal and is not.
@@ -44,23 +57,112 @@ class StoreFingerprint:
         Where the weights differ, the names of the models stand before the hashes.
 
         Example:
-            >>> mine = StoreFingerprint({}, {}, {"temperature": 0.8}, 0)
-            >>> mine.differences(StoreFingerprint({}, {}, {"temperature": 1.0}, 0))
+            >>> def drawn(temperature):
+            ...     sampling = SamplingSettings(temperature)
+            ...     return StoreFingerprint(ModelIdentity("m"), PromptIdentity(), sampling, 0)
+            >>> drawn(0.8).differences(drawn(1.0))
             ['sampling.temperature: 0.8 in the store, 1.0 asked for']
         """
-        mine, theirs = self._identity(), other._identity()
+        mine, theirs = _identity(self.as_json()), _identity(other.as_json())
         changed = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-        names = self.model.get("model"), other.model.get("model")
+        names = self.model.model, other.model.model
         if "model.weights_sha256" in changed and "model.model" not in changed and names[0] != names[1]:
             mine["model.model"], theirs["model.model"] = names
             changed = ["model.model", *changed]
         return [f"{name}: {mine.get(name)!r} in the store, {theirs.get(name)!r} asked for" for name in changed]
 
-    def _identity(self) -> dict[str, Any]:
-        flat = dict(flatten(json.loads(json.dumps(asdict(self)))))
-        if flat.get("model.weights_sha256") is not None:
-            flat = {name: value for name, value in flat.items() if name not in {"model.model", "model.revision"}}
-        return flat
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What the samples of a round are.
+
+    Attributes:
+        round: Number of the round.
+        fingerprint: What they must have in common.
+        written: The fingerprint as it was written when the round was entered, plain JSON types: its digest does not
+            change when fingerprints get further fields.
+        num_samples: Samples a question; None for any number.
+        engine: What ran the model when the round was entered; recorded, not compared.
+    """
+
+    round: int
+    fingerprint: StoreFingerprint
+    written: Mapping[str, Any]
+    num_samples: int | None
+    engine: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the fingerprint, which the shards of the round carry."""
+        return fingerprint_digest(self.written)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RoundRecord:
+        """Return the record that :meth:`as_json` gave.
+
+        Raises:
+            ValueError: The digest is not that of the fingerprint.
+        """
+        written = content["fingerprint"]
+        fingerprint = StoreFingerprint.from_json(written)
+        record = cls(content["round"], fingerprint, written, content["num_samples"], content["engine"])
+        if record.digest != content["digest"]:
+            raise ValueError(f"a fingerprint of digest {record.digest[:12]} under the digest {content['digest'][:12]}")
+        return record
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON types."""
+        return {
+            "round": self.round,
+            "fingerprint": dict(self.written),
+            "digest": self.digest,
+            "num_samples": self.num_samples,
+            "engine": dict(self.engine),
+        }
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """What readers of a store see.
+
+    Attributes:
+        rounds: What is recorded about each round, by its number.
+        questions: Joined questions of all rounds.
+        rows: Joined samples, hidden ones included.
+        duplicate_questions: Questions that are hidden: they lie in two parts, or a repair dropped them.
+        shards: The joined shards; ``file`` is relative to the store's folder.
+        rereads: When answers were read anew, in that order.
+    """
+
+    rounds: Mapping[int, RoundRecord]
+    questions: int = 0
+    rows: int = 0
+    duplicate_questions: int = 0
+    shards: tuple[ShardEntry, ...] = ()
+    rereads: tuple[Reread, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> StoreManifest:
+        """Return the manifest that :meth:`as_json` gave."""
+        return cls(
+            rounds={int(name): RoundRecord.from_json(record) for name, record in content["rounds"].items()},
+            questions=content["questions"],
+            rows=content["rows"],
+            duplicate_questions=content.get("duplicate_questions", 0),
+            shards=tuple(map(ShardEntry.from_json, content["shards"])),
+            rereads=tuple(Reread(**each) for each in content.get("rereads", ())),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the manifest as plain JSON types."""
+        content = {
+            "rounds": {str(number): record.as_json() for number, record in self.rounds.items()},
+            "questions": self.questions,
+            "duplicate_questions": self.duplicate_questions,
+            "rows": self.rows,
+            "shards": [entry.as_json() for entry in self.shards],
+        }
+        return {**content, "rereads": [asdict(each) for each in self.rereads]} if self.rereads else content
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +171,11 @@ class StoredQuestion:
 
     split: str
     digest: str
+
+
+def fingerprint_digest(content: Mapping[str, Any]) -> str:
+    """Return the digest of a fingerprint as it lies in a file, whatever fields fingerprints have had since."""
+    return hashlib.sha256(json.dumps(_identity(content), sort_keys=True).encode()).hexdigest()
 
 
 def round_file(root: Path, round: int) -> Path:
@@ -91,27 +198,25 @@ def check_place(root: Path) -> None:
         )
 
 
-def read_rounds(root: Path) -> dict[str, dict[str, Any]]:
+def round_files(root: Path) -> list[Path]:
+    """Return the files of all rounds of the store in ``root``."""
+    return sorted((root / "rounds").glob("round-*.json"))
+
+
+def read_round(file: Path) -> RoundRecord:
+    """Return what ``file`` says about a round. Raises StoreCorruptError when it is damaged."""
+    return read_record(file, RoundRecord.from_json)
+
+
+def read_rounds(root: Path) -> dict[int, RoundRecord]:
     """Return what is recorded about each round of the store in ``root``. Raises FileNotFoundError without a store."""
-    files = sorted((root / "rounds").glob("round-*.json"))
+    files = round_files(root)
     if not files:
         raise FileNotFoundError(
             f"Expected a sample store in {root}, but got no `rounds` folder there. Check the path, or make a store with"
             " `selfcal generate`."
         )
-    records = [read_known(file) for file in files]
-    return {str(record["round"]): record for record in records}
-
-
-def read_known(file: Path) -> dict[str, Any]:
-    """Return a manifest of this format. Raises StoreCorruptError for any other."""
-    content = read_json(file)
-    if content.get("format") != FORMAT:
-        raise StoreCorruptError(
-            f"Expected {file} to have format {FORMAT}, but got {content.get('format')!r}. Read it with the version of"
-            " selfcal_lightning that wrote it."
-        )
-    return content
+    return {record.round: record for record in map(read_round, files)}
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,3 +226,10 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _identity(content: Mapping[str, Any]) -> dict[str, Any]:
+    flat = dict(flatten(json.loads(json.dumps(content))))
+    if flat.get("model.weights_sha256") is not None:
+        flat = {name: value for name, value in flat.items() if name not in {"model.model", "model.revision"}}
+    return flat

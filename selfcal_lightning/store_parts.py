@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -10,7 +9,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,16 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.files import NO_LOCKS, write_atomically
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.store_records import PartManifest, Reread, ShardEntry, read_record, write_record
 from selfcal_lightning.store_shards import (
     StoreCorruptError,
+    StoreVersionError,
     check_shard,
     encode_question,
     encode_shard,
-    read_json,
     read_shard,
-    to_json,
-    write_atomically,
 )
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class PartLock:
                     f" {self.path}. Wait for it to end, or give every process its own shard."
                 ) from error
             except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                if error.errno not in NO_LOCKS:
                     raise
                 logger.warning(
                     "No file locks on this file system; two writers of %s would go unseen.", self.path.parent
@@ -127,7 +127,7 @@ class ShardWriter:
         self._tables: list[pa.Table] = []
         self._splits: dict[str, int] = {}
         self._ids: set[str] = set()
-        self._part: dict[str, Any] | None = None
+        self._part: PartManifest | None = None
 
     @property
     def buffered(self) -> int:
@@ -139,11 +139,11 @@ class ShardWriter:
         self._lock.acquire()
         try:
             self._part = read_part(self.folder)
-            self.orphans = remove_unfinished(self.folder, self._part)
-            for shard in self._part["shards"]:
-                if shard["round"] == self.round:
-                    column = read_shard(self.folder / shard["file"], columns=("question_id",))["question_id"]
-                    self._ids |= set(column.unique().to_pylist()) - set(shard.get("dropped", ()))
+            self.orphans = remove_unfinished(self.folder, self._part.shards)
+            for shard in self._part.shards:
+                if shard.round == self.round:
+                    column = read_shard(self.folder / shard.file, columns=("question_id",))["question_id"]
+                    self._ids |= set(column.unique().to_pylist()) - set(shard.dropped)
         except BaseException:
             self._lock.release()
             raise
@@ -160,18 +160,14 @@ class ShardWriter:
             self._lock.release()
             self._part = None
 
-    def append(self, group: QuestionSamples, *, num_tokens: Sequence[int | None] | None = None) -> None:
-        """Add a question with all its samples; a full shard is committed at once.
-
-        Args:
-            group: The question and its samples, by index from 0.
-            num_tokens: Lengths of responses whose token ids are unknown, one a sample; None where unknown too.
+    def append(self, group: QuestionSamples) -> None:
+        """Add a question with all its samples, by index from 0; a full shard is committed at once.
 
         Raises:
             InputError: The samples are not those of this question, round and number, or the question is there already.
         """
         self._check(group)
-        self._tables.append(encode_question(group, num_tokens))
+        self._tables.append(encode_question(group))
         self._splits[group.split] = self._splits.get(group.split, 0) + 1
         self._ids.add(group.question.id)
         if self.buffered >= self.questions_per_shard:
@@ -183,26 +179,26 @@ class ShardWriter:
             raise RunError("Expected the writer to be open, but got a commit outside its `with` block.")
         if not self._tables:
             return 0
-        number = self._part["next_shard"]
-        path = self.folder / f"round-{self.round:03d}-shard-{number:06d}.parquet"
-        data = encode_shard(self._tables, {"fingerprint": self.fingerprint_digest, "part": self.folder.name})
-        shard = {
-            "file": path.name,
-            "round": self.round,
-            "questions": len(self._tables),
-            "rows": sum(table.num_rows for table in self._tables),
-            "splits": dict(self._splits),
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "engine": self.engine,
-        }
+        number = self._part.next_shard
+        path = self.folder / shard_name(self.round, number)
+        data = encode_shard(self._tables, shard_metadata(self.fingerprint_digest, self.folder))
+        shard = ShardEntry(
+            file=path.name,
+            round=self.round,
+            questions=len(self._tables),
+            rows=sum(table.num_rows for table in self._tables),
+            splits=dict(self._splits),
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            engine=self.engine,
+        )
         write_atomically(path, data)
-        part = {**self._part, "next_shard": number + 1, "shards": [*self._part["shards"], shard]}
-        write_atomically(self.folder / PART_FILE, to_json(part))
+        part = replace(self._part, next_shard=number + 1, shards=(*self._part.shards, shard))
+        write_part(self.folder, part)
         self._part = part
-        self.committed += shard["questions"]
+        self.committed += shard.questions
         self._tables, self._splits = [], {}
-        return shard["questions"]
+        return shard.questions
 
     def discard(self) -> None:
         """Forget what is buffered: those questions count as not sampled."""
@@ -226,10 +222,25 @@ class ShardWriter:
             raise InputError(f"Expected {self.num_samples} samples of question {name!r}, but got {len(samples)}.")
 
 
-def read_part(folder: Path) -> dict[str, Any]:
+def read_part(folder: Path) -> PartManifest:
     """Return the manifest of the part in ``folder``, an empty one where nothing was committed yet."""
     path = folder / PART_FILE
-    return read_json(path) if path.exists() else {"part": folder.name, "next_shard": 0, "shards": []}
+    return read_record(path, PartManifest.from_json, unversioned=True) if path.exists() else PartManifest(folder.name)
+
+
+def write_part(folder: Path, part: PartManifest) -> None:
+    """Write the manifest of the part in ``folder``."""
+    write_record(folder / PART_FILE, part.as_json())
+
+
+def shard_name(round: int, number: int) -> str:
+    """Return the name of a part's shard number ``number``."""
+    return f"round-{round:03d}-shard-{number:06d}.parquet"
+
+
+def shard_metadata(fingerprint_digest: str, folder: Path) -> dict[str, str]:
+    """Return what a shard in ``folder`` says about itself."""
+    return {"fingerprint": fingerprint_digest, "part": folder.name}
 
 
 def part_folders(root: Path) -> list[Path]:
@@ -237,18 +248,26 @@ def part_folders(root: Path) -> list[Path]:
     return sorted(folder for folder in (root / "parts").glob("*") if folder.is_dir())
 
 
-def part_entries(root: Path) -> list[dict[str, Any]]:
+def part_entries(root: Path) -> list[ShardEntry]:
     """Return the committed shards of all parts; ``file`` is relative to ``root``."""
-    return [
-        {**entry, "file": f"parts/{folder.name}/{entry['file']}"}
+    entries = [
+        replace(entry, file=f"parts/{folder.name}/{entry.file}")
         for folder in part_folders(root)
-        for entry in read_part(folder)["shards"]
+        for entry in read_part(folder).shards
     ]
+    replaced = {entry.replaces for entry in entries}
+    return [entry for entry in entries if entry.file not in replaced]
 
 
-def remove_unfinished(folder: Path, part: Mapping[str, Any]) -> int:
-    """Remove what a killed writer left in its part and never entered in the part manifest. Returns the number."""
-    known = {shard["file"] for shard in part["shards"]}
+def part_rereads(root: Path) -> tuple[Reread, ...]:
+    """Return when answers of the store in ``root`` were read anew, in that order."""
+    found = (read_part(folder).reread for folder in part_folders(root))
+    return tuple(sorted((reread for reread in found if reread is not None), key=lambda reread: reread.at))
+
+
+def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
+    """Remove what a killed writer left in its part and never entered among its ``shards``. Returns the number."""
+    known = {shard.file for shard in shards}
     files = [
         file
         for file in sorted(folder.iterdir())
@@ -262,7 +281,7 @@ def remove_unfinished(folder: Path, part: Mapping[str, Any]) -> int:
 
 
 def find_duplicates(
-    root: Path, entries: Sequence[Mapping[str, Any]], questions: Callable[[Mapping[str, Any]], Collection[str]]
+    root: Path, entries: Sequence[ShardEntry], questions: Callable[[ShardEntry], Collection[str]]
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Find questions of one round that an earlier shard holds already.
 
@@ -278,12 +297,29 @@ def find_duplicates(
     equal: dict[str, list[str]] = {}
     differing: dict[str, list[str]] = {}
     for entry in entries:
-        for name in sorted(set(questions(entry)) - set(entry.get("dropped", ()))):
-            other = first.setdefault((entry["round"], name), entry["file"])
-            if other != entry["file"]:
-                mine, theirs = (_question_rows(root / file, name) for file in (entry["file"], other))
-                (equal if mine.equals(theirs) else differing).setdefault(entry["file"], []).append(name)
+        for name in sorted(set(questions(entry)) - set(entry.dropped)):
+            other = first.setdefault((entry.round, name), entry.file)
+            if other != entry.file:
+                mine, theirs = (_question_rows(root / file, name) for file in (entry.file, other))
+                (equal if mine.equals(theirs) else differing).setdefault(entry.file, []).append(name)
     return equal, differing
+
+
+def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
+    """Find questions of which responses are empty since their requests failed; their ids by file.
+
+    Args:
+        root: The store's folder.
+        entries: The shards to look into.
+    """
+    failed: dict[str, list[str]] = {}
+    for entry in entries:
+        table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
+        empty = pc.and_(pc.equal(pc.list_value_length(table["token_ids"]), 0), pc.equal(table["text"], ""))
+        names = table.filter(pc.and_(empty, pc.is_null(table["finish"])))["question_id"].unique().to_pylist()
+        if found := sorted(set(names) - set(entry.dropped)):
+            failed[entry.file] = found
+    return failed
 
 
 def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
@@ -296,46 +332,44 @@ def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
     name = folder.name
     try:
         part = read_part(folder)
+    except StoreVersionError:
+        raise
     except StoreCorruptError:
         aside.mkdir(exist_ok=True)
         shutil.move(folder, aside / f"{name}-{time.time_ns()}")
         return [f"parts/{name}"], 0, 0
-    bad = [entry for entry in part["shards"] if _is_damaged(folder / entry["file"], entry)]
+    bad = [entry for entry in part.shards if _is_damaged(folder / entry.file, entry)]
     for entry in bad:
         aside.mkdir(exist_ok=True)
-        if (folder / entry["file"]).exists():
-            shutil.move(folder / entry["file"], aside / f"{name}-{entry['file']}")
+        if (folder / entry.file).exists():
+            shutil.move(folder / entry.file, aside / f"{name}-{entry.file}")
     if bad:
-        kept = [entry for entry in part["shards"] if entry not in bad]
-        part = {**part, "shards": kept}
-        write_atomically(folder / PART_FILE, to_json(part))
-    removed = remove_unfinished(folder, part)
-    return [f"parts/{name}/{entry['file']}" for entry in bad], sum(entry["questions"] for entry in bad), removed
+        part = replace(part, shards=tuple(entry for entry in part.shards if entry not in bad))
+        write_part(folder, part)
+    removed = remove_unfinished(folder, part.shards)
+    return [f"parts/{name}/{entry.file}" for entry in bad], sum(entry.questions for entry in bad), removed
 
 
 def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
     """Hide questions of a part from readers; ``dropped`` holds their ids by the shard's name in the part."""
     part = read_part(folder)
-    shards = [
-        {**entry, "dropped": sorted({*entry.get("dropped", ()), *dropped[entry["file"]]})}
-        if entry["file"] in dropped
-        else entry
-        for entry in part["shards"]
-    ]
-    write_atomically(folder / PART_FILE, to_json({**part, "shards": shards}))
+    shards = (
+        replace(entry, dropped=tuple(sorted({*entry.dropped, *dropped.get(entry.file, ())}))) for entry in part.shards
+    )
+    write_part(folder, replace(part, shards=tuple(shards)))
 
 
-def drop_shards(folder: Path, unwanted: Callable[[Mapping[str, Any]], bool]) -> int:
+def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
     """Take the shards for which ``unwanted(entry)`` holds out of a part, and delete them. Returns their number.
 
     The manifest is written first: what a kill leaves is removed by the next writer.
     """
     part = read_part(folder)
-    kept = [entry for entry in part["shards"] if not unwanted(entry)]
-    if len(kept) < len(part["shards"]):
-        write_atomically(folder / PART_FILE, to_json({**part, "shards": kept}))
-    remove_unfinished(folder, {"shards": kept})
-    return len(part["shards"]) - len(kept)
+    kept = tuple(entry for entry in part.shards if not unwanted(entry))
+    if len(kept) < len(part.shards):
+        write_part(folder, replace(part, shards=kept))
+    remove_unfinished(folder, kept)
+    return len(part.shards) - len(kept)
 
 
 def _question_rows(path: Path, name: str) -> pa.Table:
@@ -343,9 +377,9 @@ def _question_rows(path: Path, name: str) -> pa.Table:
     return table.filter(pc.equal(table["question_id"], name)).replace_schema_metadata(None)
 
 
-def _is_damaged(path: Path, entry: Mapping[str, Any]) -> bool:
+def _is_damaged(path: Path, entry: ShardEntry) -> bool:
     try:
-        check_shard(path, entry)
+        check_shard(path, size=entry.bytes, sha256=entry.sha256)
     except StoreCorruptError as error:
         logger.warning("%s", error)
         return True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from selfcal_lightning.errors import InputError
 from selfcal_lightning.plan import Sampling
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_manifest import check_place
 from selfcal_lightning.store_parts import part_entries
+from selfcal_lightning.store_records import ShardEntry
 from selfcal_lightning.store_shards import read_shard
 
 SHARDS_READ = 4
@@ -37,7 +37,7 @@ def plan_sampling(
     Raises:
         InputError: ``store_dir`` is a file, or a folder that holds something else.
     """
-    check_store_dir(store_dir)
+    check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples * rounds
     if not (Path(store_dir) / "rounds").is_dir():
@@ -45,37 +45,23 @@ def plan_sampling(
     stored = SampleStore(store_dir).question_ids(include_parts=True)
     there = stored if question_ids is None else stored & set(question_ids)
     entries = part_entries(Path(store_dir))
-    rows = sum(entry["rows"] for entry in entries)
+    rows = sum(entry.rows for entry in entries)
     return Sampling(
         store_dir,
         responses,
         stored=min(len(there) * num_samples, responses or 0),
         most_tokens=most_tokens,
         mean_tokens=_mean_tokens(Path(store_dir), entries),
-        bytes_each=sum(entry["bytes"] for entry in entries) / rows if rows else None,
+        bytes_each=sum(entry.bytes for entry in entries) / rows if rows else None,
     )
 
 
-def check_store_dir(store_dir: str | Path) -> None:
-    """Raise InputError where a store cannot be made or gone on with: a file, or a folder with something else in it."""
-    place = Path(store_dir)
-    if place.is_file():
-        raise InputError(f"Expected `store_dir` to be a folder, but {place} is a file. Choose another place.")
-    if not place.is_dir() or (place / "rounds").is_dir():
-        return
-    if others := sorted(path.name for path in place.iterdir() if path.name not in ("runs", "parts", "meetings")):
-        raise InputError(
-            f"Expected `store_dir` to be new, empty or a store, but {place} holds {', '.join(others[:3])} and no "
-            "samples. Choose another folder."
-        )
-
-
-def _mean_tokens(root: Path, entries: list[dict[str, Any]]) -> float | None:
+def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:
     """Return the mean length of the responses in the newest shards; None where none is known."""
     lengths = [
         length
         for entry in entries[-SHARDS_READ:]
-        for length in read_shard(root / entry["file"], columns=("num_tokens",))["num_tokens"].to_pylist()
+        for length in read_shard(root / entry.file, columns=("num_tokens",))["num_tokens"].to_pylist()
         if length is not None
     ]
     return sum(lengths) / len(lengths) if lengths else None

@@ -1,28 +1,21 @@
-"""The files of the sample store: how a shard is encoded, written so that a kill does no harm, read and checked.
+"""The files of the sample store: how a shard is encoded, read and checked.
 
 A shard is a Parquet file of whole questions, one row a sample and one row group a question, so that a question is read
-without its neighbours. Every file appears under its own name only when it is complete: temporary name, fsync, rename,
-fsync of the folder.
+without its neighbours.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.json_files import parse_json
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 SCHEMA = pa.schema(
@@ -50,10 +43,16 @@ SCHEMA = pa.schema(
         ("confidences", pa.string()),
     ]
 )
+# A confidence of this name in an imported store of format 1 is the length of a response without token ids.
+LENGTH = "num_tokens"
 
 
 class StoreCorruptError(RunError):
     """A file of the store is missing, cut short or changed; the message names it and the way out."""
+
+
+class StoreVersionError(StoreCorruptError):
+    """A file of the store was written by a later version of this package; nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,90 +64,12 @@ class StoredRow:
         sample: The sample.
         split: The split that the question belongs to.
         prompt_ids: Token ids of the rendered prompt, or None for responses made elsewhere.
-        num_tokens: Length of the response in tokens, or None where unknown.
     """
 
     question: Question
     sample: Sample
     split: str
     prompt_ids: tuple[int, ...] | None
-    num_tokens: int | None
-
-
-def write_atomically(path: Path, data: bytes, *, exclusive: bool = False) -> bool:
-    """Write ``data`` to ``path`` so that a reader sees all of it or none, also after a kill or a full disk.
-
-    Args:
-        path: The file. Its folder must exist.
-        data: Its whole content.
-        exclusive: Leave a file that is already there alone.
-
-    Returns:
-        Whether the file was written; False only when ``exclusive`` found one.
-
-    Raises:
-        OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if exclusive and not _link(temporary, path):
-            return False
-        if not exclusive:
-            os.replace(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            error.errno,
-            f"Expected {len(data):,} bytes of space to write {path}, but got {error.strerror!r} with {free:,} bytes"
-            " free. Nothing that was stored is lost: free some space and start the same command again.",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return True
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    """Give ``temporary`` the name ``path`` unless that is taken; a hard link is the atomic way to do so."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        # File systems without hard links: two first writers then write the same content anyway.
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS) or path.exists():
-            raise
-        os.replace(temporary, path)
-    return True
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the JSON file ``path``. Raises StoreCorruptError when it is no JSON object."""
-    try:
-        content = parse_json(path.read_bytes(), origin=str(path))
-    except InputError as error:
-        raise StoreCorruptError(
-            f"Expected {path} to be a JSON file, but got: {error}. Restore it from a copy, or start `selfcal generate`"
-            " again with `--repair true`."
-        ) from error
-    if not isinstance(content, dict):
-        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {type(content).__name__}.")
-    return content
-
-
-def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as the bytes of a JSON file for people to read."""
-    return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def question_digest(question: Question) -> str:
@@ -157,15 +78,9 @@ def question_digest(question: Question) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | None = None) -> pa.Table:
-    """Return the rows of one question.
-
-    Args:
-        group: The question and its samples.
-        num_tokens: Lengths of the responses whose token ids are unknown, one a sample.
-    """
-    question, size = group.question, len(group.samples)
-    counts = num_tokens if num_tokens is not None else [None] * size
+def encode_question(group: QuestionSamples) -> pa.Table:
+    """Return the rows of one question."""
+    question = group.question
     same = {
         "question_id": question.id,
         "task": question.task,
@@ -184,7 +99,7 @@ def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | N
             "index": sample.index,
             "text": sample.text,
             "token_ids": None if sample.token_ids is None else list(sample.token_ids),
-            "num_tokens": count if sample.token_ids is None else len(sample.token_ids),
+            "num_tokens": sample.num_tokens,
             "finish": sample.finish,
             "answer": sample.answer,
             "correct": sample.correct,
@@ -193,7 +108,7 @@ def encode_question(group: QuestionSamples, num_tokens: Sequence[int | None] | N
             "no_mass": sample.no_mass,
             "confidences": json.dumps(dict(sample.confidences), allow_nan=False) if sample.confidences else None,
         }
-        for sample, count in zip(group.samples, counts, strict=True)
+        for sample in group.samples
     ]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
@@ -206,6 +121,8 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
         if question is None or question.id != row["question_id"]:
             messages = tuple(Message(**message) for message in json.loads(row["messages"]))
             question = Question(row["question_id"], row["task"], messages, row["reference"], row["question_text"])
+        confidences = {} if row["confidences"] is None else json.loads(row["confidences"])
+        stated = confidences.pop(LENGTH, None)
         sample = Sample(
             question_id=question.id,
             index=row["index"],
@@ -218,10 +135,11 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
             logprob=row["logprob"],
             yes_mass=row["yes_mass"],
             no_mass=row["no_mass"],
-            confidences={} if row["confidences"] is None else json.loads(row["confidences"]),
+            confidences=confidences,
+            num_tokens=int(stated) if row["num_tokens"] is None and stated is not None else row["num_tokens"],
         )
         prompt_ids = None if row["prompt_ids"] is None else tuple(row["prompt_ids"])
-        rows.append(StoredRow(question, sample, row["split"], prompt_ids, row["num_tokens"]))
+        rows.append(StoredRow(question, sample, row["split"], prompt_ids))
     return rows
 
 
@@ -244,19 +162,25 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         raise corrupt(path, "a readable Parquet file", f"{type(error).__name__}: {str(error).rstrip('.')}") from error
 
 
-def check_shard(path: Path, entry: Mapping[str, Any], *, size_only: bool = False) -> None:
-    """Hold a shard against its entry in a manifest. Raises StoreCorruptError, naming what was expected and found."""
+def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
+    """Hold a shard against what a manifest says of it. Raises StoreCorruptError, naming what was expected and found.
+
+    Args:
+        path: The shard.
+        size: Its size in bytes.
+        sha256: Its hash; None leaves the content unread.
+    """
     try:
-        size = path.stat().st_size
+        found_size = path.stat().st_size
     except FileNotFoundError as error:
-        raise corrupt(path, f"a shard of {entry['bytes']:,} bytes", "no such file") from error
-    if size != entry["bytes"]:
-        raise corrupt(path, f"{entry['bytes']:,} bytes long", f"{size:,} bytes")
-    if not size_only:
+        raise corrupt(path, f"a shard of {size:,} bytes", "no such file") from error
+    if found_size != size:
+        raise corrupt(path, f"{size:,} bytes long", f"{found_size:,} bytes")
+    if sha256 is not None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != entry["sha256"]:
-            raise corrupt(path, f"the file with sha256 {entry['sha256']}", f"sha256 {found}")
+        if found != sha256:
+            raise corrupt(path, f"the file with sha256 {sha256}", f"sha256 {found}")
 
 
 def corrupt(path: Path, expected: str, found: str) -> StoreCorruptError:

@@ -106,7 +106,9 @@ class FakeEngine:
         """Return how far the response to a request is between two polls: half-way."""
         return len(self._respond(request).token_ids) // 2
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
         self._ensure_open()
         return [[random.Random(f"{list(prompt)}/{token}").random() / 512 for token in token_ids] for prompt in prompts]
 
@@ -158,7 +160,7 @@ class FakeTask:
     ) -> list[Question]:
         return fake_questions(self.size if limit is None else limit, task=self.name, prefix=split)
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         found = re.search(r"The answer is (\d+)\.", text)
         return found.group(1) if found else None
 

@@ -69,7 +69,7 @@ def stored_rows(chat: ChatFormat) -> list[StoredRow]:
                 "token_ids": tuple(chat.response_ids(words)),
                 "finish": "length" if index == 1 else "stop",
             }
-            rows.append(StoredRow(question, Sample(**sample), "train", chat.prompt_ids(question.messages), None))
+            rows.append(StoredRow(question, Sample(**sample), "train", chat.prompt_ids(question.messages)))
     return rows
 
 

@@ -17,7 +17,7 @@ from selfcal_lightning.datamodules.questions import QuestionSource, load_questio
 from selfcal_lightning.datamodules.ssc import SSCDataModule
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
 TRAIN = [QuestionSource("word_problems", split="train", limit=12)]
@@ -48,7 +48,7 @@ class Pool:
     def write(self, name: str = "store", make: MakeSamples = random_samples, **changes: Any) -> str:
         rng = np.random.default_rng(0)
         round_index, encoded = changes.get("round", 0), changes.get("encoded", True)
-        fingerprint = StoreFingerprint({"model": "m"}, self.chat.describe(), {}, 0)
+        fingerprint = StoreFingerprint(ModelIdentity("m"), PromptIdentity.from_json(self.chat.describe()), None, 0)
         store = SampleStore.create_or_open(
             self.folder / name, fingerprint, num_samples=None, engine={}, round=round_index
         )
@@ -62,6 +62,7 @@ class Pool:
                             round_index,
                             token_ids=self.chat.response_ids(fields["text"]) if encoded else None,
                             finish="stop" if encoded else None,
+                            num_tokens=changes.get("stated"),
                             **fields,
                         )
                         for index, fields in enumerate(make(question, rng))

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import (
+    ModelIdentity,
+    PromptIdentity,
+    Question,
+    QuestionSamples,
+    Sample,
+    SamplingSettings,
+)
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
+MODEL = ModelIdentity("m", weights_sha256="w")
 FINGERPRINT = StoreFingerprint(
-    model={"model": "m", "revision": None, "weights_sha256": "w", "adapter_sha256": None},
-    prompt={"query": "Right?", "suffix_ids": [1, 2]},
-    sampling={"temperature": 0.8, "edt_scale": None},
+    model=MODEL,
+    prompt=PromptIdentity(query="Right?", suffix_ids=(1, 2)),
+    sampling=SamplingSettings(temperature=0.8, edt_scale=None),
     seed=0,
 )
 NUM_SAMPLES = 4

@@ -18,13 +18,12 @@ from strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.cli import fill_flags, run
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.pipelines import answer as verb
 from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response
 from selfcal_lightning.pipelines.answer_setup import choose_strategy, default_task, uncalibrated_note
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import open_engine
 from selfcal_lightning.records import QuestionSamples, Request, Response, Verdict
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
@@ -108,13 +107,37 @@ def test_programs_read_one_object_a_line_in_the_order_of_the_file(
         {
             "id": f"q{i}", "question": f"{QUESTION} ({i})", "task": "word_problems", "answer": "5", "confidence": 0.4,
             "withheld": False, "correct": i == 0, "stopped": "early", "samples_used": 2, "samples_generated": 2,
-            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix),
-            "response": "So it must be. The answer is 5.",
+            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix), "samples_cut": 0,
+            "response": "So it must be. The answer is 5.", "finish": "stop",
         }
         for i in range(4)
     ]  # fmt: skip
     assert "4 questions; 2.00 samples used" in err
     assert "1 right of 4 given that have a reference" in err
+
+
+class Hasty(Oracle):
+    """Is cut by the token limit twice, at first before it answers, and sure of itself all the same."""
+
+    def _respond(self, request: Request) -> Response:
+        response, index = super()._respond(request), int(request.id.split("/")[1])
+        if index > 1:
+            return response
+        return replace(response, text=["First 3", "The answer is 5. To"][index], finish="length")
+
+
+def test_an_answer_is_not_taken_from_a_response_that_was_cut_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: Hasty(sure=lambda _: 0.87))
+    assert run(["answer", "--model", "bundled", "--question", QUESTION, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["answer"], row["stopped"], row["samples_used"]) == ("5", "early", 2)
+    assert (row["response"], row["finish"], row["samples_cut"]) == ("The answer is 5. To", "length", 2)
+    run_answer("bundled", QUESTION, max_samples=1)
+    assert "(none: no response could be read as a number; the token limit cut 1 of 1: raise `max_new_tokens`)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +165,7 @@ def test_text_without_an_answer_and_failures_are_told(
     def poll() -> list[Response]:
         names = list(oracle._waiting)
         oracle._waiting.clear()
-        raise RequestsFailedError(dict.fromkeys(names, "out of tokens"))
+        raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
 
     monkeypatch.setattr(oracle, "poll", poll)
     (answer,) = run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
@@ -273,8 +296,8 @@ def test_the_most_confident_response_is_shown() -> None:
     entry = make_entry(["a", "b", "a", "a", "a"], [0.3, 0.9, 0.7, 0.7, 0.99])
     samples = [replace(sample, text=f"text {sample.index}") for sample in entry.samples]
     verdict = Verdict("q", "a", None, None, samples_used=4, stopped_early=False)
-    assert best_response(verdict, samples, "p_true") == "text 2"
-    assert best_response(verdict, samples, None) == "text 0"
+    assert best_response(verdict, samples, "p_true") is samples[2]
+    assert best_response(verdict, samples, None) is samples[0]
     assert best_response(replace(verdict, answer=None), samples, None) is None
 
 
@@ -360,15 +383,6 @@ def test_mistakes_are_one_line(
     assert err.splitlines()[-1].startswith("selfcal answer: error: Expected")
     assert message in err.splitlines()[-1]
     assert oracle.requests == []
-
-
-def test_engines_take_their_own_arguments_only() -> None:
-    common = {"revision": None, "adapter": None, "dtype": "auto", "max_batch": 4}
-    with pytest.raises(ValueError, match=r"`base_url` only with the engine 'openai'.*'transformers'"):
-        open_engine("transformers", "bundled", None, base_url="http://x", engine_args={}, **common)
-    for name, known in (("transformers", "max_context"), ("vllm", "kv_cache_memory_bytes"), ("openai", "deadline")):
-        with pytest.raises(ValueError, match=rf"`engine_args` of {name} to be among .*{known}.*\['slots'\]"):
-            open_engine(name, "bundled", None, base_url=None, engine_args={"slots": 3}, **common)
 
 
 def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_annotations_of_a_store_are_merged_in(pool: str, tmp_path: Path) -> None
     assert run(["import-pool", "--path", pool, "--store_dir", str(folder)]) == 0
     store = SampleStore(folder)
     index = store.index()
-    shards = store.manifest["shards"]
+    shards = store.manifest.shards
     annotation = Annotation(folder, "length_score")
     values = np.linspace(-1.0, 1.0, len(index))
     annotation.write_part("run", "0", index, values, shards)

@@ -43,7 +43,7 @@ def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: 
     manifest = read_manifest(folder)
     assert manifest["kind"] == "adapter"
     assert manifest["hyper_parameters"]["lr"] == 1e-2
-    assert manifest["store"]["digests"]["0"] == SampleStore(store).round_manifest(0)["digest"]
+    assert manifest["store"]["digests"]["0"] == SampleStore(store).round_manifest(0).digest
     assert manifest["metrics"]["val/calibration/ECE"] == trainer.callback_metrics["val/calibration/ECE"].item()
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, folder).eval()

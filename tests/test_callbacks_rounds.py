@@ -52,7 +52,7 @@ def run(
     data = {"regenerate_every_n_epochs": 1, **settings.pop("data", {})}
     module = module_of(tiny_model, **{"lora": LORA, **settings.pop("model", {})})
     trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **settings}
-    trainer_with(generation(max_new_tokens=24), *callbacks, **trainer).fit(
+    trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(
         module, datamodule=data_module(tiny_model, store, **data), ckpt_path=ckpt_path
     )
     return module
@@ -89,8 +89,8 @@ def difference(module: SelfCalibrationModule, other: SelfCalibrationModule) -> f
 
 def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[Path, SelfCalibrationModule]) -> None:
     store = whole[0] / "store"
-    rounds = SampleStore(store).manifest["rounds"]
-    hashes = [record["fingerprint"]["model"]["adapter_sha256"] for record in rounds.values()]
+    rounds = SampleStore(store).manifest.rounds
+    hashes = [record.fingerprint.model.adapter_sha256 for record in rounds.values()]
     assert hashes == [None, *(weights_sha256(str(adapter_folder(store, round))) for round in (1, 2))]
     assert len(set(hashes)) == 3
     assert SampleStore(store).question_ids(split="validation", round=1) == set()
@@ -100,7 +100,7 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
 
     chat = ChatFormat(load_tokenizer(tiny_model))
     engine = TransformersEngine(tiny_model, adapter=str(adapter_folder(store, 2)), chat=chat)
-    callback, data = generation(max_new_tokens=24), data_module(tiny_model, store)
+    callback, data = generation(max_new_tokens=60), data_module(tiny_model, store)
     fingerprint = store_fingerprint(engine, chat, callback.sampling, callback.seed)
     again = SampleStore.create_or_open(whole[0] / "again", fingerprint, num_samples=4, engine={}, round=2)
     generate_samples(
@@ -161,7 +161,7 @@ def test_a_finished_run_goes_on_with_a_new_round(
 ) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     trainer = trainer_with(
-        generation(max_new_tokens=24), max_epochs=1, reload_dataloaders_every_n_epochs=1
+        generation(max_new_tokens=60), max_epochs=1, reload_dataloaders_every_n_epochs=1
     )  # fmt: skip
     data = data_module(tiny_model, store, regenerate_every_n_epochs=1)
     module = module_of(tiny_model, lora=LORA)
@@ -208,7 +208,7 @@ def test_a_round_is_completed_with_the_adapter_on_disk(
     run(tiny_model, store, Watch())
     assert "The round is completed with the adapter on disk" in caplog.text
     record = SampleStore(store).round_manifest(1)
-    assert record["fingerprint"]["model"]["adapter_sha256"] == weights_sha256(str(kept))
+    assert record.fingerprint.model.adapter_sha256 == weights_sha256(str(kept))
     assert texts(store, 1) != texts(whole[0] / "store", 1)
     # Training went on with its own weights, not with those of the round.
     own = torch.load(checkpoint_file(whole[0] / "store", 1), weights_only=True)["state_dict"]
@@ -236,7 +236,7 @@ def test_an_engine_with_another_adapter_is_refused(
     monkeypatch.setattr(SSCGeneration, "_start", stale)
     with pytest.raises(AdapterMismatchError, match=r"at most 0\.0001 in the mean"):
         run(tiny_model, store)
-    assert list(SampleStore(store).manifest["rounds"]) == ["0"]
+    assert list(SampleStore(store).manifest.rounds) == [0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pickle
 from pathlib import Path
@@ -58,6 +60,30 @@ def test_a_full_disk_leaves_the_old_one(path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), path)
+    assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"][0] == 1.0
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+
+
+class FullAfter(io.FileIO):
+    """A file on a disk that holds 100 bytes."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        if self.tell() + len(data) > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_named_with_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch hides the error of the system behind one about positions in its archive."""
+    real = open
+
+    def on_a_small_disk(file: Path, mode: str = "r", *rest: object, **options: object) -> object:
+        return FullAfter(file, mode) if mode in {"xb", "wb"} else real(file, mode, *rest, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("builtins.open", on_a_small_disk)
+    with pytest.raises(OSError, match=r"Expected more space to write .*/last\.ckpt, but got 'No space .* bytes free"):
+        AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), path)
+    monkeypatch.undo()
     assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"][0] == 1.0
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 

@@ -104,15 +104,15 @@ def test_imported_records_bring_their_targets(pool: Pool) -> None:
         batch = next(iter(loader))
         # No end-of-turn label where nobody knows whether the model stopped.
         labels = batch.label_row.bincount(minlength=batch.batch_size)
-        assert (labels > 3).all()
+        assert torch.equal(labels > 3, batch.generation_weight > 0)
         assert labels.sum() < batch.attention_mask.sum()
 
 
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
-@pytest.mark.parametrize("encoded", [True, False])
-def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, pool: Pool) -> None:
-    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed."""
-    path = pool.write(f"budget-{encoded}-{packing}", encoded=encoded)
+@pytest.mark.parametrize(("encoded", "stated"), [(True, None), (False, None), (False, 1)])
+def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, stated: int | None, pool: Pool) -> None:
+    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed, nor as they were there."""
+    path = pool.write(f"budget-{encoded}-{stated}-{packing}", encoded=encoded, stated=stated)
     settings = {"packing": packing, "batch_size": 4, "pad_to_multiple_of": 1}
     largest = max(batch.input_ids.numel() for batch in pool.data(path, **settings).train_dataloader())
     exact = pool.data(path, token_budget=largest, **settings).train_dataloader()
@@ -271,9 +271,19 @@ def test_shares_are_stated_for_all_sources_or_none() -> None:
         task_shares([stated, silent])
     with pytest.raises(ValueError, match=r"add up to at most 1, but got 1\.2"):
         task_shares([stated, stated])
-    for wrong in ({"share": 0.0}, {"limit": 0}):
+    for wrong in ({"share": 0.0}, {"limit": 0}, {"offset": -1}):
         with pytest.raises(ValueError, match="Expected"):
             QuestionSource("gsm8k", **wrong)
+
+
+def test_a_source_begins_after_its_offset() -> None:
+    source = QuestionSource("word_problems", split="validation", offset=498)
+    assert [q.id for q in load_questions([source], role="validation")] == [
+        f"word_problems/validation/{number:06d}" for number in (498, 499)
+    ]
+    late = QuestionSource("word_problems", split="validation", offset=500)
+    with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
+        load_questions([late], role="validation")
 
 
 def test_trainers_that_reorder_rows_are_refused(pool: Pool, store_dir: str) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, confidence_of
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.engines.base import Engine, EngineStoppedError, Failure, RequestsFailedError
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pipelines.pools import load_recorded_pool
 from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
 from selfcal_lightning.records import (
     Message,
@@ -32,6 +36,7 @@ from selfcal_lightning.strategies.base import Ask, Solving, Strategy, leader, ma
 from selfcal_lightning.strategies.best_of_n import BestOfN
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.pool import PoolArrays
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.sources import EngineSource, ReplaySource
@@ -167,7 +172,7 @@ def test_samples_come_in_order_and_everything_is_counted(target: int | None, loo
     # Looking ahead waits until no question is left to open, and then takes what room there is.
     assert extra == 0 if lookahead == 0 or target == 1 else extra > 0
     assert not engine._waiting
-    alone = run_strategy(Wandering(), questions, live(FakeEngine(slots=1)), max_open=1)
+    alone = [run_strategy(Wandering(), [question], live(FakeEngine(slots=1)))[0] for question in questions]
     assert list(map(outcome, verdicts)) == list(map(outcome, alone))
     assert [verdict.tokens_used for verdict in verdicts] == [verdict.tokens_used for verdict in alone]
 
@@ -179,23 +184,6 @@ def test_the_batch_is_full_until_no_question_is_left() -> None:
     assert len(while_opening) > 10
     assert min(while_opening) >= 8, "a slot stood idle while questions waited"
     assert max(level for level, _ in engine.levels) <= 8 + 8 // 4, "more than the target was queued"
-
-
-def test_open_questions_are_limited_on_demand() -> None:
-    engine, open_now, most = FakeEngine(slots=16), set(), 0
-
-    class Watching(Wandering):
-        def solve(self, question: Question) -> Solving:
-            nonlocal most
-            open_now.add(question.id)
-            most = max(most, len(open_now))
-            return super().solve(question)
-
-    def close(verdict: Verdict, samples: Sequence[Sample]) -> None:
-        open_now.discard(verdict.question_id)
-
-    run_strategy(Watching(), fake_questions(20), live(engine), max_open=3, on_verdict=close)
-    assert most == 3
 
 
 def test_what_is_still_in_flight_is_cancelled_with_the_verdict() -> None:
@@ -271,7 +259,7 @@ def test_a_failed_sample_is_unreadable_and_counted() -> None:
             bad = [name for name in self._waiting if name.startswith("0/1/")]
             if bad and len(bad) == len(self._waiting):
                 super().cancel(bad)
-                raise RequestsFailedError(dict.fromkeys(bad, "it crashed"))
+                raise RequestsFailedError(dict.fromkeys(bad, Failure("it crashed", is_refusal=True)))
             held = {name: self._waiting.pop(name) for name in bad}
             responses = super().poll()
             self._waiting |= held
@@ -319,6 +307,36 @@ def test_speculation_on_a_record_costs_what_was_recorded() -> None:
     # Samples have 1, 2, 3, 4 tokens; the first is used, two more were started.
     assert (verdict.samples_used, verdict.samples_generated) == (1, 3)
     assert (verdict.tokens_used, verdict.tokens_generated) == (101, 306)
+
+
+def test_responses_without_ids_are_priced_by_their_stated_length(tmp_path: Path) -> None:
+    """Replay and the arrays of the curves cost what a pool made elsewhere states; a failed request costs nothing."""
+    responses = [{"text": "Answer: 1", "tokens": tokens, "confidence": {"p_true": 0.2}} for tokens in (7, [5, 6, 8])]
+    responses += [{"text": "", "tokens": 0, "answer": None}, {"text": "Answer: 2", "tokens": 11}]
+    line = {"id": "a", "task": "local_number", "question": "?", "reference": "1", "responses": responses}
+    (tmp_path / "pool.jsonl").write_text(json.dumps({**line, "split": "test"}) + "\n")
+    import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
+    for place in ("pool.jsonl", "store"):
+        (entry,) = load_recorded_pool(tmp_path / place).entries
+        source = ReplaySource([entry], query_tokens=100, target=4)
+        (verdict,) = run_strategy(EarlyStopping(max_samples=3), [entry.question], source)
+        assert (verdict.tokens_used, verdict.tokens_generated) == (107 + 103 + 0, 107 + 103 + 0)
+        source = ReplaySource([entry], target=4)
+        (verdict,) = run_strategy(EarlyStopping(max_samples=4, threshold=0.1), [entry.question], source, lookahead=9)
+        assert (verdict.tokens_used, verdict.tokens_generated) == (7, 7 + 3 + 0 + 11)
+        arrays = PoolArrays.from_samples([entry], confidence="p_true", query_tokens=100)
+        assert arrays.tokens.tolist() == [[107, 103, 0, 111]]
+
+
+def test_an_unknown_length_is_no_length_of_zero() -> None:
+    entry = make_entry(["a", "b"], [0.5, 0.5])
+    first, second = entry.samples
+    entry = replace(entry, samples=(first, replace(second, token_ids=None, num_tokens=None)))
+    (verdict,) = run_strategy(SelfConsistency(max_samples=2), [entry.question], ReplaySource([entry]))
+    assert (verdict.tokens_used, verdict.tokens_generated) == (None, None)
+    (verdict,) = run_strategy(SelfConsistency(max_samples=1), [entry.question], ReplaySource([entry]))
+    assert (verdict.tokens_used, verdict.tokens_generated) == (1, 1)
+    assert np.isnan(PoolArrays.from_samples([entry]).tokens[0, 1])
 
 
 STRATEGIES = [
@@ -423,8 +441,6 @@ def test_clear_errors() -> None:
         run_strategy(SelfConsistency(), [*questions, questions[0]], live(FakeEngine()))
     with pytest.raises(ValueError, match="Expected `lookahead` to be at least 0"):
         run_strategy(SelfConsistency(), questions, live(FakeEngine()), lookahead=-1)
-    with pytest.raises(ValueError, match="Expected `max_open` to be None or at least 1"):
-        run_strategy(SelfConsistency(), questions, live(FakeEngine()), max_open=0)
     for source in (lambda: live(FakeEngine(), target=0), lambda: ReplaySource([], target=0)):
         with pytest.raises(ValueError, match="Expected `target`"):
             source()
@@ -468,7 +484,7 @@ class Close:
     def __init__(self) -> None:
         self.verified: list[str | None] = []
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         return text or None
 
     def verify(self, answer: str | None, reference: str) -> bool:
@@ -508,3 +524,18 @@ def test_expressions_are_named_by_the_first_seen_in_index_order() -> None:
     samples = [reader.read(Response("r", text, (), "stop", 0.0)) for text in texts]
     assert [sample.answer for sample in samples[:4]] == ["x+1", r"\frac{1}{2}", "x+1", r"\frac{1}{2}"]
     assert [sample.correct for sample in samples[:4]] == [False, True, False, True]
+
+
+def test_failures_in_a_row_stop_the_run() -> None:
+    """A server that is out of order once gave every question the verdict that nothing can be read."""
+
+    class Dead(CountingEngine):
+        def poll(self) -> list[Response]:
+            name = next(iter(self._waiting))
+            super().cancel([name])
+            raise RequestsFailedError({name: Failure("HTTP 503")})
+
+    engine = Dead()
+    with pytest.raises(EngineStoppedError, match=r"but 7 requests in a row failed .*HTTP 503"):
+        run_strategy(SelfConsistency(max_samples=3), fake_questions(50), live(engine, max_failures=7))
+    assert not engine._waiting

@@ -375,7 +375,7 @@ def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.Captu
         for row in results["strategies"]["id"]["budgets"]
         if (row["contender"]["strategy"], row["contender"]["side"], row["budget"]) == ("self_consistency", "before", 1)
     }
-    suffix = SampleStore(tmp_path / "samples" / "before").round_manifest()["fingerprint"]["prompt"]["suffix_ids"]
+    suffix = SampleStore(tmp_path / "samples" / "before").round_manifest().fingerprint.prompt.suffix_ids
     assert cost["p_true"] - cost[None] == pytest.approx(len(suffix))
     assert cost["sequence_logprob_platt"] == pytest.approx(cost[None])
     printed = capsys.readouterr().out

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from selfcal_lightning.confidence.features import feature_value
+from selfcal_lightning.pipelines.fitted_confidences import carried_confidences
 from selfcal_lightning.pipelines.interchange import import_pool
 from selfcal_lightning.pipelines.pools import load_pool, load_recorded_pool
 from selfcal_lightning.records import Sample
@@ -36,9 +38,10 @@ def test_file_without_split_answers_or_confidences(tmp_path: Path) -> None:
 def test_stated_lengths_are_kept_for_costs_and_fusions(tmp_path: Path) -> None:
     responses = [{"text": "1", "tokens": 7}, {"text": "1", "tokens": [5, 6, 7]}]
     pool = load_recorded_pool(write_pool(tmp_path / "pool.jsonl", {"a": responses}))
-    assert pool.lengths == ((7, 3),)
+    assert [sample.num_tokens for sample in pool.entries[0].samples] == [7, 3]
     assert pool.has_lengths
-    assert pool.entries[0].samples[0].confidences["num_tokens"] == 7.0
+    assert [feature_value(sample, "num_tokens") for sample in pool.entries[0].samples] == [7.0, 3.0]
+    assert "num_tokens" not in carried_confidences(pool)
     assert pool.entries[0].samples[1].token_ids == (5, 6, 7)
 
 
@@ -59,10 +62,15 @@ def test_store_and_file_give_the_same_samples(tmp_path: Path) -> None:
     path = write_pool(tmp_path / "pool.jsonl", {"a": responses, "b": responses[:1]}, split="test")
     import_pool(path, tmp_path / "store")
     stored, read = load_recorded_pool(tmp_path / "store", split="test"), load_recorded_pool(path, split="test")
-    assert stored.lengths == read.lengths
 
     def known(sample: Sample) -> tuple[object, ...]:
-        return sample.answer, sample.correct, sample.p_true, sample.confidences["c"] if sample.index == 0 else None
+        return (
+            sample.answer,
+            sample.correct,
+            sample.num_tokens,
+            sample.p_true,
+            sample.confidences["c"] if sample.index == 0 else None,
+        )
 
     for one, other in zip(stored.entries, read.entries, strict=True):
         assert one.question.id == other.question.id

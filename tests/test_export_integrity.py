@@ -11,7 +11,7 @@ import pytest
 from exported import shaken
 
 from selfcal_lightning.engines.transformers_model import load_network
-from selfcal_lightning.engines.vllm_model import adapter_rank
+from selfcal_lightning.engines.vllm_model import lora_rank
 from selfcal_lightning.manifests import MANIFEST, check_files, read_manifest
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.lora import read_adapter_state
@@ -45,7 +45,7 @@ def test_one_flipped_bit_in_an_adapter_is_found_wherever_it_is_read(
         lambda: run_export(str(adapter), str(tmp_path / "merged")),
         lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
         lambda: read_adapter_state(adapter),
-        lambda: adapter_rank(str(adapter)),
+        lambda: lora_rank(str(adapter)),
     ):
         with pytest.raises(ValueError, match=rf"Expected {weights} to be the file that was exported, .* it is damaged"):
             read()

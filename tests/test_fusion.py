@@ -145,16 +145,18 @@ def test_an_absent_feature_names_the_estimator_to_run() -> None:
     pool = mixed_pool(5)
     with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
         fit_fusion(pool, [*DEFAULT_FEATURES, "self_certainty"])
-    no_tokens = [replace(e, samples=tuple(replace(s, token_ids=None) for s in e.samples)) for e in pool]
-    with pytest.raises(MissingConfidenceError, match="token ids"):
+    untold = {"token_ids": None, "num_tokens": None}
+    no_tokens = [replace(e, samples=tuple(replace(s, **untold) for s in e.samples)) for e in pool]
+    with pytest.raises(MissingConfidenceError, match="state `tokens` for the responses"):
         fit_fusion(no_tokens, ["sequence_logprob", "num_tokens"])
 
 
-def test_num_tokens_is_read_from_ids_or_from_a_confidence_of_that_name() -> None:
+def test_num_tokens_is_the_length_that_a_sample_knows() -> None:
     sample = mixed_pool(1)[0].samples[0]
     assert feature_value(sample, "num_tokens") == len(sample.token_ids or ())
-    elsewhere = replace(sample, token_ids=None, confidences={"num_tokens": 42.0})
+    elsewhere = replace(sample, token_ids=None, num_tokens=42, logprob=-21.0)
     assert feature_value(elsewhere, "num_tokens") == 42.0
+    assert feature_value(elsewhere, "mean_logprob") == -0.5
     assert fit_fusion(mixed_pool(20), ["sequence_logprob", "num_tokens"]).requires == ("sequence_logprob",)
 
 

@@ -70,7 +70,7 @@ def test_the_silence_of_a_process_that_was_alive_ends_the_waiting(tmp_path: Path
 
 def test_signs_of_life_outlast_a_disk_that_fails_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Rendezvous(tmp_path, rank=0, world_size=2)
-    monkeypatch.setattr(rendezvous.os, "replace", fails_once(os.replace))
+    monkeypatch.setattr(os, "replace", fails_once(os.replace))
     with mine.working():
         time.sleep(0.3)
         before = mine._read(0)["beat"]

@@ -24,6 +24,8 @@ from selfcal_lightning.pipelines.interchange import (
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.tasks import math_pool
+from selfcal_lightning.tasks.math_pool import MathPool
 
 HEADER = "<|assistant|>\n"
 
@@ -74,7 +76,7 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     assert [s.token_ids for s in a.samples] == [None, None, None, (5, 6)]
     assert store.index().num_tokens.tolist() == [-1, -1, 4, 2, -1]
     assert [s.correct for s in b.samples] == [None]
-    assert store.round_manifest()["fingerprint"]["model"]["model"] == "imported"
+    assert store.round_manifest().fingerprint.model.model == "imported"
     again = import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
     assert (again.reused, again.responses) == (2, 0)
 
@@ -92,6 +94,34 @@ def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
     assert SampleStore(tmp_path / "two").index().num_tokens.tolist() == [-1, -1, 4, 2, -1]
     export_pool(tmp_path / "two", tmp_path / "again.jsonl", token_ids=token_ids)
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "out" / "pool.jsonl").read_text()
+
+
+def test_an_import_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "pool.jsonl", pool())
+    import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
+    assert "Importing pool.jsonl: 5 of 5 responses, " in capsys.readouterr().err
+    import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
+    assert "Importing" not in capsys.readouterr().err, "nothing is left to do"
+
+
+SLOW = (r"\sum_{k=1}^{1000}\sin(k^2)", r"\sum_{k=1}^{1000}\cos(k^2)")
+
+
+def test_an_import_counts_what_it_could_not_decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two expressions that nobody can compare: once with the reference each, and with each other."""
+    quick = MathPool(num_workers=1, cpu_seconds=0.3)
+    monkeypatch.setattr(math_pool, "_default_pool", quick)
+    responses = [{"text": rf"\boxed{{{text}}}"} for text in SLOW]
+    line = {"id": "a", "task": "local_expression", "question": "?", "reference": "x+1", "responses": responses}
+    report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", [line])), str(tmp_path / "store"), split="s")
+    assert report.undecided == 3
+    assert "3 pairs of expressions were left undecided and count as different.\n" in capsys.readouterr().err
+    assert [s.correct for entry in SampleStore(tmp_path / "store").samples() for s in entry.samples] == [False, False]
+    with pytest.raises(ValueError, match="`undecided_seconds` to be positive, but got 0"):
+        run_import_pool(str(tmp_path / "pool.jsonl"), str(tmp_path / "other"), split="s", undecided_seconds=0.0)
+    quick.close()
 
 
 def test_an_export_of_nothing_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
@@ -221,7 +251,7 @@ def test_training_records_keep_their_targets(tmp_path: Path, suffix: str) -> Non
         ]
         pq.write_table(pa.Table.from_pylist(rows), path)
     report = import_training_records(
-        path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>"
+        path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>", tasks=FakeTask
     )
     assert (report.records, report.questions, report.unreadable, report.without_target) == (3, 2, 1, 1)
     assert (report.doubled_prompts, report.ended) == (1, 1)
@@ -237,7 +267,7 @@ def test_training_records_keep_their_targets(tmp_path: Path, suffix: str) -> Non
     assert one.question.messages == ()
     assert (
         import_training_records(
-            path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>"
+            path, tmp_path / "store", prompt_separator=HEADER, task="fake", end_of_turn="<|end|>", tasks=FakeTask
         ).reused
         == 2
     )
@@ -257,7 +287,7 @@ def test_training_records_with_a_model_have_its_tokens(tmp_path: Path, tiny_mode
     (group,) = SampleStore(tmp_path / "store").samples()
     assert group.prompt_ids == chat.prompt_ids(messages)
     assert group.samples[0].token_ids == chat.response_ids(text)
-    assert SampleStore(tmp_path / "store").round_manifest()["fingerprint"]["prompt"]["yes_ids"]
+    assert SampleStore(tmp_path / "store").round_manifest().fingerprint.prompt.yes_ids
 
 
 @pytest.mark.parametrize(
@@ -275,16 +305,18 @@ def test_bad_records_are_named(tmp_path: Path, change: dict[str, Any], message: 
     lines[1] |= change
     path = write_lines(tmp_path / "records.jsonl", lines)
     with pytest.raises(ValueError, match=message):
-        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask)
     assert not (tmp_path / "store").exists()
 
 
 def test_missing_fields_of_records(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "records.jsonl", [{"input": "x", "answer": "1"}])
     with pytest.raises(ValueError, match=r"records.jsonl:1: Expected the fields weighted_consistency, consistency"):
-        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(path, tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask)
     with pytest.raises(ValueError, match="to hold training records, but got an empty file"):
-        import_training_records(write_lines(path, []), tmp_path / "store", prompt_separator=HEADER, task="fake")
+        import_training_records(
+            write_lines(path, []), tmp_path / "store", prompt_separator=HEADER, task="fake", tasks=FakeTask
+        )
 
 
 def test_real_responses_of_the_trial(tmp_path: Path, shared: Path) -> None:

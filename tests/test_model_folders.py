@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers_model import load_network
-from selfcal_lightning.engines.vllm_model import adapter_rank, generation_end_ids
+from selfcal_lightning.engines.vllm_model import lora_rank
 from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, load_adapter, read_adapter_state, save_adapter
 from selfcal_lightning.models.weight_files import WeightFiles
-from selfcal_lightning.prompts import load_tokenizer
+from selfcal_lightning.prompts import generation_end_ids, load_tokenizer
 
 LOADERS = {
     "models": load_causal_lm,
@@ -156,7 +156,7 @@ def test_a_truncated_adapter_is_named(tiny_model: str, adapter: Path) -> None:
         lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
         lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
         lambda: read_adapter_state(adapter),
-        lambda: adapter_rank(str(adapter)),
+        lambda: lora_rank(str(adapter)),
     ):
         with pytest.raises(ValueError, match=rf"Expected {weights} to be a whole safetensors file"):
             read()
@@ -179,7 +179,7 @@ def test_a_broken_adapter_configuration_is_named_with_its_line(
     for read in (
         lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
         lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
-        lambda: adapter_rank(str(adapter)),
+        lambda: lora_rank(str(adapter)),
     ):
         with pytest.raises(ValueError, match=rf"{adapter / 'adapter_config.json'}.*{message}|{message}") as raised:
             read()
@@ -200,6 +200,6 @@ def test_an_adapter_in_the_place_of_a_model_does_not_lead_elsewhere(
 def test_an_adapter_without_a_manifest_is_loaded(tiny_model: str, adapter: Path) -> None:
     network = load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu")
     assert network.num_parameters() == load_causal_lm(tiny_model).num_parameters()
-    assert adapter_rank(str(adapter)) == 4
+    assert lora_rank(str(adapter)) == 4
     stored = load_file(adapter / "adapter_model.safetensors")
     assert read_adapter_state(adapter).keys() == stored.keys() != set()

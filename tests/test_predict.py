@@ -82,7 +82,7 @@ def test_predict_writes_what_the_checkpoint_says(
     index = index_of(store)
     assert len(index) == 12
     assert index.confidences[NAME] == pytest.approx(_reference_one_by_one(module, store, "validation"), abs=1e-5)
-    assert np.abs(index.confidences[NAME] - index.p_true).max() > 0.01  # which are those of the base model
+    assert np.abs(index.confidences[NAME] - index.p_true).max() > 1e-3  # which are those of the base model
     folder = store / "annotations" / NAME
     said = f"wrote '{NAME}' of 12 responses to {folder}; 0 of 12 stored for 'validation' have none."
     assert said in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_selfcal_predict_in_its_own_process(
             "accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, "enable_progress_bar": False,
             "default_root_dir": str(tmp_path),
             "callbacks": [{"class_path": "selfcal_lightning.callbacks.generation.SSCGeneration",
-                           "init_args": {"max_new_tokens": 40}}],
+                           "init_args": {"max_new_tokens": 60}}],
         },
         "model": {"class_path": "selfcal_lightning.modules.self_calibration.SelfCalibrationModule",
                   "init_args": {"base_model": tiny_model, "lora": {"r": 4}}},

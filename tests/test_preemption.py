@@ -204,7 +204,7 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
             signal.raise_signal(signal.SIGTERM)
 
     def run(name: str, *callbacks: Callback) -> dict[str, torch.Tensor]:
-        sampler = generation(max_new_tokens=8, edt_scale=None, questions_per_shard=2, shard_by_shard=True)
+        sampler = generation(max_new_tokens=60, edt_scale=None, questions_per_shard=2, shard_by_shard=True)
         folder = tmp_path / name
         epochs = ModelCheckpoint(folder / "epochs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         callbacks = (sampler, PreemptionCheckpoint(), *callbacks, epochs)

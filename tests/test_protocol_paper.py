@@ -42,7 +42,7 @@ def pool_of(rows: list[dict[str, Any]]) -> RecordedPool:
             for index, row in enumerate(found)
         )  # fmt: skip
         entries.append(QuestionSamples(Question(prompt, "local_text", (), "T"), samples, "test"))
-    return RecordedPool(tuple(entries), tuple((None,) * len(entry.samples) for entry in entries))
+    return RecordedPool(tuple(entries))
 
 
 def by_method(rows: list[dict[str, Any]]) -> dict[str, PaperCurve]:

@@ -60,8 +60,8 @@ def logits(folder: str) -> torch.Tensor:
 
 def test_samples_are_drawn_from_the_unquantised_base(run: Run, tiny_model: str) -> None:
     record = SampleStore(run.store).round_manifest(0)
-    assert record["fingerprint"]["model"]["model"] == tiny_model
-    assert record["fingerprint"]["model"]["adapter_sha256"] is None
+    assert record.fingerprint.model.model == tiny_model
+    assert record.fingerprint.model.adapter_sha256 is None
     # The same samples serve a run without quantisation.
     trainer_with(generation(), max_steps=1).fit(module_of(tiny_model), datamodule=data_module(tiny_model, run.store))
     assert SampleStore(run.store).round_manifest(0) == record

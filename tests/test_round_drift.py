@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.pipelines.round_drift import describe_round, describe_shift, question_targets
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 from selfcal_lightning.store_index import SampleIndex
 
@@ -17,9 +17,8 @@ Row = tuple[str | None, bool | None, float | None]
 def index_of(path: Path, rounds: list[dict[str, list[Row]]]) -> list[SampleIndex]:
     """Write rounds of (answer, correct, P(True)) and return their indexes."""
     for round, questions in enumerate(rounds):
-        store = SampleStore.create_or_open(
-            path, StoreFingerprint({}, {}, {}, 0), num_samples=None, engine={}, round=round
-        )
+        fingerprint = StoreFingerprint(ModelIdentity("m"), PromptIdentity(), None, 0)
+        store = SampleStore.create_or_open(path, fingerprint, num_samples=None, engine={}, round=round)
         with store.writer("a", round=round) as writer:
             for name, rows in questions.items():
                 samples = tuple(

@@ -97,7 +97,7 @@ def test_the_digest_of_a_training_is_there_before_a_loader_is(tiny_model: str, t
 
     data = {"train": TWO, "num_samples": 2, "total_tuples": 4, "validation": []}
     trainer_with(
-        generation(max_new_tokens=8), Watch(), max_epochs=-1, max_steps=1, reload_dataloaders_every_n_epochs=1
+        generation(max_new_tokens=60), Watch(), max_epochs=-1, max_steps=1, reload_dataloaders_every_n_epochs=1
     ).fit(
         module_of(tiny_model),
         datamodule=data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1, **data),
@@ -177,7 +177,7 @@ def short_run(
     """Train on two questions for one step an epoch, a new round after each."""
     module = module_of(tiny_model, **settings.pop("module", {}))
     trainer = trainer_with(
-        generation(max_new_tokens=8),
+        generation(max_new_tokens=60),
         *callbacks,
         **{"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0, **settings},
     )
@@ -210,10 +210,9 @@ def test_a_stopped_run_samples_no_further_round(tiny_model: str, tmp_path: Path)
 def test_a_round_of_a_quantised_model_says_so(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tmp_path / "store"
     short_run(tiny_model, store, max_epochs=2, module={"quantization": "nf4"})
-    models = {name: record["fingerprint"]["model"] for name, record in SampleStore(store).manifest["rounds"].items()}
-    assert "quantization" not in models["0"]
-    assert models["1"]["quantization"] == "nf4"
-    assert models["1"]["weights_sha256"] == models["0"]["weights_sha256"]
+    models = {number: record.fingerprint.model for number, record in SampleStore(store).manifest.rounds.items()}
+    assert [models[number].quantization for number in (0, 1)] == [None, "nf4"]
+    assert models[1].weights_sha256 == models[0].weights_sha256
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the engine must not be started")

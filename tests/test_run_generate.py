@@ -16,6 +16,7 @@ from fakes import fake_questions
 from other_models import plain_copy
 
 from selfcal_lightning.pipelines import devices, generate, shares
+from selfcal_lightning.pipelines.evaluation_inputs import TestSet, sample_models
 from selfcal_lightning.pipelines.generate import parse_shard, run_generate
 from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -62,6 +63,25 @@ def texts(groups: dict[str, QuestionSamples]) -> dict[str, list[str]]:
     return {name: [sample.text for sample in group.samples] for name, group in groups.items()}
 
 
+def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> None:
+    first = run_generate(**arguments | {"limit": 2})
+    more = run_generate(**arguments | {"limit": 3, "offset": 1})
+    assert (first.questions, more.questions, more.reused, more.generated) == (2, 3, 1, 4)
+    assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
+    with pytest.raises(ValueError, match=r"`offset` to be less than the 2,000 questions of split 'train' .*got 5,000"):
+        run_generate(**arguments | {"limit": None, "offset": 5000})
+    with pytest.raises(ValueError, match="`offset` to be at least 0, but got -1"):
+        run_generate(**arguments, offset=-1)
+
+
+def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
+    options = {"num_samples": 1, "max_new_tokens": 4, "dtype": "float32"}
+    test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
+    inputs = sample_models({"base": tiny_model}, [test], None, tmp_path, **options)
+    ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
+    assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]
+
+
 def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_generate(**arguments, store_split="validation")
     assert (report.questions, report.generated) == (6, 12)
@@ -74,8 +94,8 @@ def test_run_generate_on_a_real_model(arguments: dict, capsys: pytest.CaptureFix
         assert all(chat.decode(sample.token_ids or ()) == sample.text for sample in group.samples)
         assert all(sample.correct is not None and sample.p_true is not None for sample in group.samples)
     record = SampleStore(arguments["store_dir"]).round_manifest()
-    assert record["engine"]["engine"] == "transformers"
-    assert record["fingerprint"]["sampling"]["max_new_tokens"] == 24
+    assert record.engine["engine"] == "transformers"
+    assert record.fingerprint.sampling.max_new_tokens == 24
     err = capsys.readouterr().err
     assert f"to {arguments['store_dir']}" in err
     assert "12 of 12 responses" in err
@@ -93,7 +113,7 @@ def test_nothing_left_to_do_loads_no_model(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("no model must be loaded")
 
-    monkeypatch.setattr(shares, "build_engine", refuse)
+    monkeypatch.setattr(shares, "open_engine", refuse)
     monkeypatch.setattr(generate, "run_workers", refuse)
     capsys.readouterr()
     for options in ({}, {"devices": 2}, {"shard": "0/2"}, {"num_samples": 1}, {"model": "bundled"}):
@@ -126,7 +146,7 @@ def test_workers_start_only_where_something_is_missing(arguments: dict, monkeypa
 
     def run_here(settings: dict[str, Any], parts: list[tuple[int, int]], **_: Any) -> list[dict[str, Any]]:
         asked.extend(parts)
-        run = shares.GenerationSettings(**settings)
+        run = shares.GenerationSettings.from_plain(settings)
         return [asdict(shares.sample_share(run, shard=part, progress=False)) for part in parts]
 
     monkeypatch.setattr(generate, "run_workers", run_here)
@@ -227,10 +247,31 @@ def test_workers_get_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [devices.worker_environment(i, 3)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "6", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert devices.worker_environment(2, 3)["CUDA_VISIBLE_DEVICES"] == "2"
-    with pytest.raises(ValueError, match="Expected `devices` to be at most 3, the GPUs in sight, but got 4"):
+    with pytest.raises(ValueError, match="Expected `devices` to be at most 3 with 3 GPUs in sight, but got 4"):
         devices.worker_environment(0, 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert int(devices.worker_environment(0, 2)["OMP_NUM_THREADS"]) >= 1
+
+
+def test_workers_get_the_gpus_that_one_model_is_cut_over(arguments: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines over four GPUs each once saw one GPU each, and vLLM refused to start."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started: list[str] = []
+
+    def refuse(job: dict[str, Any], environment: dict[str, str]) -> None:
+        started.append(environment["CUDA_VISIBLE_DEVICES"])
+        if len(started) == 2:
+            raise RuntimeError("all have started")
+        return subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(devices, "_start", refuse)
+    cut = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 4}}
+    with pytest.raises(RuntimeError, match="all have started"):
+        run_generate(**arguments | {"limit": 60}, **cut, devices=2)
+    assert started == ["0,1,2,3", "4,5,6,7"]
+    with pytest.raises(ValueError, match=r"at most 2 with 8 GPUs in sight, but got 3, each of which takes 4"):
+        run_generate(**arguments | {"limit": 60}, **cut, devices=3)
 
 
 def test_generate_starts_without_torch() -> None:

@@ -20,13 +20,14 @@ from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.consistency import ResponseConsistency
 from selfcal_lightning.confidence.forward import TokenReader
 from selfcal_lightning.confidence.self_certainty import SelfCertainty, TokenEntropy
+from selfcal_lightning.engines.opening import EngineOptions
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.pipelines import score, score_store, scoring_model
 from selfcal_lightning.pipelines.interchange import import_pool, run_export_pool
 from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.pipelines.scoring_model import ModelSettings, ScoringModel
-from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store import SampleStore, StoreFingerprint
+from selfcal_lightning.records import ModelIdentity, QuestionSamples
+from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation, annotation_names
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
@@ -60,7 +61,7 @@ def flat(rows: list[list[Any]]) -> list[Any]:
 
 def rewrite(store: Path, folder: Path, change: Any, **fingerprint: Any) -> Path:
     """Copy a store with other samples, and perhaps another fingerprint."""
-    old = StoreFingerprint(**SampleStore(store).round_manifest()["fingerprint"])
+    old = SampleStore(store).round_manifest().fingerprint
     copy = SampleStore.create_or_open(folder, replace(old, **fingerprint), num_samples=None, engine={})
     with copy.writer("a") as writer:
         for entry in SampleStore(store).samples():
@@ -86,10 +87,10 @@ def test_scores_become_annotations_of_a_known_origin(
     (log,) = (store / "runs").glob("score-*.json")
     assert json.loads(log.read_text())["estimator"] == names
     consistency = Annotation(store, "response_consistency").record
-    assert consistency["origin"] == {
+    assert consistency.origin == {
         "estimator": "response_consistency", "settings": {"num_samples": None, "seed": 0}
     }  # fmt: skip
-    origin = Annotation(store, "token_entropy").record["origin"]
+    origin = Annotation(store, "token_entropy").record.origin
     assert origin["model"]["weights_sha256"] == engine.describe()["weights_sha256"]
     assert list(origin["prompt"]) == ["template_sha256"], "the query has no part in it"
     said = capsys.readouterr().err
@@ -130,7 +131,7 @@ def test_only_rows_without_the_column_are_scored(sampled: Path, tmp_path: Path) 
 
 
 def test_confidences_of_another_model_are_not_mixed(sampled: Path, tmp_path: Path) -> None:
-    model = {"model": "other", "revision": None, "weights_sha256": "0" * 64, "adapter_sha256": None}
+    model = ModelIdentity("other", weights_sha256="0" * 64)
     foreign = str(rewrite(sampled, tmp_path / "foreign", lambda sample: sample, model=model))
     for name in ("p_true", "mean_logprob"):
         message = f"{TOTAL} responses in .* bring '{name}' of another model .* `--name {name}_other`"
@@ -143,7 +144,7 @@ def test_confidences_of_another_model_are_not_mixed(sampled: Path, tmp_path: Pat
 
 def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path, tiny_model: str) -> None:
     def with_model(name: str, **changes: Any) -> str:
-        model = {"model": tiny_model, "revision": None, "weights_sha256": "0" * 64, "adapter_sha256": None, **changes}
+        model = replace(ModelIdentity(tiny_model, weights_sha256="0" * 64), **changes)
         return str(rewrite(sampled, tmp_path / name, lambda sample: sample, model=model))
 
     with pytest.raises(ValueError, match="those that sampled the store, but got others"):
@@ -156,7 +157,7 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
 
 
 def test_a_model_that_is_not_downloaded_is_so_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ScoringModel(ModelSettings("bundled", None, None, None, "transformers", "auto", 4))
+    model = ScoringModel(ModelSettings("bundled", None, EngineOptions()))
     calls = []
     monkeypatch.setattr(scoring_model, "model_folder", lambda name, revision: calls.append(name))
     monkeypatch.setattr(scoring_model, "weights_sha256", lambda name, revision: f"hash after {len(calls)}")
@@ -192,8 +193,8 @@ def test_what_was_scored_is_shown_every_few_minutes(store: Path, monkeypatch: py
     monkeypatch.setattr(score, "CHUNK_RESPONSES", NUM_SAMPLES)
     monkeypatch.setattr(score_store, "COMMIT_SECONDS", -1.0)
     run_score("response_consistency", str(store))
-    assert len(Annotation(store, "response_consistency").record["parts"]) == NUM_QUESTIONS
-    assert Annotation(store, "response_consistency").record["rows"] == TOTAL
+    assert len(Annotation(store, "response_consistency").record.parts) == NUM_QUESTIONS
+    assert Annotation(store, "response_consistency").record.rows == TOTAL
 
 
 def test_rows_that_got_none_are_counted_and_not_asked_again(

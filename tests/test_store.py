@@ -8,13 +8,16 @@ import multiprocessing
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes import fake_questions
-from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
+from store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
+from selfcal_lightning import store as store_module
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store_manifest import StoreManifest
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -25,10 +28,12 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert store.question_ids() == set(), "readers see joined shards only"
     assert store.question_ids(include_parts=True) == {q.id for q in questions}
     manifest = store.join()
-    assert manifest == json.loads((tmp_path / "manifest.json").read_text()) == store.manifest
-    assert (manifest["questions"], manifest["rows"]) == (8, 32)
-    assert manifest["rounds"]["0"]["fingerprint"]["seed"] == 0
-    assert [(entry["questions"], entry["splits"]) for entry in manifest["shards"]] == [
+    assert manifest == store.manifest
+    written = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest.as_json().items() <= written.items()
+    assert (manifest.questions, manifest.rows) == (written["questions"], written["rows"]) == (8, 32)
+    assert manifest.rounds[0].fingerprint == FINGERPRINT
+    assert [(entry.questions, entry.splits) for entry in manifest.shards] == [
         (3, {"train": 3}),
         (2, {"train": 2}),
         (3, {"validation": 3}),
@@ -40,6 +45,39 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert {group.question.id for group in store.samples(split="validation")} == {q.id for q in questions[5:]}
     assert list(store.samples(task="other")) == []
     assert not leftovers(store)
+
+
+class CountedId(str):
+    """An id that counts how often a set or a dictionary looks at one."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedId.looks += 1
+        return str.__hash__(self)
+
+
+def looks_at_ids(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often ids are hashed when the ids of ``count`` stored questions are looked up."""
+    store = make_store(path, num_samples=1)
+    with store.writer("a") as writer:
+        for question in fake_questions(count):
+            writer.append(make_group(question, num_samples=1))
+    real = SampleStore._questions_of
+
+    def counted(self: SampleStore, entry: Any) -> dict[str, Any]:
+        return {CountedId(name): found for name, found in real(self, entry).items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleStore, "_questions_of", counted)
+        CountedId.looks = 0
+        assert len(store.question_ids(include_parts=True)) == count
+    return CountedId.looks
+
+
+def test_looking_up_stored_questions_takes_a_few_looks_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (looks_at_ids(tmp_path / str(count), count, monkeypatch) for count in (192, 768))
+    assert many <= 4.5 * few
 
 
 def test_index_columns(tmp_path: Path) -> None:
@@ -91,14 +129,14 @@ def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
     view = make_store(tmp_path, num_samples=2)
     assert view.index().sample_index.tolist() == [0, 1] * 3
     assert all(len(group.samples) == 2 for group in view.samples())
-    assert view.round_manifest()["num_samples"] == 4
+    assert view.round_manifest().num_samples == 4
     with pytest.raises(ValueError, match=r"Expected `num_samples` to be at most 4.*got 8.*another `store_dir`"):
         make_store(tmp_path, num_samples=8)
 
 
 def test_another_fingerprint_is_refused_field_by_field(tmp_path: Path) -> None:
     make_store(tmp_path)
-    other = replace(FINGERPRINT, sampling={"temperature": 1.0, "edt_scale": None}, seed=3)
+    other = replace(FINGERPRINT, sampling=replace(FINGERPRINT.sampling, temperature=1.0), seed=3)
     with pytest.raises(ValueError, match=r"sampling.temperature: 0.8 in the store, 1.0 asked for") as caught:
         SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
     assert "seed: 0 in the store, 3 asked for" in str(caught.value)
@@ -108,16 +146,16 @@ def test_another_fingerprint_is_refused_field_by_field(tmp_path: Path) -> None:
 
 def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
     make_store(tmp_path)
-    moved = replace(FINGERPRINT, model={**FINGERPRINT.model, "model": "/elsewhere/m", "revision": "main"})
+    moved = replace(FINGERPRINT, model=replace(MODEL, model="/elsewhere/m", revision="main"))
     assert moved.digest() == FINGERPRINT.digest()
     SampleStore.create_or_open(tmp_path, moved, num_samples=4, engine={"engine": "vllm"})
-    changed = replace(FINGERPRINT, model={**FINGERPRINT.model, "weights_sha256": "v"})
+    changed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256="v"))
     with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, 'v' asked for"):
         SampleStore.create_or_open(tmp_path, changed, num_samples=4, engine={})
-    other = replace(changed, model={**changed.model, "model": "n"})
+    other = replace(changed, model=replace(changed.model, model="n"))
     with pytest.raises(ValueError, match=r"model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'"):
         SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
-    unhashed = replace(FINGERPRINT, model={**FINGERPRINT.model, "weights_sha256": None})
+    unhashed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256=None))
     with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, None asked for"):
         SampleStore.create_or_open(tmp_path, unhashed, num_samples=4, engine={})
 
@@ -126,7 +164,7 @@ def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     questions = fake_questions(3)
     write(store, questions)
-    adapted = replace(FINGERPRINT, model={**FINGERPRINT.model, "adapter_sha256": "x"})
+    adapted = replace(FINGERPRINT, model=replace(MODEL, adapter_sha256="x"))
     later = SampleStore.create_or_open(tmp_path, adapted, num_samples=4, engine={}, round=1)
     write(later, questions[:2], round=1)
     later.join()
@@ -134,7 +172,7 @@ def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
     assert len(later.index(round=1)) == 8
     assert later.question_ids(round=1) == {q.id for q in questions[:2]}
     assert len(list(later.samples(round=1))) == 2
-    with pytest.raises(ValueError, match=r"Expected round 2 to be in the store .*, but got rounds \['0', '1'\]"):
+    with pytest.raises(ValueError, match=r"Expected round 2 to be in the store .*, but got rounds \[0, 1\]"):
         later.round_manifest(2)
 
 
@@ -178,7 +216,7 @@ def test_one_sample_a_question_is_allowed(tmp_path: Path) -> None:
 
 def test_join_is_idempotent(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    assert store.join()["shards"] == []
+    assert store.join().shards == ()
     write(store, fake_questions(4))
     store.join()
     before = (tmp_path / "manifest.json").stat().st_mtime_ns
@@ -190,17 +228,17 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Another part commits, and its process joins, between this joiner's reading of the parts and its writing."""
     store, questions = make_store(tmp_path), fake_questions(4)
     write(store, questions[:2], part="a")
-    merge, calls = SampleStore._merge, []
+    merge, calls = store_module.merge_parts, []
 
-    def slow_merge(self: SampleStore, entries: list) -> dict:
-        manifest = merge(self, entries)
+    def slow_merge(root: Path, entries: list, **options: Any) -> StoreManifest:
+        manifest = merge(root, entries, **options)
         calls.append(len(entries))
         if len(calls) == 1:
             write(store, questions[2:], part="b")
             SampleStore(tmp_path).join()
         return manifest
 
-    monkeypatch.setattr(SampleStore, "_merge", slow_merge)
+    monkeypatch.setattr(store_module, "merge_parts", slow_merge)
     store.join()
     assert calls == [1, 2, 2]
     assert store.question_ids() == {q.id for q in questions}
@@ -230,7 +268,7 @@ def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
     write(store, questions, part="a")
     write(store, questions[:2], part="b")
     manifest = store.join()
-    assert (manifest["questions"], manifest["duplicate_questions"]) == (4, 2)
+    assert (manifest.questions, manifest.duplicate_questions) == (4, 2)
     assert len(store.index()) == 16
     assert store.question_ids() == store.question_ids(include_parts=True) == {q.id for q in questions}
 
@@ -246,4 +284,4 @@ def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> Non
     assert (report.duplicates, report.questions, report.moved) == (2, 0, ())
     assert all(group == make_group(group.question) for group in store.samples())
     assert len(shards(store, "b")) == 1, "nothing readable is deleted"
-    assert store.join()["duplicate_questions"] == 2
+    assert store.join().duplicate_questions == 2

@@ -39,7 +39,7 @@ def annotate(
     names = [f"rank-{rank}-of-{parts}" for rank in range(parts)]
     for rank, name in enumerate(names):
         mine = np.arange(len(index)) % parts == rank
-        annotation.write_part(run, name, index.select(mine), np.asarray(values)[mine], store.manifest["shards"])
+        annotation.write_part(run, name, index.select(mine), np.asarray(values)[mine], store.manifest.shards)
     annotation.publish(run, names, **{"origin": ORIGIN, "details": {"by": run}, **settings})
     return annotation
 
@@ -55,8 +55,8 @@ def test_values_come_back_at_their_rows(store: SampleStore, parts: int) -> None:
     annotation = annotate(store, index, values, parts=parts)
     assert read(store) == values.tolist()
     assert read(store, split="validation") == values[index.split == "validation"].tolist()
-    assert annotation.record["rows"] == 20
-    assert [part["by"] for part in annotation.record["parts"]] == ["run"] * parts
+    assert annotation.record.rows == 20
+    assert [part.details["by"] for part in annotation.record.parts] == ["run"] * parts
     assert annotation_names(store.path) == ["later"]
     samples = [s for group in store.samples(confidences=["later"]) for s in group.samples]
     assert [sample.confidences["later"] for sample in samples] == values.tolist()
@@ -86,11 +86,11 @@ def test_a_later_run_of_the_same_origin_adds_and_comes_first(store: SampleStore)
     first = train.select(train.sample_index == 0)
     annotation = annotate(store, first, np.full(3, 0.9), run="three")
     assert sorted(read(store)) == [0.1] * 9 + [0.2] * 8 + [0.9] * 3
-    assert annotation.record["rows"] == 20
+    assert annotation.record.rows == 20
     # Parts that a later run covers are gone, from the record and from the disk.
     annotate(store, train, np.full(12, 0.3), run="four")
     assert sorted(read(store)) == [0.2] * 8 + [0.3] * 12
-    left = [part["file"] for part in annotation.record["parts"]]
+    left = [part.file for part in annotation.record.parts]
     assert left == ["two-rank-0-of-1.parquet", "four-rank-0-of-1.parquet"]
     assert sorted(left) == sorted(file.name for file in annotation.folder.glob("*.parquet"))
 
@@ -112,7 +112,7 @@ def test_another_origin_is_refused_or_takes_the_place_of_all(store: SampleStore)
 
 def test_nothing_shows_before_it_is_published(store: SampleStore) -> None:
     index, annotation = store.index(), Annotation(store.path, "later")
-    annotation.write_part("run", "rank-0-of-2", index, np.full(20, 0.1), store.manifest["shards"])
+    annotation.write_part("run", "rank-0-of-2", index, np.full(20, 0.1), store.manifest.shards)
     with pytest.raises(ValueError, match=r"got 'later'; it has \[\]"):
         store.index(confidences=["later"])
     with pytest.raises(RuntimeError, match=r"got none of \['run-rank-1-of-2.parquet'\]"):
@@ -150,9 +150,9 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
         with pytest.raises(ValueError, match="Expected `name` to be letters"):
             Annotation(store.path, name)
     with pytest.raises(ValueError, match="finite values"):
-        annotation.write_part("run", "part", index, np.full(20, np.inf), store.manifest["shards"])
+        annotation.write_part("run", "part", index, np.full(20, np.inf), store.manifest.shards)
     own = Annotation(store.path, "length")
-    own.write_part("run", "part", index, np.full(20, 0.1), store.manifest["shards"])
+    own.write_part("run", "part", index, np.full(20, 0.1), store.manifest.shards)
     own.publish("run", ["part"], origin=ORIGIN, details={})
     with pytest.raises(ValueError, match="'length' to be an annotation only"):
         store.index(confidences=["length"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import fake_questions
-from store_samples import FINGERPRINT, leftovers, make_group, make_store, shards, write
+from kill_worker import die_at
+from store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
 from selfcal_lightning.store import SampleStore, StoreCorruptError
 
@@ -144,6 +148,50 @@ def test_files_of_a_killed_writer_are_ignored_then_removed(tmp_path: Path) -> No
     assert not leftovers(store)
 
 
+def killed_while_it_writes(work: Callable[[], object], *, file: int = 1) -> None:
+    """Let a child do ``work`` and die before its file number ``file`` is flushed; each takes three calls."""
+    child = os.fork()
+    if not child:
+        die_at(3 * file - 2)
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_resumed_run_clears_what_kills_left_in_all_folders(tmp_path: Path) -> None:
+    questions = fake_questions(6)
+    killed_while_it_writes(lambda: make_store(tmp_path))
+    (left,) = (tmp_path / "rounds").iterdir()
+    store = make_store(tmp_path)
+    assert not left.exists()
+    write(store, questions[:3])
+    killed_while_it_writes(store.join)
+    killed_while_it_writes(lambda: write(store, questions[3:], part="rank-3-of-4"), file=2)
+    assert {file.parent.name for file in leftovers(store)} == {"rank-3-of-4", tmp_path.name}
+    make_store(tmp_path)
+    assert not leftovers(store)
+    write(store, questions[3:], part="b")
+    store.join()
+    assert len(SampleStore(tmp_path).index()) == 24
+
+
+def test_a_file_that_is_being_written_is_left_to_its_writer(tmp_path: Path) -> None:
+    """Process after process opens the store while others write: none loses its file."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_open_and_write, args=(tmp_path, part)) for part in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 3
+    assert len(make_store(tmp_path).question_ids(include_parts=True)) == 60
+
+
+def _open_and_write(path: Path, part: int) -> None:
+    for question in fake_questions(20, prefix=f"p{part}"):
+        write(make_store(path), [question], part=f"part-{part}")
+
+
 def test_a_part_has_one_writer(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     with store.writer("a"):
@@ -168,9 +216,11 @@ def test_part_names(tmp_path: Path, part: str) -> None:
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path)
     file = tmp_path / "rounds" / "round-000.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(StoreCorruptError, match="to have format 1, but got 2"):
-        SampleStore(tmp_path).index()
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    for look in (SampleStore(tmp_path).index, SampleStore(tmp_path).repair, SampleStore(tmp_path).join):
+        with pytest.raises(StoreCorruptError, match="to have format 2 at most, but got 3: a later version"):
+            look()
+    assert file.exists(), "what is not understood is not repaired"
 
 
 def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path) -> None:
@@ -179,7 +229,7 @@ def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path)
         write(make_store(tmp_path, round=round), questions, round=round)
     SampleStore(tmp_path).join()
     (tmp_path / "rounds" / "round-001.json").unlink()
-    other = replace(FINGERPRINT, model={**FINGERPRINT.model, "adapter_sha256": "new"})
+    other = replace(FINGERPRINT, model=replace(MODEL, adapter_sha256="new"))
     store = SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={}, round=1)
     for count in (lambda: store.stored_questions(round=1, include_parts=True), store.join):
         with pytest.raises(StoreCorruptError, match=r"another model, prompt or sampling.*drop-rounds .* --first 1"):
@@ -196,7 +246,7 @@ def test_later_rounds_are_dropped(tmp_path: Path) -> None:
     store.join()
     before = [sample for group in store.samples(round=1) for sample in group.samples]
     assert store.drop_rounds(2) == 2
-    assert list(SampleStore(tmp_path).manifest["rounds"]) == ["0", "1"]
+    assert list(SampleStore(tmp_path).manifest.rounds) == [0, 1]
     assert [sample for group in SampleStore(tmp_path).samples(round=1) for sample in group.samples] == before
     assert store.drop_rounds(1) == 2
     assert store.drop_rounds(1) == 0

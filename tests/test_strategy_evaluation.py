@@ -36,12 +36,12 @@ ALL = (
     "self_consistency", "adaptive_consistency", "adaptive_beta", "adaptive_entropy", "window_stopping",
     "window_sliding", "early_stopping", "best_of_n", "cisc", "borda", "cges", "pass_at_n",
 )  # fmt: skip
+UNTOLD = {"token_ids": None, "num_tokens": None}
 FEW = ("self_consistency", "adaptive_consistency", "early_stopping")
 
 
 def recorded(entries: list) -> RecordedPool:
-    lengths = tuple(tuple(len(s.token_ids or ()) for s in entry.samples) for entry in entries)
-    return RecordedPool(tuple(entries), lengths)
+    return RecordedPool(tuple(entries))
 
 
 def pool_of(seed: int, *, num_questions: int = 12, fewest: int = 5, prefix: str = "q") -> RecordedPool:
@@ -213,17 +213,16 @@ def test_report_refuses_the_calibration_questions() -> None:
 
 def test_report_without_confidences_runs_what_counts_and_says_so() -> None:
     bare = [
-        replace(e, samples=tuple(replace(s, yes_mass=None, no_mass=None, logprob=None) for s in e.samples))
+        replace(e, samples=tuple(replace(s, yes_mass=None, no_mass=None, logprob=None, **UNTOLD) for s in e.samples))
         for e in pool_of(1).entries
     ]
-    pool = RecordedPool(tuple(bare), tuple((None,) * len(e.samples) for e in bare))
-    report = evaluate(pool, None)
+    report = evaluate(recorded(bare), None)
     assert {row.contender.strategy for row in report.budgets} == {"self_consistency", "adaptive_consistency"}
     assert all(row.tokens is None for row in report.budgets)
     assert any("early_stopping" in note and "selfcal score --estimator p_true" in note for note in report.notes)
     assert any("lengths of responses are unknown" in note for note in report.notes)
     with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
-        evaluate(pool, None, confidences=["self_certainty"])
+        evaluate(recorded(bare), None, confidences=["self_certainty"])
 
 
 def test_one_question_has_no_intervals() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from selfcal_lightning.tasks import math_pool
+from selfcal_lightning.tasks.answers import NumberAnswers
 from selfcal_lightning.tasks.math_pool import MathPool
 from selfcal_lightning.tasks.verification import (
     expressions_equal,
@@ -107,6 +113,41 @@ def test_expressions_without_algebra(answer: str | None, reference: str | None, 
     assert expressions_equal(answer, reference, pool=NoPool()) is equal
 
 
+DIGITS = st.text("0123456789", min_size=1, max_size=120)
+
+
+@given(DIGITS, DIGITS, DIGITS, DIGITS)
+@settings(deadline=None)
+def test_a_number_of_any_size_equals_itself(whole: str, places: str, divisor: str, other: str) -> None:
+    numbers = NumberAnswers()
+    for text in (whole, f"-{whole}.{places}", f"{whole}/{divisor}", f"{whole}.{places}/{divisor}.{other}"):
+        canonical = numbers.extract(f"Answer: {text}")
+        assert canonical is not None
+        assert numbers.verify(text, text)
+        assert numbers.verify(canonical, text)
+        assert numbers.verify(text, canonical)
+        assert numbers.canonical(canonical) == canonical
+        assert expressions_equal(text, text)
+        assert numbers.group([text, canonical]) == [text, text]
+
+
+@pytest.mark.parametrize("length", [61, 999, 5_000, 20_000])
+def test_a_long_number_equals_itself_and_no_other(length: int) -> None:
+    number = "7" * length
+    for text in (number, f"0.{number}", f"1.{number}/3.{number}"):
+        assert numbers_equal(text, text)
+        assert not numbers_equal(text, "8" + text)
+        assert not numbers_equal("1", text)
+    assert not numbers_equal("many", "many")
+
+
+def test_fractions_are_compared_exactly() -> None:
+    tenth = "0." + "0" * 49 + "1"
+    assert numbers_equal(f"{tenth}/{tenth}", "1")
+    assert not numbers_equal(f"1{'0' * 400}", f"1{'0' * 399}1{'0' * 398}")
+    assert numbers_equal(f"3{'0' * 400}/2{'0' * 400}", "1.5")
+
+
 @pytest.mark.parametrize(
     ("answer", "reference", "equal"),
     [
@@ -163,6 +204,39 @@ def test_a_slow_pair_is_undecided_and_the_next_one_is_answered(caplog: pytest.Lo
     assert "Could not decide" in caplog.text
     assert pool.equal([("x+2", "2+x")]) == [True]
     pool.close()
+
+
+def test_undecided_pairs_have_a_time_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool of expressions that nobody can decide does not take hours; what is known stays known."""
+    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0, undecided_seconds=1.0)
+    assert pool.equal([("x+1", "1+x")]) == [True]
+    slow = [(f"{SLOW_PAIR[0]}+{number}", SLOW_PAIR[1]) for number in range(200)]
+    with caplog.at_level(logging.WARNING):
+        assert pool.equal(slow) == [None] * 200
+    tried = pool.num_undecided - pool.num_untried
+    assert 1 <= tried <= 20
+    assert pool.num_undecided == 200
+    assert caplog.text.count("Could not decide") == tried
+    assert caplog.text.count("most others will be left undecided") == 1
+    pool._spent = 1e9
+    assert pool.equal([("x+1", "1+x"), ("x+5", "5+x")]) == [True, None]
+    pool._spent = 0.0
+    assert pool.equal([("x+5", "5+x")]) == [True], "what was not tried is not remembered"
+    pool.close()
+
+
+def test_a_fork_that_dies_takes_no_other_answer_with_it() -> None:
+    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0)
+    assert pool.equal([("x+1", "1+x")]) == [True]
+    process = pool._idle[0].process
+    (fork,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(fork), signal.SIGKILL)
+    assert process.stdout is not None
+    while not select.select([process.stdout], [], [], 1.0)[0]:
+        pass
+    assert pool.equal([("x+2", "2+x"), ("x", "y"), SLOW_PAIR, ("x+3", "3+x")]) == [True, False, None, True]
+    pool.close()
+    assert not Path(f"/proc/{process.pid}").exists()
 
 
 def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def data_module(tiny_model: str, store: Path, **settings: Any) -> SSCDataModule:
 
 def generation(**settings: Any) -> SSCGeneration:
     """Short responses."""
-    return SSCGeneration(**{"max_new_tokens": 40, **settings})
+    return SSCGeneration(**{"max_new_tokens": 60, **settings})
 
 
 def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:

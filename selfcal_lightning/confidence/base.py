@@ -77,8 +77,8 @@ def confidence_of(sample: Sample, name: str) -> float | None:
         stored = sample.p_true
     elif name == LOGPROB:
         stored = sample.logprob
-    elif name == MEAN_LOGPROB and sample.logprob is not None and sample.token_ids:
-        stored = sample.logprob / len(sample.token_ids)
+    elif name == MEAN_LOGPROB and sample.logprob is not None and sample.num_tokens:
+        stored = sample.logprob / sample.num_tokens
     value = sample.confidences.get(name) if stored is None else stored
     return None if value is None or math.isnan(value) else value
 

@@ -1,7 +1,8 @@
 """Numbers of responses by name, one row a response: what scalers and fusions are fitted on.
 
 A feature is the name of a confidence (``confidence.base.confidence_of``), ``logit:NAME`` for the log-odds of one that
-is a probability, or ``num_tokens``. All belong to one response alone, so that they exist while sampling is under way.
+is a probability, or ``num_tokens``, the length of the response. All belong to one response alone, so that they exist
+while sampling is under way.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def feature_value(sample: Sample, name: str) -> float | None:
     Raises:
         ValueError: ``logit:NAME`` of a confidence outside [0, 1].
     """
-    if name == NUM_TOKENS and sample.token_ids is not None:
-        return float(len(sample.token_ids))
+    if name == NUM_TOKENS:
+        return None if sample.num_tokens is None else float(sample.num_tokens)
     value = confidence_of(sample, confidence_behind(name))
     if value is None or math.isinf(value):
         return None
@@ -112,8 +113,8 @@ def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> 
     for entry in pool:
         if all(feature_value(sample, NUM_TOKENS) is None for sample in entry.samples):
             raise MissingConfidenceError(
-                f"Expected the responses to question {entry.question.id!r} to have token ids, but got none. Sample with"
-                f" `selfcal generate`, or give {NUM_TOKENS!r} among the confidences of the pool."
+                f"Expected the responses to question {entry.question.id!r} to have a known length, but got none. "
+                "Sample with `selfcal generate`, or state `tokens` for the responses of the pool."
             )
 
 
@@ -137,8 +138,7 @@ def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
 def _column(samples: Sequence[Sample], name: str) -> Floats:
     """Return one feature of every response [N]; nan where there is none."""
     if name == NUM_TOKENS:
-        lengths = [confidence_of(s, name) if s.token_ids is None else len(s.token_ids) for s in samples]
-        return np.array([_or_nan(length) for length in lengths])
+        return np.array([_or_nan(sample.num_tokens) for sample in samples])
     values = np.array([_or_nan(confidence_of(sample, confidence_behind(name))) for sample in samples])
     values[np.isinf(values)] = np.nan
     return log_odds(values, name) if name.startswith(LOGIT) else values

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.json_files import json_object_or_none, parse_json
 from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.store_shards import write_atomically
 
 FORMAT = "selfcal_lightning.fitted"
 # 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
@@ -40,7 +39,7 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
-    write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomically(path, to_json(record))
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.records import QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.tasks.judging import is_failed
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
@@ -42,7 +43,7 @@ def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | No
 
     found: list[ResponseIds | None] = []
     for sample in entry.samples:
-        if is_absent(sample):
+        if is_failed(sample):
             found.append(None)
         elif sample.token_ids is None or chat.decode(sample.token_ids) != sample.text:
             found.append(ResponseIds(prompt(), chat.response_ids(sample.text), encoded=True))
@@ -51,8 +52,3 @@ def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | No
         else:
             found.append(ResponseIds(entry.prompt_ids, sample.token_ids, encoded=False))
     return found
-
-
-def is_absent(sample: Sample) -> bool:
-    """Return whether a sample stands for a request that the engine gave up: empty, and neither stopped nor cut."""
-    return sample.finish is None and not sample.text and not sample.token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.attention_backends import without_cudnn
+from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_folders import check_adapter, check_model_folder, local_adapter, refusal_of_code
 
 _WIDTH_STEP = 64
@@ -52,7 +54,7 @@ class SlotCache(Cache):
         if num_slots <= self._num_slots and width <= self._width:
             return
         self._num_slots = max(num_slots, self._num_slots)
-        self._width = max(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._width)
+        self._width = max(_rounded(width), self._width)
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
                 new = old.new_zeros(self._num_slots, old.shape[1], self._width, old.shape[3])
@@ -134,6 +136,7 @@ class CachedModel:
         network: The Hugging Face model or its PEFT wrapper.
         device: Where its embeddings live.
         dtype: Of its embeddings, which is that of its activations.
+        head_dtype: What the output layer computes in for P(True).
         max_positions: Longest sequence that it was made for, in tokens; None where its configuration does not say.
     """
 
@@ -147,13 +150,14 @@ class CachedModel:
         self.network = network
         embedding = network.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
+        self.head_dtype = torch.float32 if _is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._window, self._mixes_windows = _sliding_window(config)
         self._cache = SlotCache()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Keep the model in evaluation mode and its attention grouped; give it back as it was, module by module."""
+        """Keep the model in evaluation mode, its attention grouped and off cuDNN; give all back as it was."""
         training = [module for module in self.network.modules() if module.training]
         for module in training:
             module.training = False
@@ -162,7 +166,8 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            yield
+            with without_cudnn():
+                yield
         finally:
             if implementation == "sdpa":
                 self.network.set_attn_implementation(implementation)
@@ -190,6 +195,7 @@ class CachedModel:
         *,
         leading: bool = False,
         keep: Tensor | None = None,
+        in_float32: bool = False,
     ) -> Tensor:
         """Append tokens to slots and return logits [rows, kept, vocabulary].
 
@@ -197,21 +203,29 @@ class CachedModel:
             slots: [rows].
             starts: [rows] tokens that each slot holds already.
             ids: [rows, tokens], padded on the right; padding is overwritten by what comes next.
-            read_width: Upper bound of ``starts + tokens``.
+            read_width: Upper bound of ``starts + tokens``. More is read, so that the shapes of steps repeat.
             leading: Whether ``slots`` are 0, 1, 2, ....
             keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
+            in_float32: Whether the output layer computes in float32, as for P(True).
         """
         columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        read_width = _rounded(read_width)
         self._cache.plan(slots, columns, read_width, leading=leading)
-        return self._run(ids, columns, torch.arange(read_width, device=self.device), self._cache, keep)
+        keys = torch.arange(read_width, device=self.device)
+        with exact_head(self.network) if in_float32 else nullcontext():
+            return self._run(ids, columns, keys, self._cache, keep)
 
     def next_token_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits after each sequence, [sequences, vocabulary], without touching the slots."""
+        """Return the logits after each sequence, [sequences, vocabulary], from an output layer in float32.
+
+        The slots are not touched.
+        """
         width = max(map(len, sequences))
         padding = torch.tensor([width - len(ids) for ids in sequences], device=self.device)
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences], device=self.device)
         positions = torch.arange(width, device=self.device) - padding[:, None]
-        return self._run(ids, positions, positions[:, None, None, :], None, None)[:, -1]
+        with exact_head(self.network):
+            return self._run(ids, positions, positions[:, None, None, :], None, None)[:, -1]
 
     def _run(
         self, ids: Tensor, positions: Tensor, key_positions: Tensor, cache: SlotCache | None, keep: Tensor | None
@@ -237,6 +251,37 @@ class CachedModel:
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
+
+
+@contextmanager
+def exact_head(network: PreTrainedModel) -> Iterator[None]:
+    """In the block the output layer of a model in half precision computes in float32, where it is a plain one.
+
+    In half precision a logit of 16 to 32 has steps of 1/8, and a P(True) that is read from two of them steps of .03.
+    """
+    head = network.get_output_embeddings()
+    if not _is_exact(network) or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    handle = head.register_forward_hook(_logits_in_float32)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_exact(network: PreTrainedModel) -> bool:
+    """Return whether the output layer can compute in float32: not where it is adapted or quantised."""
+    return type(network.get_output_embeddings()) is torch.nn.Linear
+
+
+def _logits_in_float32(head: torch.nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
+    (hidden,) = inputs
+    return float32_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
+
+
+def _rounded(width: int) -> int:
+    return -(-width // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:

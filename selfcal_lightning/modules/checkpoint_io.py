@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from selfcal_lightning.files import open_atomically, remove_abandoned
 
 # What every checkpoint of Lightning holds, weights-only ones too.
 LIGHTNING_KEYS = ("state_dict", "pytorch-lightning_version", "epoch", "global_step")
@@ -44,17 +45,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One name for every attempt, so that what a kill leaves behind is overwritten by the next one.
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        remove_abandoned(path.parent, of=path.name)  # they are as large as a checkpoint
+        with open_atomically(path) as file:
+            _save(checkpoint, file)
 
     def load_checkpoint(
         self,
@@ -169,10 +162,11 @@ def is_address(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries: the new name of a file is safe only then."""
-    handle = os.open(folder, os.O_RDONLY)
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    """Write a checkpoint. Raises OSError when the disk refuses, which torch turns into an error about positions."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise

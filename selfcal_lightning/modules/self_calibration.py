@@ -14,9 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from selfcal_lightning.attention_backends import exclude_cudnn
 from selfcal_lightning.functional.losses import (
     calibration_loss,
-    packed_negative_log_likelihood,
+    row_means,
     share_of_step,
     squared_calibration_loss,
 )
@@ -25,10 +26,11 @@ from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.model_folders import check_model_folder
 from selfcal_lightning.model_names import check_model
-from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
+from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.meta_models import check_architecture
+from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
@@ -45,6 +47,7 @@ from selfcal_lightning.modules.checks import (
     check_hyper_parameters,
     check_loss_settings,
     check_optimizer_settings,
+    check_recomputation,
     check_trained,
 )
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
@@ -102,7 +105,10 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
-        gradient_checkpointing: Recompute activations in the backward pass: about half the memory, a third more time.
+        gradient_checkpointing: Recompute activations in the backward pass, for a forward pass more: with a frozen base
+            half as much time again.
+        recompute_above: Where activations are recomputed, those of micro-batches of more tokens than this. Below they
+            are kept: about 6 MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
         attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
@@ -131,6 +137,7 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: int = 0,
         torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         gradient_checkpointing: bool = False,
+        recompute_above: int = 0,
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
         seed: int = 0,
@@ -143,6 +150,7 @@ class SelfCalibrationModule(LightningModule):
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
+        check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
@@ -150,7 +158,7 @@ class SelfCalibrationModule(LightningModule):
         self.loss, self.p_true = loss, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
-        self.attn_implementation = attn_implementation
+        self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
         self.save_hyperparameters(plain)
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
@@ -202,6 +210,7 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
+        exclude_cudnn(device)  # here, where the module meets its device, and not where it is made or imported
         model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero
@@ -259,14 +268,20 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        return self._read_confidence(self._logits_at(batch, batch.query_position))
+        outputs = self._outputs(batch, batch.label_position[:0])
+        return outputs.confidence(self.chat.query, normalised=self.p_true == "normalised")
 
-    def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        return logits_at(self.model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees)
-
-    def _read_confidence(self, logits: Tensor) -> Confidence:
-        return confidence_from_logits(logits, self.chat.query, normalised=self.p_true == "normalised")
+    def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
+        return read_outputs(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            queries=batch.query_position,
+            labels=labels,
+            query=self.chat.query,
+            trees=batch.trees,
+            position_ids=batch.position_ids,
+        )
 
     # ---- training
 
@@ -275,6 +290,8 @@ class SelfCalibrationModule(LightningModule):
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
+        if self.gradient_checkpointing:
+            recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
@@ -285,24 +302,18 @@ class SelfCalibrationModule(LightningModule):
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
-        asked = (self.omega * batch.generation_weight > 0)[batch.label_row]
-        # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
-        wanted = torch.cat((batch.query_position, batch.label_position[asked]))
-        positions, place = torch.unique(wanted, return_inverse=True)
-        logits = self._logits_at(batch, positions)
-
-        confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
+        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
+        outputs = self._outputs(batch, batch.label_position if asks else batch.label_position[:0])
+        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
         weight = batch.calibration_weight
         target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
         loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
         calibration = share_of_step(loss(confidence, target), weight, batch.calibration_total)
 
-        nll = packed_negative_log_likelihood(
-            logits[place[batch.batch_size :]],
-            batch.label_id[asked],
-            batch.label_row[asked],
-            num_rows=batch.batch_size,
-        )
+        if not asks:
+            return calibration, torch.zeros_like(calibration), confidence
+        losses = outputs.token_losses(batch.label_id)
+        nll = row_means(losses, batch.label_row, num_rows=batch.batch_size)
         generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
         return calibration, generation, confidence
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.checking import check_engine
+from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw, load_chat, open_engine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
-    Dtype,
     check_sampled_alike,
     choose_strategy,
     default_task,
@@ -20,11 +22,10 @@ from selfcal_lightning.pipelines.answer_setup import (
     uncalibrated_note,
 )
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import EngineName, check_engine, open_engine
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.sampling import store_fingerprint
-from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.records import Dtype, Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
 
@@ -59,9 +60,10 @@ def run_answer(
     revision: str | None = None,
     adapter: str | None = None,
     dtype: Dtype = "auto",
-    max_batch: int = 64,
+    max_batch: int | None = None,
     base_url: str | None = None,
     engine_args: dict[str, Any] | None = None,
+    max_failures: int = MAX_FAILURES,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -103,18 +105,23 @@ def run_answer(
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
         dtype: Of the weights; "auto" is the engine's choice.
-        max_batch: Responses that the engine works on at a time.
+        max_batch: Responses that the engine works on at a time; null is the engine's choice.
         base_url: Address of the server, for the engine "openai".
         engine_args: Further arguments of the engine's class, such as `--engine_args.max_context 2048`.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
 
     Returns:
         The answers, in the order of the questions.
 
     Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
         InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
     sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
+    options = EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {})
+    check_can_draw(options, sampling)
     known, fitted = load_fitted_files(scorers, threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
@@ -126,17 +133,15 @@ def run_answer(
         say(note)
     if fitted is not None:
         say(promise_note(fitted))
-    options = engine_args or {}
-    check_engine(engine, model, revision=revision, adapter=adapter, base_url=base_url, engine_args=options)
-    chat = ChatFormat(load_tokenizer(options.get("tokenizer") or model, revision=revision), query=query)
-    opened = open_engine(
-        engine, model, chat, revision=revision, adapter=adapter, dtype=dtype, max_batch=max_batch, base_url=base_url,
-        engine_args=options,
-    )  # fmt: skip
+    check_engine(options, model)
+    chat = load_chat(options, model, query=query)
+    opened = open_engine(options, model, chat=chat)
     try:
         if fitted is not None:
             check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, seed))
-        source = EngineSource(opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say)
+        source = EngineSource(
+            opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say, max_failures=max_failures
+        )
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             printer = _Printer(asked, chosen, fitted, bar, as_json=json)
             run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)
@@ -178,9 +183,16 @@ class _Printer:
         """Take a verdict with its samples, and write what can be written."""
         self._bar.update(1, unreadable=verdict.answer is None)
         question = self._questions[self._place[verdict.question_id]]
-        response = best_response(verdict, samples, self._strategy.confidence)
-        withheld_by = self._reason_to_withhold(verdict)
-        self._early[question.id] = Answer(question, verdict, self._strategy.max_samples, response, withheld_by)
+        best = best_response(verdict, samples, self._strategy.confidence)
+        self._early[question.id] = Answer(
+            question,
+            verdict,
+            self._strategy.max_samples,
+            response=None if best is None else best.text,
+            withheld_by=self._reason_to_withhold(verdict),
+            finish=None if best is None else best.finish,
+            samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
+        )
         while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
             self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
             self._write(self.answers[-1])

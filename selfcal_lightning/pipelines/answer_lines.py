@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.records import Finish, Question, Sample, Verdict
 from selfcal_lightning.tasks.registry import get_task
 
 
@@ -22,6 +22,8 @@ class Answer:
         max_samples: The strategy's budget.
         response: Text of the most confident response that gave the answer; None where there is none.
         withheld_by: Why the answer is withheld; None where it is given.
+        finish: "stop" where the model ended that response, "length" where the token limit cut it after the answer.
+        samples_cut: Samples used that the token limit cut; those that state no answer count as unreadable.
     """
 
     question: Question
@@ -29,6 +31,8 @@ class Answer:
     max_samples: int
     response: str | None
     withheld_by: str | None = None
+    finish: Finish | None = None
+    samples_cut: int = 0
 
     @property
     def stopped(self) -> Literal["early", "budget"]:
@@ -51,7 +55,9 @@ class Answer:
             "samples_generated": self.verdict.samples_generated,
             "tokens_used": self.verdict.tokens_used,
             "tokens_generated": self.verdict.tokens_generated,
+            "samples_cut": self.samples_cut,
             "response": self.response if given else None,
+            "finish": self.finish if given else None,
         }
 
     def as_text(self) -> str:
@@ -60,7 +66,8 @@ class Answer:
         if self.withheld_by is not None:
             answer = f"(withheld: {self.withheld_by})"
         elif verdict.answer is None:
-            answer = f"(none: no response could be read as {_article(get_task(self.question.task).answer_type)})"
+            kind = _article(get_task(self.question.task).answer_type)
+            answer = f"(none: no response could be read as {kind}{self._cut()})"
         else:
             judged = {True: "   (right)", False: "   (wrong)", None: ""}[verdict.correct]
             answer = f"{verdict.answer}{judged}"
@@ -72,15 +79,21 @@ class Answer:
             cost += f", {extra} more samples begun"
         return f"Q  {' '.join(self.question.text.split())}\nA  {answer}\n   confidence {sure}, {used}, {cost}"
 
+    def _cut(self) -> str:
+        """Return how many responses the token limit cut, for who wonders why none could be read."""
+        if not self.samples_cut:
+            return ""
+        return f"; the token limit cut {self.samples_cut} of {self.verdict.samples_used}: raise `max_new_tokens`"
 
-def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str | None) -> str | None:
-    """Return the text of the sample used that gave the verdict's answer with the most confidence, the first on ties."""
+
+def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str | None) -> Sample | None:
+    """Return the sample used that gave the verdict's answer with the most confidence, the first on ties."""
     agreeing = [s for s in samples[: verdict.samples_used] if s.answer is not None and s.answer == verdict.answer]
     if not agreeing:
         return None
     values = [None if confidence is None else confidence_of(sample, confidence) for sample in agreeing]
     ranks = [float("-inf") if value is None else value for value in values]
-    return agreeing[ranks.index(max(ranks))].text
+    return agreeing[ranks.index(max(ranks))]
 
 
 def summarise(answers: Sequence[Answer], *, failed: int) -> str:
@@ -95,11 +108,13 @@ def summarise(answers: Sequence[Answer], *, failed: int) -> str:
         f"{len(answers):,} questions",
         f"{fmean(v.samples_used for v in verdicts):.2f} samples used and "
         f"{fmean(v.samples_generated for v in verdicts):.2f} generated on average",
-        f"{sum(v.tokens_generated for v in verdicts):,} tokens",
+        f"{sum(v.tokens_generated or 0 for v in verdicts):,} tokens",  # live samples know their length
         f"{sum(v.stopped_early for v in verdicts):,} stopped early",
     ]
     if unread := sum(v.answer is None for v in verdicts):
         parts.append(f"{unread:,} without a readable answer")
+    if cut := sum(answer.samples_cut for answer in answers):
+        parts.append(f"{cut:,} samples cut by the token limit (`max_new_tokens`)")
     if withheld := sum(answer.withheld_by is not None for answer in answers):
         parts.append(f"{withheld:,} withheld")
     judged = [a.verdict.correct for a in answers if a.withheld_by is None and a.verdict.correct is not None]

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
+from selfcal_lightning.files import write_atomically
 from selfcal_lightning.functional.base import PASS_AT_1
 from selfcal_lightning.functional.bootstrap import bootstrap_interval
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
@@ -32,7 +33,6 @@ from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import reliability_comparison
 from selfcal_lightning.reports.tables import comparison_csv, comparison_markdown, comparison_rows, comparison_table
-from selfcal_lightning.store_shards import write_atomically
 
 Pool = Sequence[QuestionSamples]
 

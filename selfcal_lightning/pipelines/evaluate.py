@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -13,7 +12,9 @@ from rich.console import Console
 
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.engines.opening import LocalEngineName
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.comparison import SIDES
@@ -44,7 +45,7 @@ from selfcal_lightning.pipelines.strategy_results import report_on, run_strategi
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.store_shards import write_atomically
+from selfcal_lightning.records import Dtype
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 
@@ -80,16 +81,16 @@ def run_evaluate(
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "full",
     num_samples: int = 8,
-    engine: Literal["transformers", "vllm"] = "transformers",
+    engine: LocalEngineName = "transformers",
     temperature: float = 0.8,
     edt_scale: float | None = 0.8,
     edt_theta: float = 1.0,
     top_p: float = 1.0,
     max_new_tokens: int = 1024,
     query: str = DEFAULT_QUERY,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     devices: int = 1,
-    max_batch: int = 128,
+    max_batch: int | None = None,
     seed: int = SEED,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def run_evaluate(
         query: The confidence query.
         dtype: Of the weights.
         devices: Worker processes (GPUs, or CPU processes).
-        max_batch: Sequences that the engine runs at once.
+        max_batch: Sequences that the engine runs at once; null is the engine's choice.
         seed: Of sampling, orders and bootstrap.
         check: Check all that can be checked, print the plan, and stop there.
 
@@ -198,7 +199,7 @@ def run_evaluate(
             results |= _run_strategies(
                 inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
             )
-    write_atomically(folder / RESULTS, json.dumps(results, indent=1, allow_nan=False).encode())
+    write_atomically(folder / RESULTS, to_json(results))
     _say_where(folder, results)
     return results
 

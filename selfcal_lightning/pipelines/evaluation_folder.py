@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.json_files import json_object_or_none
-from selfcal_lightning.store_shards import to_json, write_atomically
 
 ARGUMENTS = "evaluation.json"
 FORMAT = "selfcal_lightning.evaluation"

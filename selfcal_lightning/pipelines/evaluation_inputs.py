@@ -13,7 +13,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.path_names import check_path_name
 from selfcal_lightning.pipelines.pools import RecordedPool, check_place, load_recorded_pool
 from selfcal_lightning.records import Question, question_hash
-from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.registry import load_some
 
 CALIBRATION = "calibration"
 DISJOINT = (
@@ -32,6 +32,7 @@ class TestSet:
         split: Split of the task's data set.
         path: Local file with the hub's columns; None reads the hub (or, for generated tasks, makes the questions).
         limit: The first so many questions; None takes all.
+        offset: Questions to skip before that.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
     """
 
@@ -40,6 +41,7 @@ class TestSet:
     split: str = "test"
     path: str | None = None
     limit: int | None = None
+    offset: int = 0
     chain_of_thought: bool = True
 
 
@@ -232,6 +234,7 @@ def _sample(side: str, model: str, test: TestSet, name: str, store: Path, option
         split=test.split,
         path=test.path,
         limit=test.limit,
+        offset=test.offset,
         store_split=name,
         chain_of_thought=test.chain_of_thought,
         **options,
@@ -253,8 +256,8 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
                 f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks. Evaluate "
                 "them apart, one call a side, or sample the rest."
             )
-        rows = sorted(zip(pool.entries, pool.lengths, strict=True), key=lambda row: order[row[0].question.id])
-        aligned[side] = replace(pool, entries=tuple(e for e, _ in rows), lengths=tuple(n for _, n in rows))
+        entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
+        aligned[side] = replace(pool, entries=tuple(entries))
     return aligned
 
 
@@ -267,8 +270,13 @@ def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
 
 
 def _questions(test: TestSet) -> list[Question]:
-    return get_task(test.task).load(
-        test.split, path=test.path, chain_of_thought=test.chain_of_thought, limit=test.limit
+    return load_some(
+        test.task,
+        test.split,
+        path=test.path,
+        chain_of_thought=test.chain_of_thought,
+        offset=test.offset,
+        limit=test.limit,
     )
 
 

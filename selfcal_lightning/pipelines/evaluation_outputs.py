@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from selfcal_lightning.files import write_atomically
 from selfcal_lightning.pipelines.strategy_results import StrategyReport
 from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.figures import reliability_grid
@@ -24,7 +25,6 @@ from selfcal_lightning.reports.strategy_tables import (
     short_table,
     strategies_markdown,
 )
-from selfcal_lightning.store_shards import write_atomically
 
 DPI = 120
 

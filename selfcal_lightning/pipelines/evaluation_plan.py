@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import EngineOptions
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.evaluation_inputs import CALIBRATION, PoolSource, TestSet, check_names, check_pools
 from selfcal_lightning.pipelines.generate import plan_run
 from selfcal_lightning.pipelines.shares import GenerationSettings
 from selfcal_lightning.plan import Place, Plan, check_places, merge_plans
+from selfcal_lightning.records import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def check_share(share: float | None) -> None:
 
 
 def _settings(inputs: ModelInputs, side: str, model: str, name: str, test: TestSet) -> GenerationSettings:
-    options = {name: value for name, value in inputs.options.items() if name != "devices"}
+    options = inputs.options
+    drawn = ("temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens")
     return GenerationSettings(
         model=resolve_model(model),
         store_dir=str(inputs.folder / "samples" / side),
@@ -74,12 +78,16 @@ def _settings(inputs: ModelInputs, side: str, model: str, name: str, test: TestS
         split=test.split,
         path=test.path,
         limit=test.limit,
+        offset=test.offset,
         store_split=name,
         chain_of_thought=test.chain_of_thought,
-        revision=None,
-        adapter=None,
+        num_samples=options["num_samples"],
+        engine=EngineOptions(options["engine"], dtype=options["dtype"], max_batch=options["max_batch"]),
+        sampling=SamplingSettings(**{name: options[name] for name in drawn}),
+        seed=options["seed"],
+        query=options["query"],
         questions_per_shard=64,
-        **options,
+        max_failures=MAX_FAILURES,
     )
 
 

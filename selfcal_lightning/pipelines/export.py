@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import is_installed
@@ -23,6 +23,7 @@ from selfcal_lightning.overwriting import check_apart
 from selfcal_lightning.pipelines.export_folders import check_output, place_aside, reasons_to_keep, replacing
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
+from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def run_export(
     output_dir: str,
     *,
     base_model: str | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     overwrite: bool = False,
     push: str | None = None,
     private: bool = True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, add_scores, check_confidence, confidence_of
 from selfcal_lightning.confidence.dependence import pool_dependent, recorded_confidences, refuse_looking_ahead
-from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS
+from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.fusion import FUSED, FusionTarget, fit_fusion
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, fit_scaler
@@ -43,7 +43,7 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
     """
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
     candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
-    left_out = {NUM_TOKENS, *pool_dependent(candidates, recorded_confidences(pool.estimators))}
+    left_out = pool_dependent(candidates, recorded_confidences(pool.estimators))
     return [name for name in candidates if name not in left_out and all(_has(entry, name) for entry in pool.entries)]
 
 

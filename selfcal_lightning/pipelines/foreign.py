@@ -10,6 +10,7 @@ from typing import Any
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.json_files import UnreadableJSONError, parse_json
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
 
@@ -23,12 +24,8 @@ def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, An
     """
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    fingerprint = StoreFingerprint(
-        model={"model": "imported", "revision": None, "weights_sha256": None, "adapter_sha256": None},
-        prompt={"source_sha256": digest, **settings},
-        sampling={},
-        seed=0,
-    )
+    prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
+    fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)
     engine = {"engine": "imported", "source": str(source)}
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=None, engine=engine)
 

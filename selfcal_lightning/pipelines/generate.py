@@ -7,32 +7,33 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.engines.openai_wire import check_sampling
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.interruptions import keeping
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.sampling import GenerationReport, missing_questions, select_share
-from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSettings, part_name, sample_share
+from selfcal_lightning.pipelines.shares import GenerationSettings, part_name, sample_share
 from selfcal_lightning.plan import Place, Plan, check_places
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import Question
+from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
 from selfcal_lightning.store_parts import part_entries
 from selfcal_lightning.store_plan import plan_sampling
-from selfcal_lightning.store_shards import to_json, write_atomically
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.sources import count_source
 
-COUNTS = ("generated", "unreadable", "truncated", "failed")
+COUNTS = ("generated", "unreadable", "truncated", "refused", "left_out")
 
 
 def run_generate(
@@ -42,6 +43,7 @@ def run_generate(
     split: str = "train",
     path: str | None = None,
     limit: int | None = None,
+    offset: int = 0,
     store_split: str | None = None,
     chain_of_thought: bool = True,
     num_samples: int = 32,
@@ -56,12 +58,13 @@ def run_generate(
     dtype: Dtype = "auto",
     revision: str | None = None,
     adapter: str | None = None,
-    max_batch: int = 64,
+    max_batch: int | None = None,
     base_url: str | None = None,
     engine_args: dict[str, Any] | None = None,
     devices: int = 1,
     shard: str = "0/1",
     questions_per_shard: int = 64,
+    max_failures: int = MAX_FAILURES,
     repair: bool = False,
     check: bool = False,
 ) -> GenerationReport:
@@ -78,6 +81,7 @@ def run_generate(
         split: Split of the task's data set.
         path: Local file with the columns of the task's hub data set; null reads the hub.
         limit: Take the first so many questions of each task; null takes all.
+        offset: Skip so many questions of each task before that.
         store_split: Split under which the samples are stored ("train" and "validation" are those that training
             reads); null is the same as ``split``.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
@@ -93,40 +97,61 @@ def run_generate(
         dtype: Of the weights; "auto" is the engine's choice.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        max_batch: Sequences that an engine runs at once.
+        max_batch: Sequences that an engine runs at once; null is the engine's choice.
         base_url: Address of the server, for the engine "openai"; null is http://127.0.0.1:8000/v1.
         engine_args: Further arguments of the engine's class, such as ``--engine_args.server_edt true``.
-        devices: Worker processes on this machine, one a GPU (or CPU processes where there is none).
+        devices: Worker processes on this machine, one a GPU (or CPU processes where there is none). Of an engine with
+            `tensor_parallel_size` n, each takes n GPUs.
         shard: "i/n", this machine's share of the questions.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops. Questions of which a request failed are left out, and the next run samples them.
+        repair: First move damaged files of the store aside, and drop questions of which responses are empty since
+            their requests failed, so that they are sampled again.
         check: Check all that can be checked, print the plan, and stop there.
-        repair: First move damaged files of the store aside, so that their questions are sampled again.
 
     Returns:
         Counts of what this machine did.
+
+    Raises:
+        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
+        RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
+        InputError: A setting cannot be, or is not that of the store.
     """
     arguments = dict(locals())
     check_place(Path(store_dir))
     number, total = parse_shard(shard)
     if devices < 1:
         raise InputError(f"Expected `devices` to be at least 1, but got {devices}.")
-    arguments |= {
-        "model": resolve_model(model),
-        "task": [task] if isinstance(task, str) else list(task),
-        "store_split": store_split or split,
-        "engine_args": engine_args or {},
-    }
-    settings = GenerationSettings(**{field.name: arguments[field.name] for field in fields(GenerationSettings)})
+    settings = GenerationSettings(
+        model=resolve_model(model),
+        store_dir=store_dir,
+        task=[task] if isinstance(task, str) else list(task),
+        split=split,
+        path=path,
+        limit=limit,
+        offset=offset,
+        store_split=store_split or split,
+        chain_of_thought=chain_of_thought,
+        num_samples=num_samples,
+        engine=EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {}),
+        sampling=SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens),
+        seed=seed,
+        query=query,
+        questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
+    )
     settings.check()
     if check:
         sys.stdout.write(f"selfcal generate: checked; nothing is sampled or written. The plan:\n{plan_run(settings)}\n")
-        return GenerationReport(store_dir, 0, 0, 0, 0, 0, 0, 0.0)
+        return GenerationReport(store_dir, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    arguments |= {"model": settings.model, "task": settings.task, "store_split": settings.store_split}
     questions = settings.questions()
     if repair and (Path(store_dir) / "rounds").exists():
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")
     share = select_share(questions, (number, total))
     if _has_all(settings, share):
-        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0.0)
+        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0, 0.0)
         say(f"All {len(share):,} questions{_share_text(total, shard)} are in {store_dir} already: nothing is sampled.")
     else:
         check_places(plan_run(settings, share))
@@ -141,6 +166,7 @@ def run_generate(
             else:
                 report = _sample_on_devices(settings, share, shards)
         say(str(report))
+        report.check_complete()
     _join_when_complete(SampleStore(store_dir), {question.id for question in questions}, total=total)
     return report
 
@@ -166,7 +192,14 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         questions: Its questions; None counts those of the hub by the limit that was set, without asking it.
     """
     counts = [
-        count_source(name, settings.split, path=settings.path, limit=settings.limit, role=settings.store_split)
+        count_source(
+            name,
+            settings.split,
+            path=settings.path,
+            limit=settings.limit,
+            offset=settings.offset,
+            role=settings.store_split,
+        )
         for name in settings.task
     ]
     known = questions
@@ -177,13 +210,13 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         settings.store_dir,
         None if known is None else {question.id for question in known},
         num_samples=settings.num_samples,
-        most_tokens=settings.max_new_tokens,
+        most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
     )
     name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
-    model = name if settings.adapter is None else f"{name} with the adapter {settings.adapter}"
+    model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
     places = (Place("samples", settings.store_dir),)
-    return Plan((f"{model}, engine {settings.engine}",), tuple(counts), (sampling,), places=places)
+    return Plan((f"{model}, engine {settings.engine.name}",), tuple(counts), (sampling,), places=places)
 
 
 def _share_text(total: int, shard: str) -> str:
@@ -192,22 +225,22 @@ def _share_text(total: int, shard: str) -> str:
 
 def _what_is_kept(store_dir: Path) -> str:
     entries = part_entries(store_dir)
-    number = sum(entry["questions"] for entry in entries)
+    number = sum(entry.questions for entry in entries)
     return f"{number:,} questions with all their samples are in {store_dir}; the same command goes on from there."
 
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     """Return whether the store has the whole share; settings that are not the store's are refused at once."""
-    if settings.engine == "openai":  # what a server runs is known by asking it; what none can draw, at once
-        check_sampling(settings.sampling(), server_edt=settings.engine_args.get("server_edt", False))
+    check_can_draw(settings.engine, settings.sampling)
+    if settings.engine.is_remote:
         return False
     store = open_existing(
         settings.store_dir,
         model=settings.model,
-        revision=settings.revision,
-        adapter=settings.adapter,
+        revision=settings.engine.revision,
+        adapter=settings.engine.adapter,
         chat=settings.chat(),
-        sampling=settings.sampling(),
+        sampling=settings.sampling,
         seed=settings.seed,
         num_samples=settings.num_samples,
     )
@@ -230,7 +263,7 @@ def _sample_on_devices(
             done = (store.committed_questions(parts=parts) - before) * settings.num_samples
             bar.update(done - bar.done)
 
-        reports = run_workers(asdict(settings), busy, on_tick=tick)
+        reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)
     return GenerationReport(
         store_dir=settings.store_dir,
         questions=len(share),
@@ -248,7 +281,7 @@ def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> 
         return
     manifest = store.join()
     if total > 1:
-        say(f"Joined: {manifest['questions']:,} questions, {manifest['rows']:,} samples in {store.path}/manifest.json")
+        say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
 
 
 def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.foreign import line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import (
-    as_json_line,
-    is_written_pool,
-    judge_line,
-    pool_line,
-    response_length,
-)
+from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line, pool_line
 from selfcal_lightning.pipelines.pools import annotation_estimators
-from selfcal_lightning.pipelines.progress import Progress, say
+from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store import SampleStore
+from selfcal_lightning.store import SampleStore, StoredQuestion
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.math_pool import Undecided, allow_undecided
 from selfcal_lightning.tasks.registry import get_task
 
 
@@ -40,6 +37,8 @@ class ImportReport:
         extracted: Answers that were not given and were read out of the text.
         verified: Verdicts that were not given and were found by comparison with the reference.
         unreadable: Stored responses without an answer.
+        truncated: Stored responses that the token limit cut; those that state no answer are unreadable.
+        undecided: Pairs of expressions that could not be compared within the limits and count as different.
     """
 
     questions: int
@@ -49,6 +48,11 @@ class ImportReport:
     extracted: int
     verified: int
     unreadable: int
+    truncated: int
+    undecided: int
+
+
+COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,45 +88,52 @@ def import_pool(
     Raises:
         InputError: A line is not as described, with the file and the number of the line.
     """
-    path = Path(path)
-    first: dict[str, int] = {}
-    for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
-        if line.question.id in first:
-            raise line_error(
-                path, number, "`id` to be unique", f"{line.question.id!r} again, from line {first[line.question.id]}"
-            )
-        first[line.question.id] = number
+    path, before = Path(path), Undecided.so_far()
+    responses: dict[str, int] = {}
+    for _, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
+        responses[line.question.id] = len(line.responses)
         tasks(line.question.task)
-    if not first:
+    if not responses:
         raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
     store = open_imported(store_dir, path, {"task": task})
-    counts = dict.fromkeys(("reused", "without_responses", "responses", "extracted", "verified", "unreadable"), 0)
-    with (
-        store.writer("import", questions_per_shard=questions_per_shard) as writer,
-        Progress(len(first), label=f"Judging {path.name}", unit="questions") as bar,
-    ):
+    counts: Counter[str] = Counter()
+    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
         stored = store.stored_questions(include_parts=True)
-        for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
-            if line.question.id in stored:
-                if stored[line.question.id].split != line.split:
-                    raise line_error(
-                        path, number, f"split {stored[line.question.id].split!r} as stored", repr(line.split)
-                    )
-                counts["reused"] += 1
-            elif not line.responses:
-                counts["without_responses"] += 1
-            else:
-                samples = judge_line(line, tasks(line.question.task))
-                lengths = [response_length(response) for response in line.responses]
-                writer.append(QuestionSamples(line.question, samples, line.split), num_tokens=lengths)
-                counts["responses"] += len(samples)
-                counts["extracted"] += sum("answer" not in response for response in line.responses)
-                if line.question.reference is not None:
-                    counts["verified"] += sum("correct" not in response for response in line.responses)
-                counts["unreadable"] += sum(sample.answer is None for sample in samples)
-            bar.update(1)
+        total = sum(count for name, count in responses.items() if name not in stored)
+        with Progress(total, label=f"Importing {path.name}") as progress:
+            for number, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
+                if line.question.id in stored:
+                    _check_split(path, number, line, stored[line.question.id])
+                    counts["reused"] += 1
+                elif not line.responses:
+                    counts["without_responses"] += 1
+                else:
+                    judged = judge_line(line, tasks(line.question.task))
+                    writer.append(judged)
+                    counts += _counted(line, judged)
+                    unreadable = sum(sample.answer is None for sample in judged.samples)
+                    progress.update(len(judged.samples), unreadable=unreadable)
     store.join()
-    return ImportReport(questions=len(first), **counts)
+    return ImportReport(
+        questions=len(responses), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED}
+    )
+
+
+def _check_split(path: Path, number: int, line: PoolLine, stored: StoredQuestion) -> None:
+    if stored.split != line.split:
+        raise line_error(path, number, f"split {stored.split!r} as stored", repr(line.split))
+
+
+def _counted(line: PoolLine, judged: QuestionSamples) -> Counter[str]:
+    """Return the counts of a question that is stored now."""
+    unverified = sum("correct" not in response for response in line.responses)
+    return Counter(
+        responses=len(judged.samples),
+        extracted=sum("answer" not in response for response in line.responses),
+        verified=0 if line.question.reference is None else unverified,
+        unreadable=sum(sample.answer is None for sample in judged.samples),
+        truncated=sum(sample.finish == "length" for sample in judged.samples),
+    )
 
 
 def export_pool(
@@ -149,31 +160,27 @@ def export_pool(
     Raises:
         ValueError: There are no such samples, or something else lies in the place of the pool.
     """
-    path = Path(path)
     check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     questions = responses = 0
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            store = SampleStore(store_dir)
-            for rows in store.rows(split=split, round=round, task=task, confidences=confidences):
-                file.write(as_json_line(pool_line(rows, token_ids=token_ids)))
-                questions, responses = questions + 1, responses + len(rows)
-            if not questions:
-                raise InputError(
-                    f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, "
-                    "but got none. Check the names, or finish `selfcal generate` first."
-                )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    def lines() -> Iterator[dict[str, Any]]:
+        nonlocal questions, responses
+        for rows in SampleStore(store_dir).rows(split=split, round=round, task=task, confidences=confidences):
+            questions, responses = questions + 1, responses + len(rows)
+            yield pool_line(rows, token_ids=token_ids)
+        if not questions:
+            raise InputError(
+                f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, "
+                "but got none. Check the names, or finish `selfcal generate` first."
+            )
+
+    write_json_lines(Path(path), lines())
     return ExportReport(questions, responses)
 
 
-def run_import_pool(path: str, store_dir: str, task: str | None = None, split: str | None = None) -> ImportReport:
+def run_import_pool(
+    path: str, store_dir: str, task: str | None = None, split: str | None = None, undecided_seconds: float = 120.0
+) -> ImportReport:
     """Read a JSON-lines pool of responses made elsewhere into a store.
 
     Args:
@@ -181,7 +188,10 @@ def run_import_pool(path: str, store_dir: str, task: str | None = None, split: s
         store_dir: Folder of the store.
         task: Task of all questions; null takes the field "task" of every line.
         split: Split of all questions; null takes the field "split" of every line.
+        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
+            after it has been spent count as different without a try, and are counted.
     """
+    allow_undecided(undecided_seconds)
     report = import_pool(path, store_dir, task=task, split=split)
     say(f"Imported {path} to {store_dir}: {report}")
     return report

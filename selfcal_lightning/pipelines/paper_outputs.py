@@ -12,6 +12,7 @@ from rich.table import Table
 
 from selfcal_lightning.confidence.base import check_confidence
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import write_atomically
 from selfcal_lightning.pipelines.fitted_confidences import carried_confidences, is_probability
 from selfcal_lightning.pipelines.paper_protocol import (
     LEVELS,
@@ -23,7 +24,6 @@ from selfcal_lightning.pipelines.paper_protocol import (
     paper_curves,
 )
 from selfcal_lightning.pipelines.pools import RecordedPool
-from selfcal_lightning.store_shards import write_atomically
 
 
 def run_paper(

@@ -18,15 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import as_json_line
 from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
-from selfcal_lightning.records import Message, Question, Sample
+from selfcal_lightning.records import UNSTATED, Message, Question, QuestionSamples, RecordedResponse
 from selfcal_lightning.store import StoredRow
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.judging import judge
 
 QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "messages"}
 RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
 COLUMNS = ("yes_mass", "no_mass", "logprob")
 PROBABILITIES = ("p_true", "yes_mass", "no_mass")
+NUM_TOKENS = "num_tokens"
 LARGEST = 1e300
 WRITTEN_KEYS = ("id", "task", "split", "question", "messages", "reference", "responses")
 LONGEST_LINE = 2**28  # bytes; what is longer is no line of a pool
@@ -103,6 +106,7 @@ def _check_response(path: Path, number: int, response: Any) -> None:
     _check(path, number, "`tokens` to be a number of tokens or a list of ids", tokens, listed)
     confidence = response.get("confidence", {})
     _check(path, number, "`confidence` to map names to numbers", confidence, isinstance(confidence, dict))
+    _check(path, number, "the length of a response in `tokens`", NUM_TOKENS, NUM_TOKENS not in confidence)
     for name, value in confidence.items():
         number_like = isinstance(value, int | float) and not isinstance(value, bool)
         finite = value is None or (number_like and abs(value) < LARGEST)
@@ -115,46 +119,29 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def response_length(response: Mapping[str, Any]) -> int | None:
-    """Return the stated number of tokens of a response whose ids are unknown."""
-    tokens = response.get("tokens")
-    return tokens if isinstance(tokens, int) else None
-
-
-def judge_line(line: PoolLine, task: Task) -> tuple[Sample, ...]:
-    """Return the samples of a line; what is not given is read out of the text and verified."""
-    question = line.question
-    given = [r["answer"] if "answer" in r else task.extract(r["text"]) for r in line.responses]
-    answers = task.group(given)
-    verdicts: dict[str | None, bool | None] = dict.fromkeys(answers)
-    if question.reference is not None:
-        verdicts = {answer: task.verify(answer, question.reference) for answer in verdicts}
-    return tuple(
-        _sample(question, index, response, answer, response.get("correct", verdicts[answer]))
-        for index, (response, answer) in enumerate(zip(line.responses, answers, strict=True))
-    )
-
-
-def _sample(
-    question: Question, index: int, response: Mapping[str, Any], answer: str | None, correct: bool | None
-) -> Sample:
+def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
+    """Return a response of a checked line; what the line does not give is unstated."""
     confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
     columns = {name: confidence.pop(name, None) for name in COLUMNS}
     if columns["yes_mass"] is not None and columns["no_mass"] is not None:
         confidence.pop("p_true", None)
     tokens = response.get("tokens")
-    return Sample(
-        question_id=question.id,
-        index=index,
-        round=0,
+    return RecordedResponse(
         text=response["text"],
         token_ids=tuple(tokens) if isinstance(tokens, list) else None,
         finish=response.get("finish"),
-        answer=answer,
-        correct=correct,
+        answer=response.get("answer", UNSTATED),
+        correct=response.get("correct", UNSTATED),
         confidences=confidence,
+        num_tokens=tokens if isinstance(tokens, int) else None,
         **columns,
     )
+
+
+def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
+    """Return the samples of a line; what is not given is read out of the text and verified."""
+    samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
+    return QuestionSamples(line.question, samples, line.split)
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
@@ -171,7 +158,7 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
             "confidence": {name: value for name, value in numbers.items() if value is not None},
             "finish": sample.finish,
         }
-        tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else row.num_tokens
+        tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
         responses.append(response if tokens is None else {**response, "tokens": tokens})
     return {
         "id": question.id,
@@ -197,11 +184,6 @@ def is_written_pool(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return is_as_written and isinstance(content, dict) and tuple(content) == WRITTEN_KEYS
-
-
-def as_json_line(content: Mapping[str, Any]) -> str:
-    """Return the line of a file of JSON lines, with its end."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check(path: Path, number: int, expected: str, found: object, is_met: bool) -> None:

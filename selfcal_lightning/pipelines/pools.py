@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.confidence.features import NUM_TOKENS
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
-from selfcal_lightning.pipelines.pool_lines import judge_line, response_length
-from selfcal_lightning.pipelines.progress import Progress
+from selfcal_lightning.pipelines.foreign import read_json_lines
+from selfcal_lightning.pipelines.pool_lines import judge_line
+from selfcal_lightning.pipelines.progress import Progress, say_undecided
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
-from selfcal_lightning.records import QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation
+from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.math_pool import Undecided
 from selfcal_lightning.tasks.registry import get_task
-
-Lengths = tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,12 @@ class RecordedPool:
 
     Attributes:
         entries: The questions with their samples, each at least one; ids are unique.
-        lengths: Tokens of each response, [question][sample]; None where the pool does not say.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
         estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
         sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
     """
 
     entries: tuple[QuestionSamples, ...]
-    lengths: Lengths
     query_tokens: int = 0
     estimators: Mapping[str, str] = field(default_factory=dict)
     sampled_by: Mapping[str, Any] | None = None
@@ -43,7 +41,7 @@ class RecordedPool:
     @property
     def has_lengths(self) -> bool:
         """Whether the length of every response is known."""
-        return all(length is not None for lengths in self.lengths for length in lengths)
+        return total_tokens((sample for entry in self.entries for sample in entry.samples), 0) is not None
 
     @property
     def shortest(self) -> QuestionSamples:
@@ -52,12 +50,7 @@ class RecordedPool:
 
     def subset(self, question_ids: set[str]) -> RecordedPool:
         """Return the pool of these questions only, in the same order."""
-        rows = [
-            (entry, lengths)
-            for entry, lengths in zip(self.entries, self.lengths, strict=True)
-            if entry.question.id in question_ids
-        ]
-        return replace(self, entries=tuple(entry for entry, _ in rows), lengths=tuple(lengths for _, lengths in rows))
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.question.id in question_ids))
 
 
 def load_pool(
@@ -140,29 +133,21 @@ def _what_is_there(path: Path) -> str:
 def _from_store(
     path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None
 ) -> RecordedPool:
-    entries: list[QuestionSamples] = []
-    lengths: list[tuple[int | None, ...]] = []
     store = SampleStore(path)
-    fingerprint = store.round_manifest()["fingerprint"]
-    suffix_ids = fingerprint["prompt"].get("suffix_ids", ())
+    fingerprint = store.round_manifest().fingerprint
+    plain = fingerprint.as_json()
     # Responses made elsewhere have a prompt of their own kind and no sampling settings.
-    facts = {name: fingerprint[name] for name in ("model", "prompt", "sampling")} if fingerprint["sampling"] else None
-    for rows in store.rows(split=split, task=task, confidences=confidences):
-        if limit is not None and len(entries) == limit:
-            break
-        first = rows[0]
-        entries.append(
-            QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
-        )
-        lengths.append(tuple(row.num_tokens for row in rows))
+    facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
+    entries = islice(store.samples(split=split, task=task, confidences=confidences), limit)
     return RecordedPool(
-        tuple(entries), tuple(lengths), len(suffix_ids), annotation_estimators(path, confidences), facts
+        tuple(entries), fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts
     )
 
 
 def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
     """Return the estimator that computed each of the annotations ``names`` of a store, where it is known."""
-    origins = {name: (Annotation(store, name).record or {"origin": {}})["origin"] for name in names}
+    records = {name: Annotation(store, name).record for name in names}
+    origins = {name: record.origin for name, record in records.items() if record is not None}
     return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
 
 
@@ -171,36 +156,16 @@ def _from_file(
 ) -> RecordedPool:
     """Read and judge the lines of a file; questions without a response are left out, as in an import."""
     entries: list[QuestionSamples] = []
-    lengths: list[tuple[int | None, ...]] = []
-    first: dict[str, int] = {}
+    before = Undecided.so_far()
     lines = [
-        (number, line)
-        for number, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
+        line
+        for _, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
         if split in (None, line.split) and line.responses
     ][:limit]
-    with Progress(sum(len(line.responses) for _, line in lines), label=f"Reading {path.name}") as progress:
-        for number, line in lines:
-            name = line.question.id
-            if name in first:
-                raise line_error(path, number, "`id` to be unique", f"{name!r} again, from line {first[name]}")
-            first[name] = number
-            samples = judge_line(line, tasks(line.question.task))
-            stated = [response_length(response) for response in line.responses]
-            known = tuple(map(_length, samples, stated))
-            samples = tuple(_with_length(sample, length) for sample, length in zip(samples, known, strict=True))
-            entries.append(QuestionSamples(line.question, samples, line.split))
-            lengths.append(known)
+    with Progress(sum(len(line.responses) for line in lines), label=f"Reading {path.name}") as progress:
+        for line in lines:
+            entries.append(judge_line(line, tasks(line.question.task)))
+            samples = entries[-1].samples
             progress.update(len(samples), unreadable=sum(sample.answer is None for sample in samples))
-    return RecordedPool(tuple(entries), tuple(lengths))
-
-
-def _length(sample: Sample, stated: int | None) -> int | None:
-    """Return the length of a response: of its ids where these are given, else as stated."""
-    return stated if sample.token_ids is None else len(sample.token_ids)
-
-
-def _with_length(sample: Sample, length: int | None) -> Sample:
-    """Keep a length without ids among the confidences, where a fusion looks for the feature of that name."""
-    if length is None or sample.token_ids is not None:
-        return sample
-    return replace(sample, confidences={NUM_TOKENS: float(length), **sample.confidences})
+    say_undecided(before)
+    return RecordedPool(tuple(entries))

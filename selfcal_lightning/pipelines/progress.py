@@ -8,6 +8,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from selfcal_lightning.tasks.math_pool import Undecided
+
 LINE_SECONDS = 30.0
 
 
@@ -60,6 +62,14 @@ class Progress:
         left = f"{tqdm.format_interval((self.total - self.done) / rate)} left" if self.done else "time left unknown"
         unreadable = f", {self.unreadable / self.done:.1%} unreadable" if self.unreadable else ""
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
+
+
+def say_undecided(before: Undecided) -> int:
+    """Say how many pairs of expressions were left undecided since ``before``, if any, and return their number."""
+    found = Undecided.so_far().since(before)
+    if found.pairs:
+        say(f"{found}.")
+    return found.pairs
 
 
 def say(text: str) -> None:

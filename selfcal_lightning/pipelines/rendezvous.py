@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.stop_signals import Interrupt, PreemptedError, never
 
 logger = logging.getLogger(__name__)
@@ -167,9 +167,8 @@ class Rendezvous:
     def _show(self, state: str, problem: str = "") -> None:
         with self._lock:
             self._beat += 1
-            temporary = self._file(self.rank).with_suffix(".tmp")
-            temporary.write_text(json.dumps({"state": state, "beat": self._beat, "problem": problem}))
-            os.replace(temporary, self._file(self.rank))
+            shown = {"state": state, "beat": self._beat, "problem": problem}
+            write_atomically(self._file(self.rank), to_json(shown), durable=False)
 
 
 def _raise_if_stopped(rank: int, state: dict[str, Any]) -> None:

@@ -56,15 +56,14 @@ class Reshuffles:
         costs = query_tokens or {}
         entries = pool.entries
         self.num_questions = len(entries)
-        self._arrays = {name: PoolArrays.from_samples(entries, confidence=name) for name in dict.fromkeys(confidences)}
-        first = next(iter(self._arrays.values()))
-        self._orders = Orders(first.length, width, num_reshuffles, seed)
-        self._tokens = {name: None if name is None else costs.get(name, 0) for name in self._arrays}
-        self._lengths = None
-        if pool.has_lengths:
-            self._lengths = np.zeros(first.answer.shape)
-            for row, lengths in enumerate(pool.lengths):
-                self._lengths[row, : len(lengths)] = lengths
+        self._arrays = {
+            name: PoolArrays.from_samples(
+                entries, confidence=name, query_tokens=0 if name is None else costs.get(name, 0)
+            )
+            for name in dict.fromkeys(confidences)
+        }
+        self._orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
+        self._has_lengths = pool.has_lengths
 
     @property
     def width(self) -> int:
@@ -85,12 +84,12 @@ class Reshuffles:
         rows = np.arange(len(order))[:, None] % self.num_questions
         common = next(iter(self._arrays.values())).in_orders(order)
         pools = {
-            name: replace(common, confidence=arrays.confidence[rows, order]) for name, arrays in self._arrays.items()
+            name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
+            for name, arrays in self._arrays.items()
         }
         spent = None
-        if self._lengths is not None:
-            lengths = self._lengths[rows, order]
-            spent = {name: _cumulated(lengths + (cost or 0)) for name, cost in self._tokens.items()}
+        if self._has_lengths:
+            spent = {name: _cumulated(arrays.tokens) for name, arrays in pools.items()}
         right = right_codes(common.answer, common.correct)
         return Block(len(order) // self.num_questions, pools, right, spent)
 

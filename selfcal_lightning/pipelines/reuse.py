@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.pipelines.sampling import missing_questions, select_share
-from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 from selfcal_lightning.store_manifest import round_file
 
@@ -34,7 +33,8 @@ def open_existing(
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
 
     This is what an engine over the model would be held against, known without starting one: a run that has nothing
-    left to do, or whose settings are others than the store's, ends in seconds.
+    left to do, or whose settings are others than the store's, ends in seconds. Only what the output layer computes in
+    for P(True) is the engine's own affair: it is held against the store where samples are added.
 
     Args:
         store_dir: Folder of the store.
@@ -53,15 +53,17 @@ def open_existing(
     """
     if not round_file(Path(store_dir), round).exists():
         return None
+    head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
     model_folder(model, revision=revision)  # the weights are hashed where they lie
-    identity = {
-        "model": model,
-        "revision": revision,
-        "weights_sha256": weights_sha256(model, revision=revision),
-        "adapter_sha256": None if adapter is None else weights_sha256(adapter),
-        **({} if quantization is None else {"quantization": quantization}),
-    }
-    fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
+    identity = ModelIdentity(
+        model,
+        revision,
+        weights_sha256=weights_sha256(model, revision=revision),
+        adapter_sha256=None if adapter is None else weights_sha256(adapter),
+        quantization=quantization,
+        head_dtype=head_dtype,
+    )
+    fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed)
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)
 
 

@@ -13,18 +13,20 @@ from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.dependence import RecordedConfidence, check_name_tells
 from selfcal_lightning.confidence.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.sequences import entry_ids
+from selfcal_lightning.engines.checking import check_engine
+from selfcal_lightning.engines.opening import EngineOptions, LocalEngineName
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.model_names import check_adapter_name
-from selfcal_lightning.pipelines.engines import check_engine
 from selfcal_lightning.pipelines.generate import parse_shard
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.score_pool import PoolTarget
-from selfcal_lightning.pipelines.score_store import StoreTarget
+from selfcal_lightning.pipelines.score_store import StoreTarget, num_bringing, select_rows
 from selfcal_lightning.pipelines.score_targets import Entry, ScoreTarget
-from selfcal_lightning.pipelines.scoring_model import Dtype, EngineName, ModelSettings, ScoringModel
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.pipelines.scoring_model import ModelSettings, ScoringModel
+from selfcal_lightning.records import Dtype, QuestionSamples
 from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_shards import to_json, write_atomically
+from selfcal_lightning.store_index import SampleIndex
 
 CHUNK_RESPONSES = 1024
 
@@ -87,12 +89,12 @@ def run_score(
     round: int = 0,
     task: str | None = None,
     consistency_samples: int | None = None,
-    engine: EngineName = "transformers",
+    engine: LocalEngineName = "transformers",
     query: str | None = None,
     dtype: Dtype = "auto",
     revision: str | None = None,
     adapter: str | None = None,
-    max_batch: int = 64,
+    max_batch: int | None = None,
     shard: str = "0/1",
     overwrite: bool = False,
 ) -> list[ScoreReport]:
@@ -119,7 +121,7 @@ def run_score(
         dtype: Of the weights; "auto" is the engine's choice.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to score with.
-        max_batch: Sequences that the engine runs at once.
+        max_batch: Sequences that the engine runs at once; null is the engine's choice.
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
 
@@ -129,18 +131,16 @@ def run_score(
     arguments = dict(locals())
     members = _members(estimator, name, consistency_samples)
     _check_place(arguments)
-    number_of_shard = parse_shard(shard)
-    if max_batch < 1:
-        raise InputError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
+    options = EngineOptions(engine, revision, adapter, dtype, max_batch)
     if any(member.kind.reads != "pool" for member in members):
-        _check_model(engine, model, revision, adapter)
-    settings = ModelSettings(model, revision, adapter, query, engine, dtype, max_batch)
+        _check_model(options, model)
+    settings = ModelSettings(model, query, options)
     names = ", ".join(member.name for member in members)
     if store_dir is not None:
         store = SampleStore(store_dir)
-        scoring = ScoringModel(settings, store.round_manifest(round)["fingerprint"])
-        target: ScoreTarget = StoreTarget(store, split=split, round=round, task=task, shard=number_of_shard)
-        _open_store(target, scoring, members, arguments)
+        scoring = ScoringModel(settings, store.round_manifest(round).fingerprint)
+        index = select_rows(store, split=split, round=round, task=task, shard=parse_shard(shard))
+        target: ScoreTarget = _open_store(store, index, scoring, members, arguments)
         place = f"{store_dir}/annotations"
     else:
         for member in members:
@@ -194,33 +194,39 @@ def _check_place(arguments: Mapping[str, Any]) -> None:
             raise InputError(f"Expected `{name}` with `store_dir` only, but got {arguments[name]!r} with `pool`.")
 
 
-def _check_model(engine: EngineName, model: str | None, revision: str | None, adapter: str | None) -> None:
+def _check_model(options: EngineOptions, model: str | None) -> None:
     """Refuse the name of a model or an adapter that there is not; the store's own model is checked when it is known."""
-    if adapter is not None:
-        check_adapter_name(adapter)
     if model is not None:
-        check_engine(engine, model, revision=revision)
+        check_engine(options, model)
+    elif options.adapter is not None:
+        check_adapter_name(options.adapter)
 
 
 def _open_store(
-    target: StoreTarget, scoring: ScoringModel, members: Sequence[_Member], arguments: Mapping[str, Any]
-) -> None:
+    store: SampleStore,
+    index: SampleIndex,
+    scoring: ScoringModel,
+    members: Sequence[_Member],
+    arguments: Mapping[str, Any],
+) -> StoreTarget:
     """Hold what will be written against what is there, and leave the resolved arguments beside the samples."""
     origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
     for member in members:
-        if target.num_bringing(member.name) and not scoring.made_the_stored(member.kind.name):
+        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
             raise InputError(
-                f"Expected `name`, since {target.num_bringing(member.name):,} responses in "
-                f"{target.store.path} bring {member.name!r} of another model or query with them, but got null. "
+                f"Expected `name`, since {bringing:,} responses in "
+                f"{store.path} bring {member.name!r} of another model or query with them, but got null. "
                 "Choose one, such as "
                 f"`--name {member.name}_other`."
             )
     details = {name: arguments[name] for name in ("split", "task", "revision", "adapter", "engine", "dtype")}
-    target.open(origins, details={"model": arguments["model"], **details}, overwrite=arguments["overwrite"])
-    folder = target.store.path / "runs"
+    details["model"] = arguments["model"]
+    target = StoreTarget(store, index, origins=origins, details=details, overwrite=arguments["overwrite"])
+    folder = store.path / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
     write_atomically(file, to_json(json.loads(json.dumps(arguments))))
+    return target
 
 
 def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel) -> None:

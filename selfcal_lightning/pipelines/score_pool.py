@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.pipelines.foreign import line_error
-from selfcal_lightning.pipelines.pool_lines import PoolLine, as_json_line, is_written_pool, judge_line
+from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line
 from selfcal_lightning.pipelines.score_targets import Entry, brings
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
-from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.registry import get_task
 
@@ -45,13 +43,8 @@ class PoolTarget:
         if not (output.exists() and output.samefile(path)):
             check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
         self._output, self._overwrite, self._tasks = output, overwrite, tasks
-        self._lines: list[PoolLine] = []
-        seen: set[str] = set()
-        for number, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED):
-            if line.question.id in seen:
-                raise line_error(path, number, "`id` to be unique", f"{line.question.id!r} again")
-            seen.add(line.question.id)
-            self._lines.append(line)
+        lines = read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED)
+        self._lines: list[PoolLine] = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
             raise ValueError(f"Expected {path} to hold responses, but got none.")
@@ -62,7 +55,7 @@ class PoolTarget:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None:
-            self._write()
+            write_json_lines(self._output, self._contents())
 
     def num_left(self, names: Sequence[str]) -> int:
         """Return the number of responses, once for each name."""
@@ -73,8 +66,7 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                samples = judge_line(line, self._tasks(line.question.task))
-                yield Entry(start, QuestionSamples(line.question, samples, line.split))
+                yield Entry(start, judge_line(line, self._tasks(line.question.task)))
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
@@ -89,20 +81,6 @@ class PoolTarget:
         """Keep scores in memory; an unknown one is left out of the copy."""
         for position, value in zip(positions, values, strict=True):
             self._scores.setdefault(position, {})[name] = value
-
-    def _write(self) -> None:
-        """Write the copy, which takes its name when it is complete."""
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._output.with_name(f".{self._output.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                for content in self._contents():
-                    file.write(as_json_line(content))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._output)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _contents(self) -> Iterable[dict[str, Any]]:
         position = 0

@@ -18,12 +18,15 @@ from selfcal_lightning.pipelines.score_targets import Entry, brings
 from selfcal_lightning.records import QuestionSamples, question_hash
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation
+from selfcal_lightning.store_index import SampleIndex
 
 COMMIT_SECONDS = 300.0
 
 
-class StoreTarget:
-    """A split of a store; scores become annotations, shown every five minutes and at the end.
+def select_rows(
+    store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
+) -> SampleIndex:
+    """Return the rows of a process's share.
 
     Args:
         store: The store.
@@ -31,72 +34,83 @@ class StoreTarget:
         round: Generation round.
         task: Task to score; None takes all.
         shard: (i, n), this process's share of the questions.
+
+    Raises:
+        ValueError: There are none.
+    """
+    index = store.index(split=split, round=round)
+    keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
+    if shard[1] > 1:
+        names, codes = np.unique(index.question_id, return_inverse=True)
+        mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
+        keep &= mine[codes] if len(names) else keep
+    if not keep.any():
+        raise ValueError(
+            f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
+            f"share {shard[0]}/{shard[1]}, but got none. Check the names, or finish `selfcal generate` first."
+        )
+    return index.select(keep)
+
+
+def num_bringing(index: SampleIndex, name: str) -> int:
+    """Return how many rows bring the confidence ``name`` in a column of their own."""
+    mean_logprob = np.where(index.num_tokens > 0, index.logprob, np.nan)
+    columns = {P_TRUE: index.p_true, LOGPROB: index.logprob, MEAN_LOGPROB: mean_logprob}
+    return int(np.isfinite(columns[name]).sum()) if name in columns else 0
+
+
+class StoreTarget:
+    """Rows of a store; scores become annotations, shown every five minutes and at the end.
+
+    What will compute each confidence is held against what computed those that are there.
+
+    Args:
+        store: The store.
+        index: The rows, of :func:`select_rows`.
+        origins: Origin of each confidence, by its name in the store.
+        details: What is worth knowing about the run; recorded, not compared.
+        overwrite: Whether values of another origin may be replaced.
+
+    Raises:
+        ValueError: A name exists with another origin, or the rows bring a confidence of that name themselves.
     """
 
     def __init__(
-        self, store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
+        self,
+        store: SampleStore,
+        index: SampleIndex,
+        *,
+        origins: Mapping[str, Mapping[str, Any]],
+        details: Mapping[str, Any],
+        overwrite: bool = False,
     ) -> None:
-        self.store = store
-        self._shards = store.manifest["shards"]
-        index = store.index(split=split, round=round)
-        keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
-        if shard[1] > 1:
-            names, codes = np.unique(index.question_id, return_inverse=True)
-            mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
-            keep &= mine[codes] if len(names) else keep
-        if not keep.any():
-            raise ValueError(
-                f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
-                f"share {shard[0]}/{shard[1]}, but got none. Check the names, or finish `selfcal generate` first."
-            )
-        self.index = index.select(keep)
-        self.num_responses = len(self.index)
-        self._annotations: dict[str, Annotation] = {}
-        self._known: dict[str, np.ndarray] = {}
-        self._origins: dict[str, Mapping[str, Any]] = {}
-        self._details: Mapping[str, Any] = {}
-        self._overwrite = False
+        self.store, self.index, self.num_responses = store, index, len(index)
+        self._shards = store.manifest.shards
+        self._origins, self._details, self._overwrite = origins, details, overwrite
+        self._annotations = {name: Annotation(store.path, name) for name in origins}
+        self._known = {name: self._scored(name) for name in origins}
         self._buffer: dict[str, dict[int, float | None]] = {}
         self._committed = time.monotonic()
 
-    def open(
-        self, origins: Mapping[str, Mapping[str, Any]], *, details: Mapping[str, Any], overwrite: bool = False
-    ) -> None:
-        """Hold what will compute each confidence against what computed those that are there.
-
-        Args:
-            origins: Origin of each confidence, by its name in the store.
-            details: What is worth knowing about the run; recorded, not compared.
-            overwrite: Whether values of another origin may be replaced.
-
-        Raises:
-            ValueError: A name exists with another origin, or the rows bring a confidence of that name themselves.
-        """
-        self._details, self._overwrite = details, overwrite
-        for name, origin in origins.items():
-            if name in self.index.confidences:
-                raise ValueError(
-                    f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring "
-                    "with them. Choose another `name`."
-                )
-            annotation = Annotation(self.store.path, name)
-            annotation.check_origin(origin, overwrite=overwrite)
-            record = annotation.record
-            same = record is not None and record["origin"] == json.loads(json.dumps(origin))
-            nothing = np.zeros(self.num_responses, dtype=bool)
-            self._known[name] = annotation.scored(self.index, self._shards) if same else nothing
-            self._annotations[name], self._origins[name] = annotation, origin
+    def _scored(self, name: str) -> np.ndarray:
+        """Return which rows were scored in the same way before, bool [R]."""
+        if name in self.index.confidences:
+            raise ValueError(
+                f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring with "
+                "them. Choose another `name`."
+            )
+        annotation, origin = self._annotations[name], self._origins[name]
+        annotation.check_origin(origin, overwrite=self._overwrite)
+        record = annotation.record
+        if record is None or record.origin != json.loads(json.dumps(origin)):
+            return np.zeros(self.num_responses, dtype=bool)
+        return annotation.scored(self.index, self._shards)
 
     def __enter__(self) -> StoreTarget:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.commit()
-
-    def num_bringing(self, name: str) -> int:
-        """Return how many responses bring the confidence ``name`` in a column of their own."""
-        columns = {P_TRUE: self.index.p_true, LOGPROB: self.index.logprob, MEAN_LOGPROB: self.index.logprob}
-        return int(np.isfinite(columns[name]).sum()) if name in columns else 0
 
     def num_left(self, names: Sequence[str]) -> int:
         """Return how many scores are not there as annotations."""

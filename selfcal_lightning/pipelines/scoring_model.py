@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import build_estimator, estimator_class
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import EngineOptions, expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+from selfcal_lightning.store import StoreFingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,21 +22,20 @@ if TYPE_CHECKING:
     from selfcal_lightning.confidence.forward import TokenReader
     from selfcal_lightning.prompts import ChatFormat
 
-EngineName = Literal["transformers", "vllm"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model scores, and how it is run; the fields are arguments of ``run_score``."""
+    """Which model scores, and how it is run.
+
+    Attributes:
+        model: Folder or hub name; None takes the one that sampled the store, with its revision.
+        query: The confidence query; None takes the store's.
+        engine: What answers, and how.
+    """
 
     model: str | None
-    revision: str | None
-    adapter: str | None
     query: str | None
-    engine: EngineName
-    dtype: Dtype
-    max_batch: int
+    engine: EngineOptions
 
 
 class ScoringModel:
@@ -44,12 +46,13 @@ class ScoringModel:
 
     Args:
         settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
-        fingerprint: What the store's samples are (``round_manifest(round)["fingerprint"]``); None without a store.
+        fingerprint: What the store's samples are (``round_manifest(round).fingerprint``); None without a store.
     """
 
-    def __init__(self, settings: ModelSettings, fingerprint: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
         self.settings = settings
-        self._fingerprint = fingerprint or {"model": {}, "prompt": {}}
+        self._sampled = ModelIdentity(None) if fingerprint is None else fingerprint.model
+        self._prompt = PromptIdentity() if fingerprint is None else fingerprint.prompt
         self._engine: Engine | None = None
         self._network: PreTrainedModel | None = None
         self._tokens: TokenReader | None = None
@@ -63,22 +66,22 @@ class ScoringModel:
         """
         if self.settings.model is not None:
             return resolve_model(self.settings.model)
-        sampled = self._fingerprint["model"]
-        if sampled.get("model") in (None, "imported"):
+        sampled = self._sampled
+        if sampled.model in (None, IMPORTED):
             raise ValueError(
                 "Expected `model` to name the model that scores, but got null for responses made elsewhere."
             )
-        if sampled.get("adapter_sha256") is not None and self.settings.adapter is None:
+        if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
             raise ValueError(
-                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled['model']!r}, "
+                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
                 "but got null. Name both."
             )
-        return sampled["model"]
+        return sampled.model
 
     @property
     def revision(self) -> str | None:
         """Revision on the hub, the store's where its model is taken."""
-        return self._fingerprint["model"].get("revision") if self.settings.model is None else self.settings.revision
+        return self._sampled.revision if self.settings.model is None else self.settings.engine.revision
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
@@ -87,7 +90,7 @@ class ScoringModel:
         Raises:
             ValueError: The store's model is taken and has changed since.
         """
-        adapter = self.settings.adapter
+        adapter = self.settings.engine.adapter
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {
             "weights_sha256": weights_sha256(self.source, revision=self.revision),
@@ -104,19 +107,22 @@ class ScoringModel:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
         if not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes.
-        return estimator_class(name).reads != "engine" or self.chat.describe() == self._fingerprint["prompt"]
+        # P(True) is the one of these that the query changes, and what the output layer computes in.
+        if estimator_class(name).reads != "engine":
+            return True
+        asked = PromptIdentity.from_json(self.chat.describe()), self._head_dtype
+        return asked == (self._prompt, self._sampled.head_dtype)
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
-        return all(self._fingerprint["model"].get(name) == value for name, value in identity.items())
+        sampled = self._sampled.as_json()
+        return all(sampled[name] == value for name, value in identity.items())
 
     @cached_property
     def chat(self) -> ChatFormat:
         """Chat format with the query: the one given, else the store's, else the default."""
         from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
-        stored = self._fingerprint["prompt"].get("query")
-        query = self.settings.query or stored or DEFAULT_QUERY
+        query = self.settings.query or self._prompt.query or DEFAULT_QUERY
         return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query)
 
     def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,12 @@ class ScoringModel:
         prompt = self.chat.describe()
         # Statistics of the response's own tokens do not depend on the query that may follow it.
         kept = prompt if reads == "engine" else {"template_sha256": prompt["template_sha256"]}
-        return {**origin, "model": self.identity, "prompt": kept}
+        model = self.identity | ({"head_dtype": self._head_dtype} if reads == "engine" and self._head_dtype else {})
+        return {**origin, "model": model, "prompt": kept}
+
+    @property
+    def _head_dtype(self) -> str | None:
+        return expected_head_dtype(self.settings.engine)
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
         """Return the estimator ``name``, loading what it reads."""
@@ -148,32 +159,24 @@ class ScoringModel:
     def _open_engine(self) -> Engine:
         if self._engine is not None:
             return self._engine
-        settings = self.settings
-        if settings.engine == "vllm":
-            from selfcal_lightning.engines.vllm import VLLMEngine
-
-            self._engine = VLLMEngine(
-                self.source,
-                revision=self.revision,
-                adapter=settings.adapter,
-                dtype=None if settings.dtype == "auto" else settings.dtype,
+        options = replace(self.settings.engine, revision=self.revision)
+        if options.name == "transformers":  # one model in memory for this and for statistics of tokens
+            self._engine = serve_model(
+                options,
+                self._open_network(),
                 chat=self.chat,
-                max_num_seqs=settings.max_batch,
+                source=self.source,
+                adapter_sha256=self.identity["adapter_sha256"],
             )
         else:
-            from selfcal_lightning.engines.transformers import TransformersEngine
-
-            self._engine = TransformersEngine.from_model(
-                self._open_network(), self.chat, max_batch=settings.max_batch, source=self.source,
-                revision=self.revision, adapter_sha256=self.identity["adapter_sha256"],
-            )  # fmt: skip
+            self._engine = open_engine(options, self.source, chat=self.chat)
         return self._engine
 
     def _open_tokens(self) -> TokenReader:
         if self._tokens is None:
             from selfcal_lightning.confidence.forward import TokenReader
 
-            if self.settings.engine == "vllm":
+            if self.settings.engine.name != "transformers":  # which has a copy of its own
                 self.close()
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
@@ -182,8 +185,8 @@ class ScoringModel:
         if self._network is None:
             from selfcal_lightning.engines.transformers_model import load_network
 
+            options = self.settings.engine
             self._network = load_network(
-                self.source, revision=self.revision, adapter=self.settings.adapter, dtype=self.settings.dtype,
-                device="auto",
-            )  # fmt: skip
+                self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
+            )
         return self._network

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.checking import check_engine
+from selfcal_lightning.engines.opening import EngineOptions, load_chat, open_engine
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.engines import EngineName, check_engine, open_engine
 from selfcal_lightning.pipelines.sampling import (
     GenerationReport,
     check_questions,
@@ -16,14 +18,12 @@ from selfcal_lightning.pipelines.sampling import (
 )
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_plan import check_store_dir
-from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.store_manifest import check_place
+from selfcal_lightning.tasks.registry import load_some
 from selfcal_lightning.tasks.sources import check_source
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -36,41 +36,30 @@ class GenerationSettings:
     split: str
     path: str | None
     limit: int | None
+    offset: int
     store_split: str
     chain_of_thought: bool
     num_samples: int
-    engine: EngineName
-    temperature: float
-    edt_scale: float | None
-    edt_theta: float
-    top_p: float
-    max_new_tokens: int
+    engine: EngineOptions
+    sampling: SamplingSettings
     seed: int
     query: str
-    dtype: Dtype
-    revision: str | None
-    adapter: str | None
-    max_batch: int
     questions_per_shard: int
-    base_url: str | None = None
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    max_failures: int
 
-    def sampling(self) -> SamplingSettings:
-        """Return how responses are drawn."""
-        return SamplingSettings(**{part.name: getattr(self, part.name) for part in fields(SamplingSettings)})
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
+        """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
+        records = {"engine": EngineOptions(**content["engine"]), "sampling": SamplingSettings(**content["sampling"])}
+        return cls(**{**content, **records})
 
     def chat(self) -> ChatFormat:
         """Load the tokenizer and return the chat format of the model."""
-        from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-
-        other = self.engine_args.get("tokenizer")
-        tokenizer = load_tokenizer(self.model, revision=self.revision) if other is None else load_tokenizer(other)
-        return ChatFormat(tokenizer, query=self.query)
+        return load_chat(self.engine, self.model, query=self.query)
 
     def check(self) -> None:
         """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
-        self.sampling()
-        for name in ("num_samples", "max_batch", "questions_per_shard"):
+        for name in ("num_samples", "questions_per_shard", "max_failures"):
             if getattr(self, name) < 1:
                 raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
         if not self.task:
@@ -78,24 +67,22 @@ class GenerationSettings:
         if self.path is not None and len(self.task) > 1:
             raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
         for name in self.task:
-            check_source(name, self.split, path=self.path, limit=self.limit)
-        check_store_dir(self.store_dir)
-        check_engine(
-            self.engine,
-            self.model,
-            revision=self.revision,
-            adapter=self.adapter,
-            base_url=self.base_url,
-            engine_args=self.engine_args,
-        )
+            check_source(name, self.split, path=self.path, offset=self.offset, limit=self.limit)
+        check_place(Path(self.store_dir))
+        check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
         """Load the questions of all tasks."""
         questions = [
             question
             for name in self.task
-            for question in get_task(name).load(
-                self.split, path=self.path, chain_of_thought=self.chain_of_thought, limit=self.limit
+            for question in load_some(
+                name,
+                self.split,
+                path=self.path,
+                chain_of_thought=self.chain_of_thought,
+                offset=self.offset,
+                limit=self.limit,
             )
         ]
         check_questions(questions)
@@ -111,11 +98,11 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
         progress: Whether to show how far it is.
     """
     questions, chat = settings.questions(), settings.chat()
-    engine = build_engine(settings, chat)
+    engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         store = SampleStore.create_or_open(
             settings.store_dir,
-            store_fingerprint(engine, chat, settings.sampling(), settings.seed),
+            store_fingerprint(engine, chat, settings.sampling, settings.seed),
             num_samples=settings.num_samples,
             engine=engine.describe(),
         )
@@ -126,30 +113,16 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             chat=chat,
             store=store,
             num_samples=settings.num_samples,
-            sampling=settings.sampling(),
+            sampling=settings.sampling,
             seed=settings.seed,
             part=part_name(shard),
             shard=shard,
             questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
             progress=progress,
         )
     finally:
         engine.close()
-
-
-def build_engine(settings: GenerationSettings, chat: ChatFormat) -> Engine:
-    """Return the engine that ``settings`` ask for."""
-    return open_engine(
-        settings.engine,
-        settings.model,
-        chat,
-        revision=settings.revision,
-        adapter=settings.adapter,
-        dtype=settings.dtype,
-        max_batch=settings.max_batch,
-        base_url=settings.base_url,
-        engine_args=settings.engine_args,
-    )
 
 
 def part_name(shard: tuple[int, int]) -> str:

@@ -29,12 +29,18 @@ def read_foreign_pool(
         default_split: Split of the questions whose line has no field ``split``; None requires it.
 
     Raises:
-        ValueError: A line is not as described, with file and line.
+        ValueError: A line is not as described, or repeats an id, with file and line.
     """
     first = next((line for _, line in islice(read_json_lines(path), 1)), {})
     if task is not None and "id" not in first and "responses" in first:
-        return _read_rows(path, tasks(task), split or default_split or UNNAMED)
-    return read_pool(path, task=task, split=split, default_split=default_split)
+        lines = _read_rows(path, tasks(task), split or default_split or UNNAMED)
+    else:
+        lines = read_pool(path, task=task, split=split, default_split=default_split)
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        if (earlier := seen.setdefault(line.question.id, number)) != number:
+            raise line_error(path, number, "`id` to be unique", f"{line.question.id!r} again, from line {earlier}")
+        yield number, line
 
 
 def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLine]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfcal_lightning.pipelines.pools import load_recorded_pool
+from selfcal_lightning.strategies.base import total_tokens
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def stored_tokens(store: str) -> float:
         ValueError: The length of a response is unknown.
     """
     pool = load_recorded_pool(store)
-    if not pool.has_lengths:
+    total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
+    if total is None:
         raise ValueError(f"Expected the lengths of all responses in {store}, but some are unknown.")
-    return float(
-        sum(length + pool.query_tokens for lengths in pool.lengths for length in lengths if length is not None)
-    )
+    return float(total)

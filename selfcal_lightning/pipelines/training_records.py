@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.pipelines.foreign import line_error, open_imported, read_json_lines
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Sample
+from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.judging import judge
+from selfcal_lightning.tasks.registry import get_task
 
 FIELDS = ("input", "answer", "weighted_consistency", "consistency")
 TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
@@ -54,6 +57,7 @@ def import_training_records(
     end_of_turn: str = "",
     model: str | None = None,
     revision: str | None = None,
+    tasks: Callable[[str], Task] = get_task,
     questions_per_shard: int = 256,
 ) -> RecordsReport:
     """Read published training records into a store of its own, as samples that carry finished targets.
@@ -61,7 +65,8 @@ def import_training_records(
     A record is ``input = prompt + " " + response`` with the answer and the two consistencies of its answer. The
     confidences and verdicts that they came from were not published, so this is the one place where targets are stored:
     as the confidences "ssc" and "consistency", from which training takes them. ``correct``, the Yes and No masses and
-    the reference are unknown, and a question's samples are those that were published, in the order of the file.
+    the reference are unknown, and a question's samples are those that were published, in the order of the file. Equal
+    answers are named by the first seen of their class, as everywhere.
 
     The prompt ends with the *last* ``prompt_separator`` of the input; records with equal prompts are one question,
     whose id is a hash of the prompt and whose ``text`` is the rendered prompt. ``messages`` stay empty, since a
@@ -73,11 +78,12 @@ def import_training_records(
         store_dir: Folder of the store. Importing the same file again completes it.
         prompt_separator: What opens the assistant's turn in the chat template of the records, such as
             "<|im_start|>assistant" and a line break.
-        task: Task of the questions.
+        task: Task of the questions, which says when answers are equal.
         split: Split under which they are stored.
         end_of_turn: Text of the end-of-turn token; responses that end with it finished by themselves.
         model: Folder or hub name of the model whose tokenizer rendered the prompts.
         revision: Its revision on the hub.
+        tasks: Returns the task of a name.
         questions_per_shard: Questions in one file of the store.
 
     Raises:
@@ -86,29 +92,24 @@ def import_training_records(
     path = Path(path)
     if not prompt_separator:
         raise ValueError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
-    groups: dict[str, list[Sample]] = {}
+    reader = tasks(task)
+    groups: dict[str, list[RecordedResponse]] = {}
     counts = dict.fromkeys(("records", "unreadable", "without_target", "doubled_prompts", "ended"), 0)
     others: set[str] = set()
     for number, record in _read_records(path):
         prompt, text, doubled = _split_input(path, number, record["input"], prompt_separator)
         ended = bool(end_of_turn) and text.endswith(end_of_turn)
-        samples = groups.setdefault(prompt, [])
         targets = {name: _share(path, number, field, record[field]) for name, field in TARGETS.items()}
-        sample = Sample(
-            question_id=_question_id(prompt),
-            index=len(samples),
-            round=0,
+        response = RecordedResponse(
             text=text.removesuffix(end_of_turn) if ended else text,
-            token_ids=None,
             finish="stop" if ended else None,
             answer=None if record["answer"] is None else str(record["answer"]),
-            correct=None,
             confidences={name: value for name, value in targets.items() if value is not None},
         )
-        samples.append(sample)
+        groups.setdefault(prompt, []).append(response)
         others |= record.keys() - set(FIELDS)
         counts["records"] += 1
-        counts["unreadable"] += sample.answer is None
+        counts["unreadable"] += response.answer is None
         counts["without_target"] += targets["ssc"] is None
         counts["doubled_prompts"] += doubled
         counts["ended"] += ended
@@ -119,11 +120,10 @@ def import_training_records(
     store = open_imported(store_dir, path, settings | ({} if chat is None else chat.describe()))
     with store.writer("import", questions_per_shard=questions_per_shard) as writer:
         stored = store.question_ids(include_parts=True)
-        for prompt, samples in groups.items():
-            if samples[0].question_id not in stored:
-                writer.append(
-                    _with_tokens(Question(samples[0].question_id, task, (), None, prompt), samples, split, chat)
-                )
+        for prompt, responses in groups.items():
+            question = Question(_question_id(prompt), task, (), None, prompt)
+            if question.id not in stored:
+                writer.append(_with_tokens(question, judge(question, responses, reader), split, chat))
     store.join()
     return RecordsReport(questions=len(groups), reused=len(stored), other_fields=tuple(sorted(others)), **counts)
 

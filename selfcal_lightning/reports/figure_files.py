@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from selfcal_lightning.store_shards import write_atomically
+from selfcal_lightning.files import write_atomically
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MARK = "selfcal_lightning"

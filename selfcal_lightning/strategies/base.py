@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.tasks.judging import is_failed
 
 Solving = Generator["Ask", list[Sample], Verdict]
 
@@ -44,6 +45,30 @@ class Strategy(Protocol):
     def solve(self, question: Question) -> Solving:
         """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
         ...
+
+
+def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
+    """Return what a sample cost: response tokens, and those of the confidence query; None where its length is unknown.
+
+    Example:
+        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
+        >>> sample_tokens(sample, 5)
+        8
+    """
+    if is_failed(sample):
+        return 0
+    return None if sample.num_tokens is None else sample.num_tokens + query_tokens
+
+
+def total_tokens(samples: Iterable[Sample], query_tokens: int) -> int | None:
+    """Return what ``samples`` cost together; None where the length of one is unknown."""
+    total = 0
+    for sample in samples:
+        cost = sample_tokens(sample, query_tokens)
+        if cost is None:
+            return None
+        total += cost
+    return total
 
 
 def make_verdict(

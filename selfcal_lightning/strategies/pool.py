@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.strategies.base import Strategy
+from selfcal_lightning.strategies.base import Strategy, sample_tokens
 
 UNREADABLE = -1
 
@@ -27,7 +27,8 @@ class PoolArrays:
             in the order first seen, which :meth:`reordered` does not renew: ties go by position, never by code.
         confidence: The confidence [Q, N], float64; nan where there is none.
         correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
-        tokens: Cost of each sample in tokens [Q, N], int64: response, and the confidence query where one is read.
+        tokens: Cost of each sample in tokens [Q, N], float64: response, and the confidence query where one is read;
+            nan where the length is unknown, 0 for padding.
     """
 
     question_ids: tuple[str, ...]
@@ -35,7 +36,7 @@ class PoolArrays:
     answer: NDArray[np.int32]
     confidence: NDArray[np.float64]
     correct: NDArray[np.bool_]
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.float64]
 
     @classmethod
     def from_samples(
@@ -53,11 +54,12 @@ class PoolArrays:
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
         values = np.full(shape, np.nan)
         correct = np.zeros(shape, dtype=bool)
-        tokens = np.zeros(shape, dtype=np.int64)
+        tokens = np.zeros(shape)
         for row, entry in enumerate(pool):
             codes: dict[str, int] = {}
             for column, sample in enumerate(entry.samples):
-                tokens[row, column] = len(sample.token_ids or ()) + query_tokens
+                cost = sample_tokens(sample, query_tokens)
+                tokens[row, column] = np.nan if cost is None else cost
                 if sample.answer is None:
                     continue
                 answer[row, column] = codes.setdefault(sample.answer, len(codes))

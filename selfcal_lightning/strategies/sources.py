@@ -16,7 +16,7 @@ from selfcal_lightning.confidence.base import (
     check_confidence,
 )
 from selfcal_lightning.confidence.dependence import refuse_looking_ahead
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -26,8 +26,9 @@ from selfcal_lightning.records import (
     SamplingSettings,
     sample_seed,
 )
+from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.judging import Judge, is_failed
+from selfcal_lightning.tasks.judging import Judge
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ class Waste:
 
     Attributes:
         samples: Responses begun, finished or not; those that were only queued cost nothing.
-        tokens: Their response tokens, and the confidence query's of those that had finished.
+        tokens: Their response tokens, and the confidence query's of those that had finished; None where the length of
+            one is unknown.
     """
 
     samples: int = 0
-    tokens: int = 0
+    tokens: int | None = 0
 
 
 class SampleSource(Protocol):
@@ -89,17 +91,6 @@ class SampleSource(Protocol):
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions: drop what was not delivered and return what that had cost, for each of them."""
         ...
-
-
-def sample_tokens(sample: Sample, query_tokens: int) -> int:
-    """Return what a sample cost: response tokens, and those of the confidence query.
-
-    Example:
-        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
-        >>> sample_tokens(sample, 5)
-        8
-    """
-    return 0 if is_failed(sample) else len(sample.token_ids or ()) + query_tokens
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
@@ -160,10 +151,11 @@ class EngineSource:
         scorers: Add further confidences to every sample.
         tasks: Returns the task of a name.
         target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
-        on_failed: Called with the message when the engine gives requests up. Their samples are unreadable.
+        on_failed: Called with the message when requests were not answered. Their samples are unreadable.
+        max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
 
     Attributes:
-        failed: Samples that the engine gave up.
+        failed: Samples whose requests were not answered.
     """
 
     def __init__(
@@ -178,6 +170,7 @@ class EngineSource:
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
         on_failed: Callable[[str], None] | None = None,
+        max_failures: int = MAX_FAILURES,
     ) -> None:
         if target is not None and target < 1:
             raise ValueError(f"Expected `target` to be None or at least 1, but got {target}.")
@@ -188,6 +181,7 @@ class EngineSource:
         self._place: dict[str, tuple[_Asked, int]] = {}
         self._queue: dict[str, Request] = {}
         self.query_tokens = self.failed = 0
+        self._row = FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
 
     @property
     def in_flight(self) -> int:
@@ -268,16 +262,19 @@ class EngineSource:
         return asked
 
     def _finished_responses(self) -> dict[str, Response | None]:
-        """Return what finished, by request; None for what the engine gave up."""
+        """Return what finished, by request; None for what was not answered."""
         try:
             responses = self._engine.poll()
         except RequestsFailedError as error:
-            self.failed += len(error.reasons)
+            self.failed += len(error.failures)
             if self._on_failed is not None:
                 self._on_failed(str(error))
-            return dict.fromkeys(error.reasons)
+            for name, failure in error.failures.items():
+                self._row.add(name, self._place[name][0].question.id, failure)
+            return dict.fromkeys(error.failures)
         if not responses:
             raise RuntimeError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+        self._row.clear()
         return {response.request_id: response for response in responses}
 
     def _judged(self, asked: _Asked) -> Iterable[Sample]:
@@ -370,6 +367,5 @@ class ReplaySource:
         dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
         self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
         return {
-            name: Waste(len(samples), sum(sample_tokens(sample, self.query_tokens) for sample in samples))
-            for name, samples in dropped.items()
+            name: Waste(len(samples), total_tokens(samples, self.query_tokens)) for name, samples in dropped.items()
         }

@@ -43,8 +43,8 @@ class Answers(Protocol):
         """Return a data set's gold answer in canonical form, or None when it is no answer of this type."""
         ...
 
-    def extract(self, text: str) -> str | None:
-        """Return the canonical answer that a response gives, or None."""
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that a response gives, or None; of a cut one only what it states."""
         ...
 
     def verify(self, answer: str | None, reference: str) -> bool:
@@ -76,9 +76,9 @@ class NumberAnswers:
             return format_number(Fraction(repr(gold))) if abs(gold) < float("inf") else None
         return canonical_number(str(gold))
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the number that a response gives, or None."""
-        return read_number(text)
+        return read_number(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether the answer is the reference within 1e-6."""
@@ -115,9 +115,9 @@ class LetterAnswers:
             return self.letters[int(text) - 1]
         return text if len(text) == 1 and text in self.letters else None
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the option letter that a response gives, or None."""
-        return read_letter(text, self.letters, digits=self.digits)
+        return read_letter(text, self.letters, digits=self.digits, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether the answer is the reference's letter."""
@@ -150,9 +150,9 @@ class ExpressionAnswers:
         """Return the normal form of ``gold``, with its percent sign, or None when it is empty."""
         return None if gold is None else normalise_expression(str(gold), keep_percent=True) or None
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the normal form of the expression that a response gives, or None."""
-        return read_expression(text)
+        return read_expression(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether the answer is mathematically equal to the reference."""
@@ -185,9 +185,9 @@ class ShortTextAnswers:
             return json.dumps(aliases, ensure_ascii=False)
         return aliases[0] if aliases else None
 
-    def extract(self, text: str) -> str | None:
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the normalised short answer that a response gives, or None."""
-        return read_short_text(text)
+        return read_short_text(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether the answer is the reference or one of its aliases."""

@@ -33,8 +33,14 @@ class Task(Protocol):
         """Return whether loading asks the hub."""
         ...
 
-    def extract(self, text: str) -> str | None:
-        """Return the canonical answer that ``text`` gives, or None when none can be read."""
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that ``text`` gives, or None when none can be read.
+
+        Args:
+            text: The response.
+            finished: Whether the model ended it. One that the token limit cut has an answer only where it states one,
+                in a box or an answer field: the last number of a calculation that broke off is none.
+        """
         ...
 
     def verify(self, answer: str | None, reference: str) -> bool:

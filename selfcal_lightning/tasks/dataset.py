@@ -128,9 +128,9 @@ class DatasetTask:
         """Return whether loading asks the hub."""
         return path is None and self.dataset.source is not None
 
-    def extract(self, text: str) -> str | None:
-        """Return the canonical answer that a response gives, or None."""
-        return self.dataset.answers.extract(text)
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that a response gives, or None; see ``Task``."""
+        return self.dataset.answers.extract(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether an answer equals the reference; None is never correct."""

@@ -64,10 +64,10 @@ _NUMERIC_EXPONENT = re.compile(r"\^\s*[{(]?\s*-?\s*(\d+(?:\.\d+)?)")
 _FACTORIAL = re.compile(r"(\d*)[\s)}]*!")
 
 
-def read_expression(text: str) -> str | None:
+def read_expression(text: str, *, finished: bool = True) -> str | None:
     r"""Return the expression that a response gives, in normal form, or None.
 
-    Order: the last box; the last answer field; the last number of the text.
+    Order: the last box; the last answer field; the last number of a finished text.
 
     Example:
         >>> read_expression(r"so $x = \boxed{\dfrac12}$"), read_expression("The final answer is $x^2 + 1$. Done.")
@@ -82,7 +82,7 @@ def read_expression(text: str) -> str | None:
     for field in reversed(answer_fields(part)):
         if expression := _expression_of_field(field):
             return expression
-    number = read_number(part)
+    number = read_number(part, finished=finished)
     return None if number is None else normalise_expression(number)
 
 

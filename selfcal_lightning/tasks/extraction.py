@@ -11,7 +11,10 @@ from collections import deque
 from fractions import Fraction
 
 MAX_TEXT_LENGTH = 50_000
-MAX_NUMBER_LENGTH = 60
+MAX_NUMBER_LENGTH = 1_000
+# The canonical form of such a number may be a fraction of two that are as long.
+MAX_CANONICAL_LENGTH = 2 * MAX_NUMBER_LENGTH + 2
+MAX_DECIMAL_PLACES = 59
 MAX_FIELDS = 8
 MAX_FIELD_LENGTH = 1_000
 MAX_SHORT_TEXT_LENGTH = 300
@@ -105,18 +108,20 @@ def canonical_number(text: str) -> str | None:
         >>> [canonical_number(text) for text in ("5.0", "$1,234.50", "-.5", "6/8", "2/6", "-0", "none")]
         ['5', '1234.5', '-0.5', '0.75', '1/3', '0', None]
     """
-    numbers = _numbers(text)
-    return numbers[0] if numbers else None
+    numbers = number_values(text, longest=MAX_CANONICAL_LENGTH)
+    return format_number(numbers[0]) if numbers else None
 
 
-def read_number(text: str) -> str | None:
+def read_number(text: str, *, finished: bool = True) -> str | None:
     r"""Return the number that a response gives, in canonical form, or None.
 
-    Order: the last box; what follows "####"; the last answer field with a number; the last number of the text.
+    Order: the last box; what follows "####"; the last answer field with a number; the last number of a finished text.
 
     Example:
         >>> read_number("48/2 = 24 in May.\nAnswer: 48 + 24 = $72.00"), read_number(r"\boxed{1{,}234 \text{ km}}")
         ('72', '1234')
+        >>> read_number("48/2 = 24 in"), read_number("48/2 = 24 in", finished=False)
+        ('24', None)
     """
     part = final_part(text)
     if part is None:
@@ -131,15 +136,15 @@ def read_number(text: str) -> str | None:
     for field in reversed(answer_fields(part)):
         if (number := _number_of_field(field)) is not None:
             return number
-    numbers = _numbers(part)
+    numbers = _numbers(part) if finished else []
     return numbers[-1] if numbers else None
 
 
-def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> str | None:
+def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, finished: bool = True) -> str | None:
     r"""Return the option letter that a response gives, in upper case, or None.
 
-    Order: the last box; the last answer field that names an option; a lone letter at the end; the only line that
-    begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
+    Order: the last box; the last answer field that names an option; in a finished text a lone letter at the end, and
+    the only line that begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
 
     Example:
         >>> [read_letter(text) for text in ("Answer: (B)", r"\boxed{\text{c}}", "Answer: Based on", "I think a dog")]
@@ -156,6 +161,8 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> s
     for field in reversed(answer_fields(part)):
         if (letter := _letter_of_field(field, letters, digits=digits)) is not None:
             return letter
+    if not finished:
+        return None
     if match := re.search(rf"(?:^|[\s(*:])\(?([{letters}])\)?[\s.*)!]*$", part):
         return match.group(1)
     openings = re.findall(rf"^[* \t]*(?:\(([{letters}])\)|([{letters}])[.):]\s)", part, re.MULTILINE)
@@ -164,10 +171,10 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False) -> s
     return None
 
 
-def read_short_text(text: str) -> str | None:
+def read_short_text(text: str, *, finished: bool = True) -> str | None:
     r"""Return the short answer that a response gives, normalised, or None.
 
-    Order: the last box; the last answer field; the last line.
+    Order: the last box; the last answer field; the last line of a finished text.
 
     Example:
         >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
@@ -179,7 +186,8 @@ def read_short_text(text: str) -> str | None:
     boxed = last_boxed(part)
     candidates = [_LETTER_WRAPPING.sub(r"\1", boxed)] if boxed is not None else []
     candidates += answer_fields(part)[-1:]
-    candidates += [line for line in part.splitlines() if line.strip()][-1:]
+    if finished:
+        candidates += [line for line in part.splitlines() if line.strip()][-1:]
     for candidate in candidates:
         if answer := normalise_short_text(candidate[:MAX_SHORT_TEXT_LENGTH]):
             return answer
@@ -218,22 +226,33 @@ def _plain_numerals(text: str) -> str:
     return _LATEX_FRACTION.sub(lambda match: "/".join(group for group in match.groups() if group), text)
 
 
-def _numbers(text: str) -> list[str]:
-    numbers = []
+def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fraction]:
+    """Return the exact values of the numbers in ``text``, without those of more than ``longest`` characters.
+
+    Example:
+        >>> [str(value) for value in number_values("1/3 of 4,500 is not 1 1/2")]
+        ['1/3', '4500', '3/2']
+    """
+    values = []
     for match in _NUMBER.finditer(_plain_numerals(text)):
-        if len(match.group()) > MAX_NUMBER_LENGTH:
+        if len(match.group()) > longest:
             continue
         value = Fraction(match["value"].replace(",", ""))
         if match["mixed"] and int(match["mixed"].partition("/")[2]):
             value += Fraction(match["mixed"].strip())
         elif match["denominator"] and (denominator := Fraction(match["denominator"].replace(",", ""))):
             value /= denominator
-        numbers.append(format_number(-value if match["sign"] else value))
-    return numbers
+        values.append(-value if match["sign"] else value)
+    return values
+
+
+def is_number(text: str) -> bool:
+    """Return whether ``text`` is one number and nothing else, of any length."""
+    return _NUMBER.fullmatch(_plain_numerals(text).strip()) is not None
 
 
 def format_number(value: Fraction) -> str:
-    """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 20 places equals it.
+    """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 59 places equals it.
 
     Example:
         >>> format_number(Fraction(15, 2)), format_number(Fraction(-1, 3))
@@ -241,12 +260,25 @@ def format_number(value: Fraction) -> str:
     """
     if value.denominator == 1:
         return str(value.numerator)
-    for places in range(1, MAX_NUMBER_LENGTH):
-        scaled = value * 10**places
-        if scaled.denominator == 1:
-            digits = str(abs(scaled.numerator)).rjust(places + 1, "0")
-            return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
-    return f"{value.numerator}/{value.denominator}"
+    places = _decimal_places(value.denominator)
+    if places is None or places > MAX_DECIMAL_PLACES:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+
+
+def _decimal_places(denominator: int) -> int | None:
+    """Return the places of a decimal that equals a fraction of this denominator in lowest terms, or None."""
+    counts = []
+    for prime in (2, 5):
+        counts.append(0)
+        while denominator % prime == 0:
+            denominator, counts[-1] = denominator // prime, counts[-1] + 1
+    return max(counts) if denominator == 1 else None
+
+
+def _numbers(text: str) -> list[str]:
+    return [format_number(value) for value in number_values(text)]
 
 
 def _number_of_field(field: str) -> str | None:

@@ -1,18 +1,20 @@
-"""Responses to a question, read and verified: the only place where a response becomes a sample."""
+"""Responses to a question, read and verified: the only place where a response, live or recorded, becomes a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from selfcal_lightning.records import Question, Response, Sample
+from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
 from selfcal_lightning.tasks.base import Task
 
 
 class Judge:
     """Reads and verifies the responses to one question, one after the other in index order.
 
-    Equal answers are named by the first seen of their class, and every class is verified once, so that judging as
-    responses arrive gives the samples of judging them all at the end.
+    An answer belongs to the class of the first seen that equals it, by which it is named; every class is verified once.
+    So judging as responses arrive gives the samples of judging them all at the end, also where equality is not
+    transitive.
 
     Args:
         question: The question.
@@ -34,24 +36,34 @@ class Judge:
         self._class_of: dict[str | None, str | None] = {None: None}
         self._correct: dict[str | None, bool | None] = {}
 
-    def read(self, response: Response | None) -> Sample:
-        """Return the next sample. None, which the engine could not give, becomes an empty one that did not finish."""
+    def read(self, response: Response | RecordedResponse | None) -> Sample:
+        """Return the next sample. None, which the engine could not give, becomes an empty one that did not finish.
+
+        What a record states is taken from it. A response that the token limit cut has an answer only where it states
+        one (``Task.extract``).
+        """
         index, self._num_read = self._num_read, self._num_read + 1
         if response is None:
             return Sample(self._question.id, index, self._round, "", (), None, None, None)
-        answer = self._classify(self._task.extract(response.text))
+        record = _recorded(response) if isinstance(response, Response) else response
+        answer = record.answer
+        if isinstance(answer, Unstated):
+            answer = self._task.extract(record.text, finished=record.finish != "length")
+        answer = self._classify(answer)
         return Sample(
             question_id=self._question.id,
             index=index,
             round=self._round,
-            text=response.text,
-            token_ids=response.token_ids,
-            finish=response.finish,
+            text=record.text,
+            token_ids=record.token_ids,
+            finish=record.finish,
             answer=answer,
-            correct=self._verify(answer),
-            logprob=response.logprob,
-            yes_mass=response.yes_mass,
-            no_mass=response.no_mass,
+            correct=self._verify(answer) if isinstance(record.correct, Unstated) else record.correct,
+            logprob=record.logprob,
+            yes_mass=record.yes_mass,
+            no_mass=record.no_mass,
+            confidences=record.confidences,
+            num_tokens=record.num_tokens,
         )
 
     def _classify(self, answer: str | None) -> str | None:
@@ -70,12 +82,45 @@ class Judge:
         return self._correct[answer]
 
 
-def judge(question: Question, responses: Sequence[Response | None], task: Task, *, round: int) -> tuple[Sample, ...]:
+def judge(
+    question: Question, responses: Sequence[Response | RecordedResponse | None], task: Task, *, round: int = 0
+) -> tuple[Sample, ...]:
     """Return the samples of all responses to a question, in the order of ``responses``."""
     reader = Judge(question, task, round=round)
     return tuple(reader.read(response) for response in responses)
 
 
+def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
+    """Return a question with the answers and verdicts that are read from its texts now; the rest stays as it is."""
+    records = [
+        None
+        if is_failed(sample)
+        else RecordedResponse(
+            text=sample.text,
+            token_ids=sample.token_ids,
+            finish=sample.finish,
+            logprob=sample.logprob,
+            yes_mass=sample.yes_mass,
+            no_mass=sample.no_mass,
+            confidences=sample.confidences,
+            num_tokens=sample.num_tokens,
+        )
+        for sample in group.samples
+    ]
+    return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
+
+
+def _recorded(response: Response) -> RecordedResponse:
+    return RecordedResponse(
+        text=response.text,
+        token_ids=response.token_ids,
+        finish=response.finish,
+        logprob=response.logprob,
+        yes_mass=response.yes_mass,
+        no_mass=response.no_mass,
+    )
+
+
 def is_failed(sample: Sample) -> bool:
-    """Return whether a sample stands for a response that the engine could not give."""
-    return sample.finish is None and sample.token_ids == () and sample.text == ""
+    """Return whether a sample stands for a response that the engine could not give: empty, neither stopped nor cut."""
+    return sample.finish is None and not sample.text and not sample.num_tokens

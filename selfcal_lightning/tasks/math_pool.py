@@ -5,29 +5,38 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
+import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _WORKER = Path(__file__).with_name("math_worker.py")
+# Part of the time since the first question that undecided pairs may take.
+UNDECIDED_SHARE = 0.05
+# CPU time that a pair gets when little is left for undecided ones; almost all that can be decided take less.
+HURRIED_SECONDS = 0.25
 
 
 class MathWorker:
-    """One process; it is killed when it is late, and never reused after that."""
+    """One process and its fork; they are killed when they are late, and never reused after that."""
 
-    def __init__(self, *, max_memory_bytes: int, cpu_seconds: float, start_seconds: float) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(max_memory_bytes), str(cpu_seconds)]
+    def __init__(self, *, max_memory_bytes: int, start_seconds: float) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(max_memory_bytes)]
         self.process = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
             line = self.read_line() if selector.select(start_seconds) else ""
@@ -36,9 +45,16 @@ class MathWorker:
             reason = json.loads(line)["error"] if line else f"no sign of life within {start_seconds} s"
             raise RuntimeError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
-    def ask(self, answer: str, reference: str) -> None:
-        """Send a request; the reply is read with `read_reply`."""
-        self.process.stdin.write(json.dumps({"answer": answer, "reference": reference}) + "\n")  # type: ignore[union-attr]
+    def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
+        """Send a request; the reply is read with `read_reply`.
+
+        Raises:
+            BrokenPipeError: The process has ended, or said something unasked: its fork died while it had nothing to do.
+        """
+        if self.process.poll() is not None or select.select([self.process.stdout], [], [], 0.0)[0]:
+            raise BrokenPipeError
+        request = {"answer": answer, "reference": reference, "cpu_seconds": cpu_seconds}
+        self.process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
         self.process.stdin.flush()  # type: ignore[union-attr]
 
     def read_line(self) -> str:
@@ -51,8 +67,10 @@ class MathWorker:
         return (json.loads(line)["equal"], True) if line.endswith("\n") else (None, False)
 
     def kill(self) -> None:
-        """End the process and close its pipes."""
-        self.process.kill()
+        """End the process with its fork and close its pipes."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        # Where the process was gone already, its fork ends when it has nobody left to answer.
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             try:
@@ -61,12 +79,25 @@ class MathWorker:
                 logger.debug("The worker's pipe was already gone.")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A pair at work: who decides it, and since when."""
+
+    worker: MathWorker
+    pair: tuple[str, str]
+    started: float
+
+
 class MathPool:
     """Decides equality of expressions in processes with limits on CPU time, wall time and memory.
 
-    A pair that exceeds a limit is undecided (None); its process is killed and another started at the next need.
-    Decisions are remembered. Processes start at the first question, not in the constructor, and belong to the process
-    that asked: a forked child starts its own.
+    A pair that exceeds a limit is undecided (None). Decisions are remembered. Processes start at the first question,
+    not in the constructor, and belong to the process that asked: a forked child starts its own.
+
+    What undecided pairs take together is limited, too: to ``undecided_seconds``, and a twentieth of the time since the
+    first question, so that a run of days is not cut off by what a minute may hold. As that shrinks, pairs get less CPU
+    time, down to ``HURRIED_SECONDS``, in which almost all that can be decided are. When it is spent, pairs are left
+    undecided without a try.
 
     Args:
         num_workers: Most processes at a time.
@@ -74,6 +105,11 @@ class MathPool:
         wall_seconds: Wall time after which a pair is given up at the latest.
         max_memory_bytes: Address space of each process.
         cache_size: Decisions that are remembered.
+        undecided_seconds: Wall time that undecided pairs may take together.
+
+    Attributes:
+        num_undecided: Pairs that were not decided, the untried ones among them.
+        num_untried: Pairs that were left undecided without a try.
     """
 
     def __init__(
@@ -84,17 +120,21 @@ class MathPool:
         wall_seconds: float = 30.0,
         max_memory_bytes: int = 2**31,
         cache_size: int = 100_000,
+        undecided_seconds: float = 120.0,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"Expected `num_workers` to be a positive integer, but got {num_workers}.")
-        if min(cpu_seconds, wall_seconds) <= 0.0:
-            raise ValueError(f"Expected the time limits to be positive, but got {cpu_seconds} and {wall_seconds}.")
+        if min(cpu_seconds, wall_seconds, undecided_seconds) <= 0.0:
+            limits = f"{cpu_seconds}, {wall_seconds} and {undecided_seconds}"
+            raise ValueError(f"Expected the time limits to be positive, but got {limits}.")
         self.num_workers = num_workers
         self.cpu_seconds = cpu_seconds
         self.wall_seconds = wall_seconds
         self.max_memory_bytes = max_memory_bytes
         self.cache_size = cache_size
-        self.num_undecided = 0
+        self.undecided_seconds = undecided_seconds
+        self.num_undecided = self.num_untried = 0
+        self._spent, self._since = 0.0, math.nan
         self._cache: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
         self._idle: list[MathWorker] = []
         self._owner = os.getpid()
@@ -105,9 +145,10 @@ class MathPool:
         if self._owner != os.getpid():
             self._idle, self._owner, self._lock = [], os.getpid(), threading.Lock()
         with self._lock:
+            if math.isnan(self._since):
+                self._since = time.monotonic()
             decided = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
             decided |= self._decide([pair for pair in dict.fromkeys(pairs) if pair not in decided])
-            self._cache |= decided
             while len(self._cache) > self.cache_size:
                 self._cache.popitem(last=False)
         return [decided[pair] for pair in pairs]
@@ -119,53 +160,116 @@ class MathPool:
                 self._idle.pop().kill()
 
     def _decide(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
-        decided: dict[tuple[str, str], bool | None] = {}
+        decided: dict[tuple[str, str], bool | None] = dict.fromkeys(pairs)
         waiting = deque(pairs)
         with selectors.DefaultSelector() as selector:
-            while waiting or selector.get_map():
-                while waiting and len(selector.get_map()) < self.num_workers:
-                    worker = self._send(waiting[0])
-                    deadline = time.monotonic() + self.wall_seconds
-                    task = (worker, waiting.popleft(), deadline)
-                    selector.register(worker.process.stdout, selectors.EVENT_READ, task)  # type: ignore[arg-type]
-                tasks = [key.data for key in selector.get_map().values()]
-                ready = selector.select(max(0.0, min(task[2] for task in tasks) - time.monotonic()))
+            while self._fill(selector, waiting):
+                asked = [key.data for key in selector.get_map().values()]
+                first = min(one.started for one in asked) + self.wall_seconds
+                ready = selector.select(max(0.0, first - time.monotonic()))
                 finished = [key.data for key, _ in ready]
-                late = [task for task in tasks if task not in finished and task[2] <= time.monotonic()]
-                for task in finished + late:
-                    worker, pair, _ = task
-                    selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
-                    decided[pair] = self._receive(worker, pair, is_late=task in late)
+                late = [
+                    one for one in asked if one not in finished and one.started + self.wall_seconds <= time.monotonic()
+                ]
+                for one in finished + late:
+                    selector.unregister(one.worker.process.stdout)  # type: ignore[arg-type]
+                    decided[one.pair] = self._cache[one.pair] = self._receive(one, is_late=one in late)
         return decided
 
-    def _send(self, pair: tuple[str, str]) -> MathWorker:
+    def _fill(self, selector: selectors.BaseSelector, waiting: deque[tuple[str, str]]) -> bool:
+        """Give idle processes something to do. Returns whether any has."""
+        while waiting and len(selector.get_map()) < self.num_workers:
+            pair, seconds = waiting.popleft(), self._cpu_limit()
+            if seconds is None:
+                self._leave_untried()
+                continue
+            worker = self._send(pair, seconds)
+            asked = _Asked(worker, pair, time.monotonic())
+            selector.register(worker.process.stdout, selectors.EVENT_READ, asked)  # type: ignore[arg-type]
+        return bool(selector.get_map())
+
+    def _cpu_limit(self) -> float | None:
+        """Return the CPU time that the next pair may take; None where nothing is left for undecided ones."""
+        left = self.undecided_seconds + UNDECIDED_SHARE * (time.monotonic() - self._since) - self._spent
+        return None if left <= 0.0 else min(self.cpu_seconds, max(HURRIED_SECONDS, left / 10))
+
+    def _leave_untried(self) -> None:
+        if not self.num_untried:
+            logger.warning(
+                "Pairs of expressions that could not be decided took %.0f s: most others will be left undecided, too.",
+                self._spent,
+            )
+        self.num_undecided, self.num_untried = self.num_undecided + 1, self.num_untried + 1
+
+    def _send(self, pair: tuple[str, str], cpu_seconds: float) -> MathWorker:
         while self._idle:
             worker = self._idle.pop()
             try:
-                worker.ask(*pair)
+                worker.ask(*pair, cpu_seconds=cpu_seconds)
             except BrokenPipeError:
                 worker.kill()
             else:
                 return worker
-        worker = MathWorker(
-            max_memory_bytes=self.max_memory_bytes, cpu_seconds=self.cpu_seconds, start_seconds=10 * self.wall_seconds
-        )
-        worker.ask(*pair)
+        worker = MathWorker(max_memory_bytes=self.max_memory_bytes, start_seconds=10 * self.wall_seconds)
+        worker.ask(*pair, cpu_seconds=cpu_seconds)
         return worker
 
-    def _receive(self, worker: MathWorker, pair: tuple[str, str], *, is_late: bool) -> bool | None:
-        equal, lives = (None, False) if is_late else worker.read_reply()
+    def _receive(self, asked: _Asked, *, is_late: bool) -> bool | None:
+        equal, lives = (None, False) if is_late else asked.worker.read_reply()
         if lives:
-            self._idle.append(worker)
+            self._idle.append(asked.worker)
         else:
-            worker.kill()
+            asked.worker.kill()
         if equal is None:
             self.num_undecided += 1
-            logger.warning("Could not decide within the limits whether %r equals %r; it counts as different.", *pair)
+            self._spent += time.monotonic() - asked.started
+            logger.warning(
+                "Could not decide within the limits whether %r equals %r; it counts as different.", *asked.pair
+            )
         return equal
 
 
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """How many pairs of expressions the process-wide pool has left undecided, and how many of them untried."""
+
+    pairs: int
+    untried: int
+
+    @classmethod
+    def so_far(cls) -> Undecided:
+        """Return the counts since this process began."""
+        pool = default_pool()
+        return cls(pool.num_undecided, pool.num_untried)
+
+    def since(self, earlier: Undecided) -> Undecided:
+        """Return what has come since ``earlier``."""
+        return Undecided(self.pairs - earlier.pairs, self.untried - earlier.untried)
+
+    def __str__(self) -> str:
+        """Say it to a user.
+
+        Example:
+            >>> print(Undecided(3, 1))
+            3 pairs of expressions were left undecided and count as different, 1 of them untried for want of time
+        """
+        pairs = "pair of expressions was" if self.pairs == 1 else "pairs of expressions were"
+        untried = f", {self.untried:,} of them untried for want of time" if self.untried else ""
+        return f"{self.pairs:,} {pairs} left undecided and count as different{untried}"
+
+
 _default_pool: MathPool | None = None
+
+
+def allow_undecided(seconds: float) -> None:
+    """Set how long undecided pairs may take together in the process-wide pool.
+
+    Raises:
+        ValueError: It is no time.
+    """
+    if not seconds > 0.0:
+        raise ValueError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
+    default_pool().undecided_seconds = seconds
 
 
 def default_pool() -> MathPool:

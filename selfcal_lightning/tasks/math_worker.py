@@ -1,7 +1,8 @@
-"""The process in which math-verify and sympy look at model text; `verification.py` starts, times and kills it.
+"""The process in which math-verify and sympy look at model text; `math_pool.py` starts, times and kills it.
 
 Run as a plain script, so that nothing of this package (and never torch) is imported beside it. One JSON request a line
-comes in, one JSON answer a line goes out. A request that exceeds its CPU seconds kills the process by signal.
+comes in, one JSON answer a line goes out. Requests are answered in a fork: one that exceeds its CPU seconds kills the
+fork by signal, and the next fork has all that was imported.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def limit_resources(max_memory_bytes: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
 
 
-def serve(requests: TextIO, answers: TextIO, *, cpu_seconds: float) -> None:
-    """Answer requests ``{"answer", "reference"}`` by ``{"equal"}`` until the pipe is closed."""
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer requests ``{"answer", "reference", "cpu_seconds"}`` by ``{"equal"}`` until the pipe is closed."""
     for line in requests:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_seconds"])
         try:
             equal: bool | None = are_equal(request["answer"], request["reference"])
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
@@ -75,7 +76,20 @@ def serve(requests: TextIO, answers: TextIO, *, cpu_seconds: float) -> None:
         answers.flush()
 
 
-def main(max_memory_bytes: int, cpu_seconds: float) -> None:
+def serve_in_forks(requests: TextIO, answers: TextIO) -> None:
+    """Answer requests until the pipe is closed; one that kills its fork is answered by null."""
+    while True:
+        fork = os.fork()
+        if not fork:
+            serve(requests, answers)
+            os._exit(0)
+        if os.waitpid(fork, 0)[1] == 0:
+            return
+        answers.write(json.dumps({"equal": None}) + "\n")
+        answers.flush()
+
+
+def main(max_memory_bytes: int) -> None:
     """Run the worker on its standard streams; whatever a library prints goes nowhere."""
     answers = os.fdopen(os.dup(1), "w")
     with open(os.devnull, "w") as devnull:
@@ -90,8 +104,8 @@ def main(max_memory_bytes: int, cpu_seconds: float) -> None:
         return
     answers.write(json.dumps({"ready": True}) + "\n")
     answers.flush()
-    serve(sys.stdin, answers, cpu_seconds=cpu_seconds)
+    serve_in_forks(sys.stdin, answers)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.records import Question
 from selfcal_lightning.tasks.answers import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
 from selfcal_lightning.tasks.arithmetic import GSM8K, SVAMP, ObjectCounting
 from selfcal_lightning.tasks.base import Task
@@ -49,6 +50,51 @@ def get_task(name: str) -> Task:
     if name not in TASKS:
         raise unknown_name("task", name, sorted(TASKS))
     return TASKS[name]
+
+
+def load_some(
+    task: str,
+    split: str,
+    *,
+    path: str | None = None,
+    chain_of_thought: bool = True,
+    offset: int = 0,
+    limit: int | None = None,
+) -> list[Question]:
+    """Return some questions of a task: ``limit`` of them after the first ``offset``.
+
+    Args:
+        task: Name of the task.
+        split: Split of its data set.
+        path: Local file with the columns of the data set; None reads the hub.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        offset: Questions to skip.
+        limit: Most questions; None takes all that are left.
+
+    Raises:
+        ValueError: A number is negative, or no question is left.
+
+    Example:
+        >>> [question.id for question in load_some("word_problems", "test_id", offset=2, limit=2)]
+        ['word_problems/test_id/000002', 'word_problems/test_id/000003']
+    """
+    check_slice(offset, limit)
+    last = None if limit is None else offset + limit
+    questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=last)
+    if offset and offset >= len(questions):
+        raise ValueError(
+            f"Expected `offset` to be less than the {len(questions):,} questions of split {split!r} of {task}, but got "
+            f"{offset:,}."
+        )
+    return questions[offset:]
+
+
+def check_slice(offset: int, limit: int | None) -> None:
+    """Raise ValueError unless ``offset`` and ``limit`` can cut questions out of a split."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+    if offset < 0:
+        raise ValueError(f"Expected `offset` to be at least 0, but got {offset}.")
 
 
 for _dataset in (

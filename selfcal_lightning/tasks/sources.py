@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from selfcal_lightning.errors import InputError
 from selfcal_lightning.plan import QuestionCount
-from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.registry import check_slice, get_task
 
 
-def check_source(task: str, split: str, *, path: str | None, limit: int | None, at_least: int = 1) -> None:
-    """Refuse a task, a split or a file that there is not, and a limit that leaves no question.
+def check_source(task: str, split: str, *, path: str | None, limit: int | None, offset: int = 0) -> None:
+    """Refuse a task, a split or a file that there is not, and a limit or an offset that leaves no question.
 
     Raises:
         InputError: A name is unknown, or a number out of its range; the message says which there are.
         FileNotFoundError: There is no file ``path``.
     """
-    if limit is not None and limit < at_least:
-        raise InputError(f"Expected `limit` to be None or at least {at_least}, but got {limit}.")
+    check_slice(offset, limit)
     get_task(task).check_source(split, path=path)
 
 

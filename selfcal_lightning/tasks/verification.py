@@ -9,10 +9,11 @@ from fractions import Fraction
 
 from selfcal_lightning.tasks.expressions import is_text, is_within_limits, normalise_expression
 from selfcal_lightning.tasks.extraction import (
-    MAX_NUMBER_LENGTH,
-    canonical_number,
+    MAX_CANONICAL_LENGTH,
     format_number,
+    is_number,
     normalise_short_text,
+    number_values,
 )
 from selfcal_lightning.tasks.math_pool import MathPool, default_pool
 
@@ -26,12 +27,16 @@ _BASED = re.compile(r"(\w+)_\{?(\d+)\}?")
 def numbers_equal(answer: str | None, reference: str | None) -> bool:
     """Return whether two numbers differ by at most 1e-6 (relative below 1); None equals nothing.
 
+    Numbers that are too long to calculate with are equal when they are written alike.
+
     Example:
         >>> numbers_equal("5.0", "5"), numbers_equal("50", "0.5"), numbers_equal(None, None)
         (True, False, False)
     """
     left, right = _number(answer), _number(reference)
-    return left is not None and right is not None and _close(left, right)
+    if left is None or right is None:
+        return answer is not None and answer == reference and is_number(answer)
+    return _close(left, right)
 
 
 def letters_equal(answer: str | None, reference: str | None) -> bool:
@@ -102,8 +107,8 @@ def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]
 
 
 def _number(text: str | None) -> Fraction | None:
-    canonical = None if text is None else canonical_number(text)
-    return None if canonical is None else Fraction(canonical)
+    values = [] if text is None else number_values(text, longest=MAX_CANONICAL_LENGTH)
+    return values[0] if values else None
 
 
 def _close(left: Fraction, right: Fraction) -> bool:
@@ -147,7 +152,7 @@ def _equal_without_algebra(left: str, right: str) -> bool | None:
 
 def _plain_value(text: str) -> Fraction | None:
     r"""Return the value of a decimal, ``\frac{p}{q}`` or mixed number in normal form, else None."""
-    return _number(text) if _PLAIN.fullmatch(text) and len(text) <= MAX_NUMBER_LENGTH else None
+    return _number(text) if _PLAIN.fullmatch(text) and len(text) <= MAX_CANONICAL_LENGTH else None
 
 
 def _is_rounded(left: tuple[str, Fraction], right: tuple[str, Fraction]) -> bool:

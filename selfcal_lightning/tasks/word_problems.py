@@ -193,15 +193,19 @@ class WordProblems:
         """Return False: problems are made here, or read from a file."""
         return False
 
-    def extract(self, text: str) -> str | None:
-        """Return the number after the last "answer is", else the last number of the text, else None.
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the number after the last "answer is", else the last number of a finished text, else None.
 
         Example:
             >>> task = WordProblems()
             >>> task.extract("The answer is 1,204.0. No, the answer is 0017."), task.extract("I am not sure.")
             ('17', None)
+            >>> task.extract("First 4*3=12. Then", finished=False) is None
+            True
         """
-        matches = _ANSWER.findall(text) or _NUMBER.findall(text)
+        matches = _ANSWER.findall(text)
+        if not matches and finished:
+            matches = _NUMBER.findall(text)
         return _canonical_number(matches[-1]) if matches else None
 
     def verify(self, answer: str | None, reference: str) -> bool:

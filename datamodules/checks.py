@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from selfcal_lightning.datamodules.tuples import AGREEMENT, LEAVE_ONE_OUT
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -46,10 +48,12 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_agreement(num_samples: int, target: str) -> None:
-    """Raise ValueError where targets would be the agreement of a single response with itself."""
-    if num_samples < 2 and target in ("ssc", "consistency"):
+    """Raise ValueError where targets would be the agreement of a single response with itself, or with none."""
+    if num_samples < 2 and target in AGREEMENT:
+        why = "one response always agrees with itself, so every target would be 1.0"
+        if target in LEAVE_ONE_OUT:
+            why = "one response has no other to agree with, so there would be no target"
         raise ValueError(
-            f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: "
-            "one response always agrees with itself, so every target would be 1.0. Raise `num_samples` (the "
-            "paper uses 32), or train on `target='label'`."
+            f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: {why}. Raise "
+            "`num_samples` (the paper uses 32), or train on `target='label'`."
         )

@@ -45,7 +45,7 @@ from selfcal_lightning.datamodules.ssc_sampler import (
     validation_batches,
 )
 from selfcal_lightning.datamodules.summary import describe_epoch
-from selfcal_lightning.datamodules.tuples import PTrueName, TargetName, TupleDataset, TupleTable, build_table
+from selfcal_lightning.datamodules.tuples import AGREEMENT, PTrueName, TargetName, TupleDataset, TupleTable, build_table
 from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
@@ -86,7 +86,10 @@ class SSCDataModule(LightningDataModule):
             share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         eta: Threshold of the generation loss, strict.
-        target: "ssc", "consistency" (vote share), "p_true" (own confidence) or "label" (needs references).
+        target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
+            "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
+            references). The first two contain the response's own vote, which makes rare answers look better than they
+            are.
         p_true: Confidence that targets are made of: "normalised" Yes / (Yes + No), or "raw" Yes.
         drop_none: Whether unreadable responses stay out of targets and training; if not, they form one class.
         exact: Whether tuples of the calibration pool carry no generation loss, as in the paper.
@@ -362,7 +365,7 @@ class SSCDataModule(LightningDataModule):
                 f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
                 f"{sum(table.dropped.values()):,} dropped for their prompt's length."
             )
-        if self.num_samples < 2 and self.target in ("ssc", "consistency"):
+        if self.num_samples < 2 and self.target in AGREEMENT:
             table = replace(table, target=np.full(len(table), np.nan))  # one response always agrees with itself
         weights = (~np.isnan(table.target)).astype(np.float64), table.confident(self.eta).astype(np.float64)
         batches = validation_batches(

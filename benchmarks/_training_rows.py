@@ -26,7 +26,7 @@ from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.store_shards import StoredRow
 
 MAX_LENGTH = 1024
-LORA = LoraSettings(r=32, alpha=16, dropout=0.0)
+LORA = LoraSettings(r=32, alpha=16, dropout=0.0, activated=False)
 # The output layer holds 7 % of the parameters in the two CPU sizes; "1B" is the shape of Llama-3.2-1B.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

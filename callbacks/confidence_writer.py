@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -127,13 +128,22 @@ def prediction_origin(module: SelfCalibrationModule, *, max_length: int) -> dict
     return {
         "base_model": {name: identity["base_model"][name] for name in DIGESTS},
         "trained_sha256": trained_sha256(module),
-        "lora": None if lora is None else {name: value for name, value in lora.items() if name != "dropout"},
+        "lora": None if lora is None else _what_acts(lora),
         "prompt": identity["prompt"],
         "p_true": identity["p_true"],
         "max_length": max_length,
         # Left out where there is none, so that what was written before there were any is still found.
         **({} if module.quantization is None else {"quantization": module.quantization}),
     }
+
+
+def _what_acts(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter that its confidence depends on.
+
+    That it acts on all tokens is left out, so that what was written before there was a choice is still found.
+    """
+    silent = {"dropout"} if lora["activated"] else {"dropout", "activated"}
+    return {name: value for name, value in lora.items() if name not in silent}
 
 
 def trained_sha256(module: torch.nn.Module) -> str:

@@ -47,6 +47,16 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
+def check_generation_ratio(generation_ratio: float | None, *, activated: bool) -> None:
+    """Raise ValueError where samples would be drawn that an activated adapter learns nothing from."""
+    if activated and generation_ratio:
+        raise ValueError(
+            "Expected `generation_ratio` to be 0 with an activated adapter, which has no generation loss, but got "
+            f"{generation_ratio}: these samples would train nothing. Leave it out, or set `lora.activated: false` for "
+            "joint training."
+        )
+
+
 def check_agreement(num_samples: int, target: str) -> None:
     """Raise ValueError where targets would be the agreement of a single response with itself, or with none."""
     if num_samples < 2 and target in AGREEMENT:

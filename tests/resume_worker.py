@@ -204,7 +204,7 @@ def main() -> None:
         batch_size=ROWS_PER_STEP // (processes * arguments.accumulate),
         num_workers=arguments.num_workers,
     )
-    module = module_of(arguments.model, lora=LoraSettings(r=4, dropout=0.2), lr=5e-3)
+    module = module_of(arguments.model, lora=LoraSettings(r=4, dropout=0.2, activated=False), lr=5e-3)
     trainer.fit(module, datamodule=data, ckpt_path="last")
 
 

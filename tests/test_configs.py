@@ -110,7 +110,7 @@ def test_training_config_instantiates(
         assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == rows
         assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
-        assert model.lora == LoraSettings(r=32, alpha=16, dropout=0.05, target_modules=("q_proj", "v_proj"))
+        assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
         assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
         assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)

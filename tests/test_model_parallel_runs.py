@@ -294,7 +294,7 @@ def load_other(pool: Pool, store_dir: str, folder: Path) -> list[str]:
     messages = []
     for path in (folder / "fsdp2" / "step=4.ckpt", folder):
         run = Run(pool, store_dir, folder, "fsdp2")
-        module = module_of(pool.model, lora=LoraSettings(r=3, alpha=8, dropout=0.0))
+        module = module_of(pool.model, lora=LoraSettings(r=3, alpha=8, dropout=0.0, activated=False))
         with pytest.raises(ValueError, match="Expected") as caught:
             run.trainer().fit(module, datamodule=run.data(), ckpt_path=path, weights_only=True)
         messages.append(str(caught.value))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,16 +113,34 @@ def logits_at(
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     if trees:
         arguments = packed_inputs(trees, input_ids, model.config.get_text_config()._attn_implementation)
+    return selected_logits(model, head, {**arguments, "use_cache": False}, positions)
+
+
+def selected_logits(
+    model: nn.Module, head: nn.Module | None, arguments: Mapping[str, Any], positions: Tensor
+) -> Tensor:
+    """Run ``model`` and return the logits at the given positions only; see ``logits_at``.
+
+    Args:
+        model: Causal language model, an adapted one too.
+        head: Its output layer, or None to select from the full logits.
+        arguments: Of the forward pass, among them ``input_ids`` [S, T].
+        positions: Positions to read in the flattened S * T tokens, int64, [n]; may be none.
+
+    Returns:
+        Logits in the dtype of the model, [n, V].
+    """
     if head is None:
-        return model(**arguments, use_cache=False).logits.flatten(0, 1)[positions]
+        return model(**arguments).logits.flatten(0, 1)[positions]
+    shape = arguments["input_ids"].shape
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = inputs
-        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == input_ids.shape else inputs
+        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == shape else inputs
 
     handle = head.register_forward_pre_hook(select)
     try:
-        logits = model(**arguments, use_cache=False).logits
+        logits = model(**arguments).logits
     finally:
         handle.remove()
     return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
 
 
@@ -27,15 +29,20 @@ class LoraSettings:
         alpha: Scale of the update, divided by ``r``.
         dropout: Chance in [0, 1) that an input of A is dropped in training.
         target_modules: Last part of the names of the linear layers that are adapted.
+        activated: Whether the adapter's weights act on the tokens of the confidence query alone: prompt and response
+            are read by the base model, which so generates what it always did. If not, they act on every token (joint
+            training, which tunes the generator too).
 
     Reference:
-        Hu et al., LoRA (arXiv 2106.09685); the defaults are those of Self-Calibration (arXiv 2503.00031).
+        Hu et al., LoRA (arXiv 2106.09685); the sizes are those of Self-Calibration (arXiv 2503.00031). Greenewald et
+        al., Activated LoRA (arXiv 2504.12397).
     """
 
     r: int = 32
     alpha: int = 16
     dropout: float = 0.05
     target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    activated: bool = True
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -85,6 +92,36 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return adapted
+
+
+@contextmanager
+def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
+    """Let the adapters of ``model`` do nothing in the block, as if it were the base model; or wake them in it.
+
+    Which parameters are trained stays as it is: PEFT's own switch freezes what sleeps, which FSDP2 would take over for
+    good from a first forward pass in that state.
+
+    Args:
+        model: A model with an adapter.
+        asleep: Whether they sleep in the block, or are awake.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    changed = [layer for layer in layers if layer.disable_adapters != asleep]
+    _switch(changed, asleep=asleep)
+    try:
+        yield
+    finally:
+        _switch(changed, asleep=not asleep)
+
+
+def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
+    for layer in layers:
+        trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+        layer.enable_adapters(not asleep)
+        for parameter, is_trained in trained:
+            parameter.requires_grad_(is_trained)
 
 
 def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from selfcal_lightning.models.identity import same_base_model
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.lora import LoraSettings
 
 # Where the model lies, and how its layers are computed: not what is learned.
 INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing"})
@@ -25,6 +28,33 @@ def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, wa
         raise ValueError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
     if warmup_steps < 0:
         raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+
+
+def check_activated(
+    *, lora: LoraSettings | None, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
+) -> None:
+    """Raise ValueError for settings that an activated adapter has no use for.
+
+    Args:
+        lora: The adapter; one that is not activated, or none, is not judged.
+        omega: Weight of the generation loss as the user set it; None where it was left out.
+        generation_loss: Likewise.
+        gradient_checkpointing: Whether activations are recomputed.
+    """
+    if lora is None or not lora.activated:
+        return
+    way_out = "leave it out, or set `lora.activated: false` for joint training"
+    for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
+        if value:
+            raise ValueError(
+                f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
+                f"{value}: {way_out}."
+            )
+    if gradient_checkpointing:
+        raise ValueError(
+            "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
+            f"responses, but got True: {way_out}."
+        )
 
 
 def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:
@@ -96,5 +126,7 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with those of the adapter beside the others, as ``lora.r``."""
     lora = settings.get("lora") or {}
+    if lora:  # what was trained before there were activated adapters was trained jointly
+        lora = {"activated": False, **lora}
     adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
     return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}

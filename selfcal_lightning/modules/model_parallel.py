@@ -220,16 +220,22 @@ def gather_trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in gathered.items() if value is not None}
 
 
-def join_forward(model: nn.Module, device: torch.device) -> None:
-    """Take part in a forward pass for which this process has no row: one token goes through, and is forgotten.
+def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> None:
+    """Take part in forward passes for which this process has no row: one token goes through, and is forgotten.
 
     Under FSDP2 every layer is gathered from all processes; one that stayed out would leave the others waiting.
+
+    Args:
+        model: The model.
+        device: Where it computes.
+        passes: Forward passes that the others make.
     """
     if not is_sharded(model):
         return
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     with torch.no_grad():
-        model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+        for _ in range(passes):
+            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
 
 
 def _gather(value: Tensor, *, keep: bool) -> Tensor | None:

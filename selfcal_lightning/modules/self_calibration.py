@@ -23,6 +23,7 @@ from selfcal_lightning.functional.losses import (
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
@@ -38,6 +39,7 @@ from selfcal_lightning.models.quantization import (
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.checks import (
+    check_activated,
     check_base_model,
     check_hyper_parameters,
     check_loss_settings,
@@ -54,7 +56,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
-PAPER_LORA = LoraSettings()
+DEFAULT_LORA = LoraSettings()
+DEFAULT_OMEGA = 0.1
 IDENTITY_KEY = "base_model_identity"
 
 
@@ -75,14 +78,19 @@ class SelfCalibrationModule(LightningModule):
     ``L = sum(w_cal * l(P(Yes | x, y, query), c)) / sum(w_cal) + omega * sum(w_gen * mean_t NLL) / sum(w_gen)``
     with l the SmoothL1 of width beta, w the weights and their sums over the step that every batch carries.
 
+    An *activated* adapter (the default) acts on the tokens of the query alone: the base model reads x and y without
+    autograd, and the query runs forward and backward over the keys and values that it left. There is no generation loss
+    then, and what the model generates stays what it was, to the last bit. Without ``lora.activated``, training is
+    *joint*, as in the paper: one pass over x, y and query carries both losses, and tunes the generator too.
+
     Args:
         base_model: Folder or hub name of the model to calibrate; "bundled" is the small one that comes along.
         revision: Branch, tag or commit of a hub model.
-        lora: The adapter; None trains all weights.
-        omega: Weight of the generation loss.
+        lora: The adapter; None trains all weights, jointly.
+        omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
         beta: Width of the quadratic part of SmoothL1.
         loss: "smooth_l1", or "squared" for the ablation.
-        generation_loss: False drops the generation loss (the ablation): omega 0.
+        generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
             extra `qlora`); embeddings, norms and the output layer are not. Round 0 is sampled from, and an export is
@@ -95,7 +103,8 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
-        gradient_checkpointing: Recompute activations in the backward pass: about half the memory, a third more time.
+        gradient_checkpointing: Recompute activations in the backward pass of joint training: about half the memory, a
+            third more time.
         attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
@@ -111,11 +120,11 @@ class SelfCalibrationModule(LightningModule):
         base_model: str,
         *,
         revision: str | None = None,
-        lora: LoraSettings | None = PAPER_LORA,
-        omega: float = 0.1,
+        lora: LoraSettings | None = DEFAULT_LORA,
+        omega: float | None = None,
         beta: float = 0.25,
         loss: Literal["smooth_l1", "squared"] = "smooth_l1",
-        generation_loss: bool = True,
+        generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",
         quantization: Quantization | None = None,
         optimizer: OptimizerName = "adamw",
@@ -131,9 +140,21 @@ class SelfCalibrationModule(LightningModule):
         plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         super().__init__()
         if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
-            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
+            # One of before there were activated adapters does not say so, and was trained jointly.
+            lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        check_activated(
+            lora=lora,
+            omega=omega,
+            generation_loss=generation_loss,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        self.activated = lora is not None and lora.activated
+        # What was left out is kept as what it stands for, so that a checkpoint says it.
+        generation_loss = not self.activated if generation_loss is None else generation_loss
+        omega = (0.0 if self.activated else DEFAULT_OMEGA) if omega is None else omega
+        plain |= {"omega": omega, "generation_loss": generation_loss}
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
@@ -206,12 +227,16 @@ class SelfCalibrationModule(LightningModule):
         self.model.train()
 
     def _check_packing(self) -> None:
-        """Hold packed rows against separate ones, once; where the weights are and all processes come along."""
+        """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
         packing = getattr(self.trainer.datamodule, "packing", "off")
-        if packing == "off" or self._packing_is_checked or not runs_packed_rows(self.model):
+        packed = packing != "off" and runs_packed_rows(self.model)
+        if self._packing_is_checked or not (packed or self.activated):
             return
         with self.trainer.precision_plugin.forward_context():
-            check_packed_equals_separate(self.model)
+            if packed:
+                check_packed_equals_separate(self.model)
+            if self.activated:
+                check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
 
     def on_fit_start(self) -> None:
@@ -233,7 +258,17 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        return self._read_confidence(self._logits_at(batch, batch.query_position))
+        return self._read_confidence(self._query_logits(batch))
+
+    def _query_logits(self, batch: SSCBatch) -> Tensor:
+        """Return the logits after every row's query, [B, V], in two passes where the adapter is activated."""
+        if not self.activated:
+            return self._logits_at(batch, batch.query_position)
+        head, query_ids = self.model.get_output_embeddings(), self.chat.query.suffix_ids
+        contexts = read_contexts(
+            self.model, head, batch.input_ids, batch.attention_mask, tail=len(query_ids), trees=batch.trees
+        )
+        return ask(self.model, head, contexts, query_ids)
 
     def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
@@ -258,7 +293,14 @@ class SelfCalibrationModule(LightningModule):
         return (calibration + self.omega * generation) * scale
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
+        """Return the parts of the calibration and generation loss (scalars) and P(True) [B]."""
+        if self.activated:
+            confidence = self.confidence(batch).p_true
+            return self._calibration_loss(batch, confidence), confidence.new_zeros(()), confidence
+        return self._joint_losses(batch)
+
+    def _joint_losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same from one forward pass over prompt, response and query."""
         asked = (self.omega * batch.generation_weight > 0)[batch.label_row]
         # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
         wanted = torch.cat((batch.query_position, batch.label_position[asked]))
@@ -266,11 +308,6 @@ class SelfCalibrationModule(LightningModule):
         logits = self._logits_at(batch, positions)
 
         confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
-        weight = batch.calibration_weight
-        target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
-        loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
-        calibration = share_of_step(loss(confidence, target), weight, batch.calibration_total)
-
         nll = packed_negative_log_likelihood(
             logits[place[batch.batch_size :]],
             batch.label_id[asked],
@@ -278,7 +315,13 @@ class SelfCalibrationModule(LightningModule):
             num_rows=batch.batch_size,
         )
         generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
-        return calibration, generation, confidence
+        return self._calibration_loss(batch, confidence), generation, confidence
+
+    def _calibration_loss(self, batch: SSCBatch, confidence: Tensor) -> Tensor:
+        weight = batch.calibration_weight
+        target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
+        loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
+        return share_of_step(loss(confidence, target), weight, batch.calibration_total)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
@@ -351,14 +394,14 @@ class SelfCalibrationModule(LightningModule):
     def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
         """Return the confidence of every row."""
         if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device)
+            join_forward(self.model, self.device, passes=2 if self.activated else 1)
             nothing = torch.empty(0, device=self.device)
             return ScoredRows(batch.row, batch.question_index, nothing, nothing, nothing)
         return ScoredRows(batch.row, batch.question_index, *self.confidence(batch))
 
     def _update_metrics(self, metrics: CalibrationMetrics, batch: SSCBatch) -> None:
         if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device)
+            join_forward(self.model, self.device, passes=2 if self.activated else 1)
             return
         confidence = self.confidence(batch)
         metrics.update(
@@ -412,6 +455,7 @@ class SelfCalibrationModule(LightningModule):
             "base_model": dict(self.identity),
             "prompt": self.chat.describe(),
             "p_true": self.p_true,
+            "activated": self.activated,
             "quantization": self.quantization,
             "hyper_parameters": dict(self.hparams),
         }

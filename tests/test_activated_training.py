@@ -15,7 +15,8 @@ from training_runs import data_module, fill_store
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
-from selfcal_lightning.models.lora import LoraSettings, adapter_asleep, attach_lora
+from selfcal_lightning.models.activation import adapter_asleep
+from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer

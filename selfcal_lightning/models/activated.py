@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree, cut_branches
+from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.causal_lm import selected_logits
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
-from selfcal_lightning.models.lora import adapter_asleep
 from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
 from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, logit_tolerance, packed_inputs
 

@@ -1,9 +1,9 @@
-"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is in this file."""
+"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is here and in ``activation``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.models.activation import CONFIG_FILE, invoked_by
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
 
 
@@ -94,36 +94,6 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     return adapted
 
 
-@contextmanager
-def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
-    """Let the adapters of ``model`` do nothing in the block, as if it were the base model; or wake them in it.
-
-    Which parameters are trained stays as it is: PEFT's own switch freezes what sleeps, which FSDP2 would take over for
-    good from a first forward pass in that state.
-
-    Args:
-        model: A model with an adapter.
-        asleep: Whether they sleep in the block, or are awake.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    changed = [layer for layer in layers if layer.disable_adapters != asleep]
-    _switch(changed, asleep=asleep)
-    try:
-        yield
-    finally:
-        _switch(changed, asleep=not asleep)
-
-
-def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
-    for layer in layers:
-        trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
-        layer.enable_adapters(not asleep)
-        for parameter, is_trained in trained:
-            parameter.requires_grad_(is_trained)
-
-
 def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
     """Raise ValueError where a target matches no linear layer, naming the layers that there are.
 
@@ -146,10 +116,22 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+def save_adapter(
+    model: PeftModel,
+    directory: Path,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    revision: str | None = None,
+    invocation_ids: Sequence[int] | None = None,
+) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything.
 
-    ``state`` holds the adapter's parameters by name where those of ``model`` are cut over processes.
+    Args:
+        model: The adapted model.
+        directory: Where to.
+        state: The adapter's parameters by name where those of ``model`` are cut over processes.
+        revision: Of the base model on the hub.
+        invocation_ids: Tokens from whose first one on the adapter is awake; None where it always is.
     """
     model.save_pretrained(
         str(directory),
@@ -157,6 +139,11 @@ def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tenso
         save_embedding_layers=False,
         state_dict=None if state is None else dict(state),
     )
+    file = directory / CONFIG_FILE
+    config = json.loads(file.read_text()) | {"revision": revision}
+    if invocation_ids is not None:
+        config |= invoked_by(invocation_ids)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.imports import is_installed
+from selfcal_lightning.pipelines.activated_card import activated_usage
 from selfcal_lightning.pipelines.progress import say
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ def run_export(
     overwrite: bool = False,
     push: str | None = None,
     private: bool = True,
+    merge: bool = True,
 ) -> str:
     """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
 
     An adapter that was trained on a quantised base (QLoRA) is merged into the base as it is stored: merged into four
-    bits, the update would be rounded away. The manifest and the model card say what it was trained on.
+    bits, the update would be rounded away. The manifest and the model card say what it was trained on. An activated
+    adapter acts on the confidence query alone and cannot be merged: it is used beside its base model, by --adapter.
 
     Args:
         adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
@@ -53,17 +56,29 @@ def run_export(
         overwrite: Whether an earlier export in ``output_dir`` may be replaced; anything else there never is.
         push: Hub repository ("owner/name") to upload to; the token is read from the environment variable HF_TOKEN.
         private: Whether a repository that `push` creates is private.
+        merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
 
     Returns:
         The folder that was written.
 
     Raises:
-        ValueError: If the output folder holds something, the adapter was trained on another base model, or a token is
-            missing.
+        ValueError: If the output folder holds something, the adapter is activated or was trained on another base model,
+            or a token is missing.
     """
     target = Path(output_dir)
     check_output(target, overwrite=overwrite)
     token = _token() if push else None
+    if not merge:
+        _write_adapter(adapter, target, base_model, dtype)
+    else:
+        _write_merged(adapter, target, base_model, dtype)
+    if push:
+        _upload(target, push, private=private, token=token, merged=merge)
+    return str(target)
+
+
+def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str) -> None:
+    _check_can_merge(adapter)
     if Path(adapter).is_file():
         model, base, manifest = _from_checkpoint(adapter, base_model, dtype)
     elif (Path(adapter) / "adapter_config.json").is_file():
@@ -78,9 +93,39 @@ def run_export(
         model.save_pretrained(folder)
         _save_tokenizer(folder, base)
         _describe(folder, {**manifest, "kind": "merged", "versions": versions(), "created": _now()})
-    if push:
-        _upload(target, push, private=private, token=token)
-    return str(target)
+
+
+def _write_adapter(checkpoint: str, target: Path, base_model: str | None, dtype: str) -> None:
+    """Write the adapter that a checkpoint of the Trainer holds."""
+    if not Path(checkpoint).is_file() or _hyper_parameters(checkpoint)["lora"] is None:
+        raise ValueError(
+            f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
+            "folder is an adapter already, and a checkpoint of all weights has none."
+        )
+    if dtype != "auto":
+        raise ValueError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
+    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16")  # of the base, which is not written
+    say(f"Writing the adapter to {target}")
+    write_export(module, target, described=_as_trained(stored))
+
+
+def _check_can_merge(adapter: str) -> None:
+    """Raise ValueError for an activated adapter, saying how it is used instead."""
+    if Path(adapter).is_file():
+        lora = _hyper_parameters(adapter)["lora"] or {}
+        activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
+    else:
+        from selfcal_lightning.models.activation import read_invocation_ids
+
+        has_config = (Path(adapter) / "adapter_config.json").is_file()
+        activated, folder = has_config and read_invocation_ids(adapter) is not None, "this folder"
+    if activated:
+        raise ValueError(
+            f"Expected an adapter of joint training to merge, but got an activated one in {adapter!r}: it acts on the "
+            "tokens of the confidence query alone. Merged, it would act on all tokens and change what the model "
+            f"generates. Use it beside its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
+            "and predict; or by PEFT alone, as the README.md in an exported adapter says."
+        )
 
 
 def write_export(
@@ -91,6 +136,7 @@ def write_export(
     metrics: Mapping[str, float] | None = None,
     run: str | None = None,
     state: Mapping[str, Tensor] | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
 
@@ -103,6 +149,7 @@ def write_export(
         metrics: Validation metrics to keep with it.
         run: Name of the training, the same after a resume.
         state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
+        described: Parts of the manifest that differ from what ``module`` says of itself.
     """
     from selfcal_lightning.models.lora import save_adapter
 
@@ -110,11 +157,13 @@ def write_export(
         if module.lora is None:
             module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
         else:
-            save_adapter(module.model, folder, state=state)
+            query_ids = module.chat.query.suffix_ids if module.activated else None
+            save_adapter(module.model, folder, state=state, revision=module.revision, invocation_ids=query_ids)
         module.chat.tokenizer.save_pretrained(folder)
         manifest = {
             "kind": "model" if module.lora is None else "adapter",
             **module.describe(),
+            **(described or {}),
             "store": None if store is None else dict(store),
             # JSON has no nan: what is not defined is left out.
             "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
@@ -212,20 +261,30 @@ def _from_checkpoint(
 
     from selfcal_lightning.models.causal_lm import load_config
     from selfcal_lightning.models.lora import merge_adapter
+
+    if dtype == "auto":
+        place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
+        config = load_config(place["base_model"], revision=place["revision"])
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    module, stored = _module_of(path, base_model, dtype=dtype)
+    merged = module.model if module.lora is None else merge_adapter(module.model)
+    return merged, (module.base_model, module.revision), module.describe() | _as_trained(stored)
+
+
+def _module_of(path: str, base_model: str | None, *, dtype: str) -> tuple[SelfCalibrationModule, dict[str, Any]]:
+    """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    stored = _hyper_parameters(path) | place
-    if dtype == "auto":
-        config = load_config(stored["base_model"], revision=stored["revision"])
-        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     module = SelfCalibrationModule.load_from_checkpoint(
         path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
     )
-    merged = module.model if module.lora is None else merge_adapter(module.model)
-    # What it was trained with, not what it was loaded with to be merged.
-    trained = {"quantization": stored.get("quantization"), "hyper_parameters": stored}
-    return merged, (module.base_model, module.revision), module.describe() | trained
+    return module, _hyper_parameters(path) | place
+
+
+def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
+    return {"quantization": stored.get("quantization"), "hyper_parameters": dict(stored)}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
@@ -256,13 +315,14 @@ def _token() -> str:
     return token
 
 
-def _upload(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
+def _upload(folder: Path, repository: str, *, private: bool, token: str | None, merged: bool) -> None:
     """Create the repository where it is missing and upload the folder as one commit."""
     import huggingface_hub
 
+    message = "Merged self-calibrated model" if merged else "Adapter of a self-calibrated model"
     hub = huggingface_hub.HfApi(token=token)
     hub.create_repo(repository, private=private, exist_ok=True)
-    hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Merged self-calibrated model")
+    hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message=message)
     say(f"Uploaded {folder} to {repository}")
 
 
@@ -289,6 +349,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
             f"of the next token. The token ids are in `{MANIFEST}`.",
             "",
         ]
+    if manifest.get("activated"):
+        lines += activated_usage(manifest)
     if manifest.get("metrics"):
         before = " before it was merged" if kind == "merged" and manifest.get("quantization") else ""
         lines += [f"Scores on validation responses of the base model{before}:", "", "| metric | value |", "|---|---|"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter, read_invocation_ids
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
@@ -187,6 +189,7 @@ class CachedModel:
         *,
         leading: bool = False,
         keep: Tensor | None = None,
+        awake: bool = False,
     ) -> Tensor:
         """Append tokens to slots and return logits [rows, kept, vocabulary].
 
@@ -197,13 +200,51 @@ class CachedModel:
             read_width: Upper bound of ``starts + tokens``.
             leading: Whether ``slots`` are 0, 1, 2, ....
             keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
+            awake: Whether an activated adapter reads these tokens; the base model alone reads all others.
         """
-        columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
-        self._cache.plan(slots, columns, read_width, leading=leading)
-        return self._run(ids, columns, torch.arange(read_width, device=self.device), self._cache, keep)
+        with adapter_asleep(self.network, asleep=False) if awake else nullcontext():
+            return self._extend(self._cache, slots, starts, ids, read_width, leading=leading, keep=keep)
 
-    def next_token_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits after each sequence, [sequences, vocabulary], without touching the slots."""
+    def query_logits(
+        self, contexts: Sequence[Sequence[int]], query_ids: Sequence[int], *, awake: bool = True
+    ) -> Tensor:
+        """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
+
+        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``.
+        """
+        rows = torch.arange(len(contexts), device=self.device)
+        lengths = torch.tensor([len(ids) for ids in contexts], device=self.device)
+        longest = max(map(len, contexts))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in contexts], device=self.device)
+        query = torch.tensor(query_ids, device=self.device).repeat(len(contexts), 1)
+        cache, width = SlotCache(), longest + len(query_ids)
+        cache.reserve(len(contexts), width)
+        self._extend(cache, rows, torch.zeros_like(lengths), ids, longest, leading=True)
+        with adapter_asleep(self.network, asleep=not awake):
+            return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
+
+    def _extend(
+        self,
+        cache: SlotCache,
+        slots: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        read_width: int,
+        *,
+        leading: bool,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        cache.plan(slots, columns, read_width, leading=leading)
+        return self._run(ids, columns, torch.arange(read_width, device=self.device), cache, keep)
+
+    def next_token_logits(self, sequences: Sequence[Sequence[int]], query_ids: Sequence[int] | None = None) -> Tensor:
+        """Return the logits after each sequence, [sequences, vocabulary], without touching the slots.
+
+        With ``query_ids``, which all sequences end with, an activated adapter reads these; see ``query_logits``.
+        """
+        if query_ids is not None:
+            return self.query_logits([ids[: -len(query_ids)] for ids in sequences], query_ids)
         width = max(map(len, sequences))
         padding = torch.tensor([width - len(ids) for ids in sequences], device=self.device)
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences], device=self.device)
@@ -239,6 +280,8 @@ class CachedModel:
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
+    An activated adapter lies beside it, asleep.
+
     Raises:
         ValueError: When ``dtype`` is unknown or ``model`` cannot be loaded.
     """
@@ -252,6 +295,8 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         network = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=getattr(torch, dtype))
     except OSError as error:
         raise ValueError(f"Expected `model` to name a causal language model, but {model!r} failed: {error}") from error
+    if adapter is not None and read_invocation_ids(adapter) is not None:
+        return load_sleeping_adapter(network.to(device).eval(), adapter).eval()
     if adapter is not None:
         from peft import PeftModel
 

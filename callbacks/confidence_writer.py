@@ -63,10 +63,10 @@ class ConfidenceWriter(Callback):
                 f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
                 "with them. Choose another name."
             )
-        if trainer.ckpt_path is None and trainer.global_step == 0:
+        if trainer.ckpt_path is None and trainer.global_step == 0 and pl_module.exported is None:
             rank_zero_warn(
                 f"No checkpoint is loaded: {self.name!r} will be the confidence of the model as it was built. Give "
-                "`--ckpt_path` for a calibrated one."
+                "`--ckpt_path` or `--adapter` for a calibrated one."
             )
         self._annotation = Annotation(data.store_dir, self.name)
         self._origin = prediction_origin(pl_module, max_length=data.max_length)
@@ -165,6 +165,7 @@ def _details(trainer: Trainer, module: SelfCalibrationModule) -> dict[str, Any]:
         "model": module.base_model,
         "revision": module.revision,
         "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+        "adapter": None if module.exported is None else str(module.exported.folder),
         "precision": str(trainer.precision),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }

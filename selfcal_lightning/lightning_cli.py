@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -14,7 +15,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from selfcal_lightning.models.adapter_files import CONFIG_FILE
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.modules.exported import ExportedAdapter
+from selfcal_lightning.pipelines.export import read_manifest
 
 LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
@@ -54,7 +58,28 @@ class SelfCalibrationCLI(LightningCLI):
         if subcommand == "predict":
             parser.add_lightning_class_args(Callback, "confidence_writer", subclass_mode=True, required=False)
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
+            parser.add_argument(
+                "--adapter", type=str | None, help="Folder that AdapterExport wrote, instead of `--ckpt_path`."
+            )
         return parser
+
+    def before_predict(self) -> None:
+        """Let the module take the weights of ``--adapter``.
+
+        Raises:
+            ValueError: It is no adapter, or there is a checkpoint beside it.
+        """
+        settings = self.config["predict"]
+        if (adapter := settings.adapter) is None:
+            return
+        if settings.ckpt_path is not None:
+            raise ValueError(
+                f"Expected either `ckpt_path` or `adapter`, but got {settings.ckpt_path!r} and {adapter!r}."
+            )
+        if not (Path(adapter) / CONFIG_FILE).is_file():
+            raise ValueError(f"Expected `adapter` to be a folder with {CONFIG_FILE}, but got {adapter!r}.")
+        manifest = read_manifest(Path(adapter))
+        self.model.exported = ExportedAdapter(Path(adapter), None if manifest is None else manifest["base_model"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""

@@ -21,7 +21,8 @@ class StoreFingerprint:
     Attributes:
         model: ``{"model", "revision", "weights_sha256", "adapter_sha256"}``, and ``"quantization"`` where the weights
             were quantised as they were read. Where the hash of the weights is known it decides, and a model may move
-            to another folder.
+            to another folder. ``"activated_adapter_sha256"``, where it is there, names an adapter of which the
+            confidences are; the texts and their log-probabilities are then the base model's.
         prompt: Template, confidence query and token ids of Yes and No.
         sampling: Fields of ``SamplingSettings``.
         seed: Seed of the run.

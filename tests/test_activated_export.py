@@ -16,7 +16,7 @@ from peft_alora import reference_p_true
 from test_export import _checkpoint, _shaken
 from transformers import AutoModelForCausalLM
 
-from selfcal_lightning.models.activation import read_invocation_ids
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.export import MANIFEST, read_manifest, run_export, write_export
 from selfcal_lightning.records import Message

@@ -13,7 +13,8 @@ LAYERS = {
     # Layer 0 has two steps: records, extras and locations know nothing; prompts and fingerprints know these.
     "records": 0, "imports": 0, "locations": 0, "prompts": 0.5, "fingerprints": 0.5,
     "functional": 1, "tasks": 1, "store": 1,
-    "engines": 2, "models": 2,
+    "models": 1.5,
+    "engines": 2,
     "confidence": 3, "metrics": 3,
     "modules": 4, "strategies": 4, "reports": 4,
     "pipelines": 5,

@@ -13,7 +13,7 @@ from selfcal_lightning.engines.transformers_model import CachedModel, load_netwo
 from selfcal_lightning.engines.transformers_rows import SlotRows
 from selfcal_lightning.engines.transformers_sleep import check_query, check_sleep, ends_with_query
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
-from selfcal_lightning.models.activation import read_invocation_ids
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
 

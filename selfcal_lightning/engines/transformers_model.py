@@ -12,7 +12,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter, read_invocation_ids
+from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"

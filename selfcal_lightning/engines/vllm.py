@@ -21,6 +21,7 @@ from selfcal_lightning.engines.vllm_records import (
 )
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.models.adapter_files import check_always_awake
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -100,6 +101,7 @@ class VLLMEngine:
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        check_always_awake(adapter, engine="vllm")
         self.model, self.revision, self.adapter = model, revision, adapter
         self._settings: dict[str, Any] = {
             "model": model,
@@ -262,6 +264,7 @@ class VLLMEngine:
         """
         if len(self._book):
             raise RuntimeError(f"Expected no request in flight when an adapter is loaded, but got {len(self._book)}.")
+        check_always_awake(adapter, engine="vllm")
         rank = adapter_rank(adapter)
         self.adapter, self._adapter_is_loaded = adapter, False
         self._adapter_number += 1

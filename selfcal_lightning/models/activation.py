@@ -1,12 +1,10 @@
-"""When an adapter acts: asleep and awake in memory, and the tokens that wake it on disk (PEFT's activated LoRA)."""
+"""Adapters that sleep and wake: the base model and what it was calibrated to be, in one model in memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +16,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
-
-CONFIG_FILE = "adapter_config.json"
-INVOCATION = "alora_invocation_tokens"
 
 
 @contextmanager
@@ -40,31 +35,6 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
         yield
     finally:
         _switch(changed, asleep=not asleep)
-
-
-def invoked_by(query_ids: Sequence[int]) -> dict[str, Any]:
-    """Return what makes of a PEFT configuration that of an adapter which these tokens wake.
-
-    PEFT looks for their last occurrence in every row, and the adapter acts from its first token on. It stands in the
-    file alone, not in the configuration of a model in training, which runs the queries of many rows as one row.
-    """
-    return {INVOCATION: list(query_ids)}
-
-
-def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
-    """Return the tokens that wake an activated adapter; None for one that is always awake.
-
-    Args:
-        adapter: Folder or hub name of a PEFT adapter.
-    """
-    file = Path(adapter) / CONFIG_FILE
-    if file.is_file():
-        ids = json.loads(file.read_text()).get(INVOCATION)
-    else:
-        from peft import PeftConfig
-
-        ids = PeftConfig.from_pretrained(adapter).to_dict().get(INVOCATION)
-    return None if ids is None else tuple(ids)
 
 
 def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:

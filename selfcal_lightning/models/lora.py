@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
-from selfcal_lightning.models.activation import CONFIG_FILE, invoked_by
+from selfcal_lightning.models.adapter_files import CONFIG_FILE, invoked_by
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:

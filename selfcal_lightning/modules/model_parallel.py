@@ -139,7 +139,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         with torch.no_grad():
             for name, parameter in self.lightning_module.named_parameters():
                 if name in checkpoint["state_dict"]:
-                    parameter.copy_(_shard_like(checkpoint["state_dict"][name], parameter))
+                    parameter.copy_(shard_like(checkpoint["state_dict"][name], parameter))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the states of ``optimizer``, in full, on the first process; every process has to call it."""
@@ -160,7 +160,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             cut = {
                 index: {
-                    name: _shard_like(value, parameters[index])
+                    name: shard_like(value, parameters[index])
                     if isinstance(value, Tensor) and value.shape == parameters[index].shape
                     else value
                     for name, value in entry.items()
@@ -244,7 +244,7 @@ def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
     return whole.cpu() if keep else None
 
 
-def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this process's part of ``whole``, which every process has; nothing is sent."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter)

@@ -45,6 +45,7 @@ from selfcal_lightning.modules.checks import (
     check_loss_settings,
     check_trained,
 )
+from selfcal_lightning.modules.exported import ExportedAdapter
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
@@ -168,6 +169,7 @@ class SelfCalibrationModule(LightningModule):
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
         self.chat: ChatFormat | None = None
+        self.exported: ExportedAdapter | None = None  # whose weights the adapter starts with, set before it is built
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
@@ -223,6 +225,8 @@ class SelfCalibrationModule(LightningModule):
                 model.enable_input_require_grads()
             self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
             keep_quantized_gradients(self.model)
+        if self.exported is not None:
+            self.exported.load_into(self)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 

@@ -96,10 +96,19 @@ def _compare(pairs: Mapping[str, tuple[Pool, Pool]], folder: Path, *, num_resamp
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())
     console = Console()
-    console.print(comparison_table(rows, title="Each model on its own samples; 95 % bootstrap over questions"))
+    on = "The same responses, scored by both" if _same_responses(pairs) else "Each model on its own samples"
+    console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     for test, pools in pairs.items():
         console.print(_sample_line(test, *map(summarise, pools)))
     return result_keys(changes, by_side)
+
+
+def _same_responses(pairs: Mapping[str, tuple[Pool, Pool]]) -> bool:
+    """Return whether both sides are judged on the same texts, as with an activated adapter."""
+    texts = [
+        [[sample.text for entry in pools[at] for sample in entry.samples] for pools in pairs.values()] for at in (0, 1)
+    ]
+    return texts[0] == texts[1]
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:

@@ -14,7 +14,6 @@ from selfcal_lightning.confidence.fitted import load_scorers
 from selfcal_lightning.confidence.fusion import FusionTarget
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
-from selfcal_lightning.pipelines.comparison import SIDES
 from selfcal_lightning.pipelines.evaluation_inputs import (
     Inputs,
     PoolSource,
@@ -29,6 +28,7 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
     show_strategies,
     write_strategies,
 )
+from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import run_paper
@@ -41,8 +41,6 @@ from selfcal_lightning.store_shards import write_atomically
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
-MODEL_SIDE = "model"
-
 
 def run_evaluate(
     before: str | None = None,
@@ -51,6 +49,7 @@ def run_evaluate(
     tests: list[TestSet] | None = None,
     *,
     model: str | None = None,
+    adapter: str | None = None,
     pools: dict[str, str] | list[PoolSource] | None = None,
     task: str | None = None,
     calibration: TestSet | None = None,
@@ -93,6 +92,8 @@ def run_evaluate(
     Args:
         before: Folder or hub name of the base model, or "bundled".
         after: Folder or hub name of the calibrated (merged) model.
+        adapter: Folder of a LoRA adapter on `before`, in the place of `after`; or on `model`. An activated one leaves
+            the generator as it is: it scores the responses of `before` again, and none are sampled for it.
         output_dir: Where results.json, tables, figures, fitted files and samples go.
         tests: The test sets to sample from models.
         model: One model alone, instead of before and after.
@@ -151,14 +152,15 @@ def run_evaluate(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if pools is not None:
-        _refuse("pools", before=before, after=after, model=model, tests=tests, calibration=calibration)
+        _refuse("pools", before=before, after=after, model=model, adapter=adapter, tests=tests, calibration=calibration)
         inputs = read_pools(_sources(pools, task), _sources(calibration_pools or [], task))
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
-        inputs = sample_models(_models(before, after, model), tests or [], calibration, folder, **options)
+        sides = model_sides(before, after, model, adapter, engine=engine)
+        inputs = sample_models(sides, tests or [], calibration, folder, **options)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
@@ -211,18 +213,6 @@ def _run_strategies(
 
 def _save_scorers(calibrated: Calibrated, folder: Path) -> list[str]:
     return [] if calibrated.first_half is None else save_scorers(calibrated.scorers, folder)
-
-
-def _models(before: str | None, after: str | None, model: str | None) -> dict[str, str]:
-    """Return the models by side."""
-    if model is not None and before is None and after is None:
-        return {MODEL_SIDE: model}
-    if model is None and before is not None and after is not None:
-        return dict(zip(SIDES, (before, after), strict=True))
-    raise ValueError(
-        "Expected two models (`before` and `after`), one (`model`) or recorded `pools`, but got "
-        f"before={before!r}, after={after!r}, model={model!r}."
-    )
 
 
 def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:

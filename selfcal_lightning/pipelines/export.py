@@ -115,7 +115,7 @@ def _check_can_merge(adapter: str) -> None:
         lora = _hyper_parameters(adapter)["lora"] or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
     else:
-        from selfcal_lightning.models.activation import read_invocation_ids
+        from selfcal_lightning.models.adapter_files import read_invocation_ids
 
         has_config = (Path(adapter) / "adapter_config.json").is_file()
         activated, folder = has_config and read_invocation_ids(adapter) is not None, "this folder"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 QUEUE_RESPONSES = 1024
 COMMIT_SECONDS = 300.0
+ONLY_WHERE_THERE = ("quantization", "activated_adapter_sha256")  # stores without them are older than they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,7 @@ def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettin
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
     model = {name: described[name] for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
-    if described.get("quantization") is not None:
-        model["quantization"] = described["quantization"]
+    model |= {name: described[name] for name in ONLY_WHERE_THERE if described.get(name) is not None}
     return StoreFingerprint(model, chat.describe(), asdict(sampling), seed)
 
 

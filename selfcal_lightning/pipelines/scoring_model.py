@@ -11,6 +11,7 @@ from selfcal_lightning.confidence.registry import build_estimator, estimator_cla
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts import DEFAULT_QUERY
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
 
 EngineName = Literal["transformers", "vllm"]
+ACTIVATED = "activated_adapter_sha256"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -91,9 +93,10 @@ class ScoringModel:
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {
             "weights_sha256": weights_sha256(self.source, revision=self.revision),
-            "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+            **adapter_identity(adapter),
         }
-        if self.settings.model is None and adapter is None and not self._sampled_the_store(found):
+        named = self.settings.model is not None or found["adapter_sha256"] is not None
+        if not named and not self._sampled_the_store(found):
             raise ValueError(
                 f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
                 "`model` to score with them all the same, or another one."
@@ -104,11 +107,16 @@ class ScoringModel:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
         if not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes.
-        return estimator_class(name).reads != "engine" or self.chat.describe() == self._fingerprint["prompt"]
+        # P(True) is the one of these that the query changes, and an adapter that is awake for it.
+        if estimator_class(name).reads != "engine":
+            return True
+        awake = [source.get(ACTIVATED) for source in (self.identity, self._fingerprint["model"])]
+        return awake[0] == awake[1] and self.chat.describe() == self._fingerprint["prompt"]
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
-        return all(self._fingerprint["model"].get(name) == value for name, value in identity.items())
+        """Return whether the texts of the store are this model's."""
+        sampled = self._fingerprint["model"]
+        return all(sampled.get(name) == value for name, value in identity.items() if name != ACTIVATED)
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -126,9 +134,11 @@ class ScoringModel:
         if reads == "pool":
             return origin
         prompt = self.chat.describe()
+        if reads == "engine":
+            return {**origin, "model": self.identity, "prompt": prompt}
         # Statistics of the response's own tokens do not depend on the query that may follow it.
-        kept = prompt if reads == "engine" else {"template_sha256": prompt["template_sha256"]}
-        return {**origin, "model": self.identity, "prompt": kept}
+        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
+        return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
         """Return the estimator ``name``, loading what it reads."""
@@ -165,7 +175,8 @@ class ScoringModel:
 
             self._engine = TransformersEngine.from_model(
                 self._open_network(), self.chat, max_batch=settings.max_batch, source=self.source,
-                revision=self.revision, adapter_sha256=self.identity["adapter_sha256"],
+                revision=self.revision, adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
+                query_ids=None if settings.adapter is None else read_invocation_ids(settings.adapter),
             )  # fmt: skip
         return self._engine
 

@@ -242,6 +242,7 @@ def random_module(
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     attention: str = SEGMENTS,
+    lora: LoraSettings = LORA,
 ) -> SelfCalibrationModule:
     """Return the project's module over a Llama with random weights, made on ``device``, with LoRA on q and v.
 
@@ -254,11 +255,11 @@ def random_module(
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    module = SelfCalibrationModule("bundled", lora=LORA)
+    module = SelfCalibrationModule("bundled", lora=lora)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    module.model = attach_lora(model, LORA).to(device)
+    module.model = attach_lora(model, lora).to(device)
     module.chat = chat
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():

@@ -257,6 +257,24 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
     assert largest_difference(*states) < 1e-5
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("packing", ["shared_prefix", "off"])
+def test_half_precision_follows_float32(precision: str, packing: str, tiny_model: str, tmp_path: Path) -> None:
+    store = fill_store(tiny_model, tmp_path / "store")
+    states, losses = {}, {}
+    for name in ("32-true", precision):
+        module = module_of(tiny_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
+        trainer = quiet_trainer(limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0)
+        trainer.fit(module, datamodule=data_module(tiny_model, store, packing=packing, total_tuples=None))
+        states[name] = {key: value.detach().float() for key, value in module.named_parameters() if "lora_B" in key}
+        losses[name] = trainer.callback_metrics["train/loss/Total"].item()
+    moved = torch.stack([value.norm() for value in states["32-true"].values()]).norm()
+    apart = torch.stack([(states[precision][key] - value).norm() for key, value in states["32-true"].items()]).norm()
+    assert moved > 0.1
+    assert apart < 0.5 * moved
+    assert losses[precision] == pytest.approx(losses["32-true"], rel=0.3)
+
+
 def test_quantised_base(tiny_model: str, chat: ChatFormat) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
     module = module_of(tiny_model, lora=ACTIVATED, quantization="nf4")

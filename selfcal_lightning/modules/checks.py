@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from selfcal_lightning.models.identity import same_base_model
 
-if TYPE_CHECKING:
-    from selfcal_lightning.models.lora import LoraSettings
-
+DEFAULT_OMEGA = 0.1  # of the paper
 # Where the model lies, and how its layers are computed: not what is learned.
 INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing"})
 
@@ -30,19 +28,25 @@ def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, wa
         raise ValueError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
 
 
-def check_activated(
-    *, lora: LoraSettings | None, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
-) -> None:
-    """Raise ValueError for settings that an activated adapter has no use for.
+def generation_settings(
+    *, activated: bool, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
+) -> dict[str, Any]:
+    """Return `omega` and `generation_loss` with what was left out as what it stands for.
 
     Args:
-        lora: The adapter; one that is not activated, or none, is not judged.
-        omega: Weight of the generation loss as the user set it; None where it was left out.
-        generation_loss: Likewise.
+        activated: Whether the adapter is awake at the confidence query alone.
+        omega: Weight of the generation loss; None is 0.1, and 0 with an activated adapter.
+        generation_loss: Whether there is one; None is yes, and no with an activated adapter.
         gradient_checkpointing: Whether activations are recomputed.
+
+    Raises:
+        ValueError: An activated adapter is asked for what it has no use for.
     """
-    if lora is None or not lora.activated:
-        return
+    if not activated:
+        return {
+            "omega": DEFAULT_OMEGA if omega is None else omega,
+            "generation_loss": True if generation_loss is None else generation_loss,
+        }
     way_out = "leave it out, or set `lora.activated: false` for joint training"
     for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
         if value:
@@ -55,6 +59,7 @@ def check_activated(
             "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
             f"responses, but got True: {way_out}."
         )
+    return {"omega": 0.0, "generation_loss": False}
 
 
 def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:

@@ -14,12 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from selfcal_lightning.functional.losses import (
-    calibration_loss,
-    packed_negative_log_likelihood,
-    share_of_step,
-    squared_calibration_loss,
-)
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
@@ -39,13 +33,14 @@ from selfcal_lightning.models.quantization import (
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.checks import (
-    check_activated,
     check_base_model,
     check_hyper_parameters,
     check_loss_settings,
     check_trained,
+    generation_settings,
 )
 from selfcal_lightning.modules.exported import ExportedAdapter
+from selfcal_lightning.modules.loss_parts import calibration_part, generation_part, joint_positions
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
@@ -58,7 +53,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 DEFAULT_LORA = LoraSettings()
-DEFAULT_OMEGA = 0.1
 IDENTITY_KEY = "base_model_identity"
 
 
@@ -145,22 +139,19 @@ class SelfCalibrationModule(LightningModule):
             lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
-        check_activated(
-            lora=lora,
+        self.activated = lora is not None and lora.activated
+        plain |= generation_settings(
+            activated=self.activated,
             omega=omega,
             generation_loss=generation_loss,
             gradient_checkpointing=gradient_checkpointing,
         )
-        self.activated = lora is not None and lora.activated
-        # What was left out is kept as what it stands for, so that a checkpoint says it.
-        generation_loss = not self.activated if generation_loss is None else generation_loss
-        omega = (0.0 if self.activated else DEFAULT_OMEGA) if omega is None else omega
-        plain |= {"omega": omega, "generation_loss": generation_loss}
+        omega = plain["omega"]
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
-        self.omega, self.beta = (omega if generation_loss else 0.0), beta
+        self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
         self.loss, self.p_true = loss, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
@@ -297,35 +288,19 @@ class SelfCalibrationModule(LightningModule):
         return (calibration + self.omega * generation) * scale
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of the calibration and generation loss (scalars) and P(True) [B]."""
+        """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
+
+        Joint training has both from one forward pass.
+        """
         if self.activated:
             confidence = self.confidence(batch).p_true
-            return self._calibration_loss(batch, confidence), confidence.new_zeros(()), confidence
-        return self._joint_losses(batch)
-
-    def _joint_losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same from one forward pass over prompt, response and query."""
-        asked = (self.omega * batch.generation_weight > 0)[batch.label_row]
-        # Branches of one prompt ask its last position for their first tokens: its logits are computed once.
-        wanted = torch.cat((batch.query_position, batch.label_position[asked]))
-        positions, place = torch.unique(wanted, return_inverse=True)
-        logits = self._logits_at(batch, positions)
-
-        confidence = self._read_confidence(logits[place[: batch.batch_size]]).p_true
-        nll = packed_negative_log_likelihood(
-            logits[place[batch.batch_size :]],
-            batch.label_id[asked],
-            batch.label_row[asked],
-            num_rows=batch.batch_size,
-        )
-        generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
-        return self._calibration_loss(batch, confidence), generation, confidence
-
-    def _calibration_loss(self, batch: SSCBatch, confidence: Tensor) -> Tensor:
-        weight = batch.calibration_weight
-        target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
-        loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
-        return share_of_step(loss(confidence, target), weight, batch.calibration_total)
+            generation = confidence.new_zeros(())
+        else:
+            at = joint_positions(batch, omega=self.omega)
+            logits = self._logits_at(batch, at.positions)
+            confidence = self._read_confidence(logits[at.of_query]).p_true
+            generation = generation_part(batch, logits, at)
+        return calibration_part(batch, confidence, loss=self.loss, beta=self.beta), generation, confidence
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""

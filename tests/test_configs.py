@@ -64,10 +64,11 @@ def test_all_configs_are_found() -> None:
         "train/llama-3.1-8b-instruct-torchrun.yaml",
         "train/llama-3.1-8b-instruct.yaml",
         "train/llama-3.3-70b-instruct-fsdp8.yaml",
+        "train/qwen2.5-7b-instruct-activated.yaml",
         "train/qwen2.5-7b-instruct.yaml",
         "train/slurm-llama-3.3-70b-instruct.yaml",
     }
-    assert len(TRAINING) == 9
+    assert len(TRAINING) == 10
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -97,6 +98,7 @@ def test_training_config_instantiates(
     trained_in = (cli.model.quantization, cli.model.optimizer_name)
     assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
+    assert cli.model.activated == ("activated" in path.name)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
     if path.name in PUBLISHED:

@@ -149,15 +149,16 @@ def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) 
     for group in groups:
         batch = collator(rows.tuples(torch.tensor(list(group)).numpy())).to(device)
         head = model.get_output_embeddings()
-        positions = torch.cat((batch.query_position[:, None], _label_starts(batch)), dim=1).flatten()
+        positions = _positions_read(batch)
         logits.append(logits_at(model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees))
     return torch.cat(logits).float()
 
 
-def _label_starts(batch: Any) -> torch.Tensor:
-    """Return the first three positions of every row whose logits the generation loss reads, [B, 3]."""
-    starts = [torch.nonzero(batch.label_row == row)[:3, 0] for row in range(batch.batch_size)]
-    return batch.label_position[torch.stack(starts)]
+def _positions_read(batch: Any) -> torch.Tensor:
+    """Return the end of every row's query, and the first three positions that the generation loss reads of it, [n]."""
+    rows = range(batch.batch_size)
+    places = [(batch.query_position[row, None], batch.label_position[batch.label_row == row][:3]) for row in rows]
+    return torch.cat([place for pair in places for place in pair])
 
 
 def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from selfcal_lightning.modules.batch import SSCBatch
 
 
@@ -101,8 +99,7 @@ def causal_pairs(tokens: int) -> int:
 
 def batch_load(batch: SSCBatch) -> Load:
     """Return the load of the project's batch, packed or apart."""
-    asked = (batch.generation_weight > 0)[batch.label_row]
-    logits = len(torch.unique(torch.cat((batch.query_position, batch.label_position[asked]))))
+    logits = batch.batch_size + len(batch.label_position)
     if not batch.trees:
         lengths = batch.attention_mask.sum(dim=1).tolist()
         return Load(sum(lengths), sum(map(causal_pairs, lengths)), logits)

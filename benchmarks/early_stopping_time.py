@@ -77,7 +77,7 @@ def opened(name: str, options: argparse.Namespace, chat: ChatFormat) -> Iterator
     engine: Engine
     if name == "vllm":
         engine = VLLMEngine(
-            options.model, chat=chat, dtype="float32", max_context=options.max_context, max_num_seqs=options.max_batch,
+            options.model, chat=chat, dtype="float32", max_context=options.max_context, max_batch=options.max_batch,
             kv_cache_memory_bytes=options.kv_cache_mib << 20,
         )  # fmt: skip
     else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
-from selfcal_lightning.callbacks.generation_engines import EngineSettings, start_engine, start_round_engine
+from selfcal_lightning.callbacks.generation_engines import MEMORY, Place, start_engine, start_round_engine
 from selfcal_lightning.callbacks.generation_joining import join_shares, wait_for_shares
 from selfcal_lightning.callbacks.generation_rounds import (
     ResumedAt,
@@ -26,6 +27,7 @@ from selfcal_lightning.callbacks.generation_rounds import (
 )
 from selfcal_lightning.callbacks.preemption import interrupt_of
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import EngineOptions, LocalEngineName
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
@@ -36,7 +38,7 @@ from selfcal_lightning.pipelines.sampling import generate_samples, select_share,
 from selfcal_lightning.pipelines.shares import part_name
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 
 Splits = dict[str, list[Question]]
@@ -71,6 +73,8 @@ class SSCGeneration(Callback):
         max_batch: Sequences that the engine runs at once; None is the engine's choice.
         gpu_memory_utilization: Share of the GPU's memory for vLLM; None is its default. In later rounds it is the most
             that is taken of what the trainer leaves free.
+        engine_args: Further arguments of the engine's class, such as ``{"tensor_parallel_size": 2}`` for a model that
+            needs two GPUs: process p of a machine then samples with the GPUs 2p and 2p + 1.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
         shard_by_shard: Sample file after file. With the transformers engine on a CPU a killed run then ends with the
             samples of an unbroken one to the last bit of their confidences; otherwise texts are equal and confidences
@@ -81,27 +85,33 @@ class SSCGeneration(Callback):
     def __init__(
         self,
         *,
-        engine: Literal["transformers", "vllm"] = "transformers",
+        engine: LocalEngineName = "transformers",
         temperature: float = 0.8,
         edt_scale: float | None = 0.8,
         edt_theta: float = 1.0,
         top_p: float = 1.0,
         max_new_tokens: int = 1024,
         seed: int = 0,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: Dtype = "auto",
         max_batch: int | None = None,
         gpu_memory_utilization: float | None = None,
+        engine_args: dict[str, Any] | None = None,
         questions_per_shard: int = 64,
         shard_by_shard: bool = False,
         stall_timeout: float = 600.0,
     ) -> None:
-        if engine not in {"transformers", "vllm"}:
+        if engine not in get_args(LocalEngineName):
             raise ValueError(f'Expected `engine` to be "transformers" or "vllm", but got {engine!r}.')
         if engine == "transformers" and gpu_memory_utilization is not None:
             raise ValueError("Expected `gpu_memory_utilization` to be None with the engine transformers; it is vLLM's.")
         self.sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
-        self.engine, self.seed, self.dtype, self.max_batch = engine, seed, dtype, max_batch
-        self.gpu_memory_utilization = gpu_memory_utilization
+        further = dict(engine_args or {})
+        if MEMORY in further:
+            raise ValueError(f"Expected `engine_args` without `{MEMORY}`, which has an option of its own, but got it.")
+        if gpu_memory_utilization is not None:
+            further[MEMORY] = gpu_memory_utilization
+        self.engine = EngineOptions(engine, dtype=dtype, max_batch=max_batch, engine_args=further)
+        self.seed = seed
         self.questions_per_shard, self.shard_by_shard = questions_per_shard, shard_by_shard
         self.stall_timeout = stall_timeout
         self._meetings: Path | None = None
@@ -128,7 +138,7 @@ class SSCGeneration(Callback):
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:
             check_can_regenerate(
-                trainer, pl_module, has_questions="train" in splits, engine=self.engine, dtype=self.dtype
+                trainer, pl_module, has_questions="train" in splits, engine=self.engine.name, dtype=self.engine.dtype
             )
             self._unreported = [0]
         if not splits:
@@ -306,6 +316,7 @@ class SSCGeneration(Callback):
                     interrupt=interrupt,
                 )
                 say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
+                report.check_complete()
         finally:
             engine.close()
             del engine
@@ -315,13 +326,11 @@ class SSCGeneration(Callback):
 
     def _start(self, trainer: Trainer, module: SelfCalibrationModule, chat: ChatFormat, adapter: str | None) -> Engine:
         """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
-        settings = EngineSettings(self.engine, self.dtype, self.max_batch, self.gpu_memory_utilization)
-        device = trainer.strategy.root_device
+        options = replace(self.engine, revision=module.revision)
+        place = Place(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
         if adapter is None:
-            return start_engine(
-                settings, resolve_model(module.base_model), chat, revision=module.revision, device=device
-            )
-        return start_round_engine(settings, module, chat, adapter=adapter, device=device)
+            return start_engine(options, module.base_model, chat, place=place)
+        return start_round_engine(options, module, chat, adapter=adapter, place=place)
 
     def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
         """Wait for the shares of all processes, and show them to readers."""

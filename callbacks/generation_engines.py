@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import EngineOptions, open_engine, serve_model
 from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.weight_files import WeightFiles
@@ -16,58 +16,41 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.engine_memory import memory_share
 from selfcal_lightning.prompts import ChatFormat
 
+MEMORY = "gpu_memory_utilization"
+
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Arguments of ``SSCGeneration`` that concern the engine; see there."""
+class Place:
+    """Where a process of the Trainer runs.
 
-    engine: str
-    dtype: str
-    max_batch: int | None
-    gpu_memory_utilization: float | None
+    Attributes:
+        device: Its device.
+        local_rank: Its number on this machine.
+        processes: Processes on this machine.
+    """
+
+    device: torch.device
+    local_rank: int = 0
+    processes: int = 1
 
 
-def start_engine(
-    settings: EngineSettings,
-    model: str,
-    chat: ChatFormat,
-    *,
-    revision: str | None,
-    device: torch.device,
-    adapter: str | None = None,
-) -> Engine:
-    """Start an engine of its own on ``device``.
+def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place: Place) -> Engine:
+    """Start an engine of its own where a process of the Trainer runs.
 
     Args:
-        settings: Which engine, and how large.
-        model: Folder or hub name of the model, "bundled" already resolved.
+        options: Which engine, and how.
+        model: Folder or hub name of the model, or "bundled".
         chat: Renders prompts and the confidence query.
-        revision: Revision on the hub.
-        device: Where to.
-        adapter: Folder of a LoRA adapter.
+        place: Where to.
+
+    Raises:
+        ValueError: There are fewer GPUs than the engines of this machine's processes take.
     """
-    common: dict[str, Any] = {"revision": revision, "adapter": adapter, "chat": chat}
-    if settings.engine == "vllm":
-        from selfcal_lightning.engines.vllm import VLLMEngine
-
-        if settings.max_batch is not None:
-            common["max_num_seqs"] = settings.max_batch
-        return VLLMEngine(
-            model,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
-            devices=[device.index] if device.type == "cuda" else None,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            **common,
-        )
-    from selfcal_lightning.engines.transformers import TransformersEngine
-
-    if settings.max_batch is not None:
-        common["max_batch"] = settings.max_batch
-    return TransformersEngine(model, dtype=settings.dtype, device=str(device), **common)
+    return open_engine(_bound(options, place), model, chat=chat)
 
 
 def start_round_engine(
-    settings: EngineSettings, module: SelfCalibrationModule, chat: ChatFormat, *, adapter: str, device: torch.device
+    options: EngineOptions, module: SelfCalibrationModule, chat: ChatFormat, *, adapter: str, place: Place
 ) -> Engine:
     """Start the engine of a later round, beside the trainer on the same device.
 
@@ -75,39 +58,59 @@ def start_round_engine(
     model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
 
     Args:
-        settings: Which engine, and how large.
+        options: Which engine, and how.
         module: The module, its model holding the adapter of the round.
         chat: Renders prompts and the confidence query.
         adapter: Folder of that adapter.
-        device: Where to.
+        place: Where the process runs.
 
     Raises:
         ValueError: vLLM would not have enough of the GPU's memory.
     """
     gc.collect()
-    if device.type == "cuda":
+    if place.device.type == "cuda":
         torch.cuda.empty_cache()
     model = resolve_model(module.base_model)
     own_dtype = str(module.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    if settings.engine == "transformers" and settings.dtype in ("auto", own_dtype):
-        from selfcal_lightning.engines.transformers import TransformersEngine
-
-        size = {} if settings.max_batch is None else {"max_batch": settings.max_batch}
-        return TransformersEngine.from_model(
+    if options.name == "transformers" and options.dtype in ("auto", own_dtype):
+        return serve_model(
+            options,
             module.model,
-            chat,
+            chat=chat,
             source=model,
-            revision=module.revision,
             adapter_sha256=weights_sha256(adapter),
             quantization=module.quantization,
-            **size,
         )
-    if settings.engine == "vllm" and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        weights = engine_weights_bytes(model, revision=module.revision, dtype=settings.dtype)
-        share = memory_share(free, total, weights=weights, limit=settings.gpu_memory_utilization)
-        settings = EngineSettings(settings.engine, settings.dtype, settings.max_batch, share)
-    return start_engine(settings, model, chat, revision=module.revision, device=device, adapter=adapter)
+    options = replace(options, adapter=adapter)
+    if options.name == "vllm" and place.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(place.device)
+        weights = engine_weights_bytes(model, revision=options.revision, dtype=options.dtype) // options.num_gpus
+        share = memory_share(free, total, weights=weights, limit=options.engine_args.get(MEMORY))
+        options = replace(options, engine_args={**options.engine_args, MEMORY: share})
+    return start_engine(options, model, chat, place=place)
+
+
+def _bound(options: EngineOptions, place: Place) -> EngineOptions:
+    """Return the options of an engine that runs where the process does."""
+    if options.name == "transformers":
+        return replace(options, engine_args={"device": str(place.device), **options.engine_args})
+    if place.device.type != "cuda":
+        return options
+    return replace(options, engine_args={"devices": _gpus(options.num_gpus, place), **options.engine_args})
+
+
+def _gpus(count: int, place: Place) -> list[int]:
+    """Return the GPUs of one process's engine: its own, or ``count`` that no other process's engine takes."""
+    if count == 1:
+        return [place.device.index]
+    there = torch.cuda.device_count()
+    if place.processes * count > there:
+        raise ValueError(
+            f"Expected {place.processes} engine(s) of `tensor_parallel_size` {count} to find "
+            f"{place.processes * count} GPUs, but got {there}. Start fewer processes (`trainer.devices`), or lower "
+            "`tensor_parallel_size`."
+        )
+    return list(range(place.local_rank * count, (place.local_rank + 1) * count))
 
 
 def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:

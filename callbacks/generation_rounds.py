@@ -17,7 +17,7 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.modules.support import way_of
 from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
 from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.pipelines.round_adapters import adapter_folder, check_same_training
+from selfcal_lightning.pipelines.round_adapters import adapter_folder, check_same_training, serving
 from selfcal_lightning.pipelines.round_drift import describe_round, describe_shift, question_targets
 from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat
@@ -189,7 +189,9 @@ def check_engine(
     names = [question.id for question in select_share(questions, shard) or questions][:CHECKED_QUESTIONS]
     rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
     probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
-    return check_adapter(engine, module.model, probes)
+    before = adapter_folder(trainer.datamodule.store_dir, round - 1)
+    earlier = serving(module, before) if round > 1 and before.exists() else None
+    return check_adapter(engine, module.model, probes, earlier=earlier)
 
 
 def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int | None) -> str:
@@ -200,8 +202,9 @@ def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: i
         module: The module.
         round: The round; None leaves out how long the training is, so that a finished one may be given more epochs.
     """
+    left_out = {"base_model", "revision", "recompute_above"}
     content = {
-        "module": {name: value for name, value in module.hparams.items() if name not in {"base_model", "revision"}},
+        "module": {name: value for name, value in module.hparams.items() if name not in left_out},
         "data": trainer.datamodule.training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": None if round is None else trainer.estimated_stepping_batches,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -128,9 +128,12 @@ class SSCCollator:
 
     def __call__(self, rows: TupleRows) -> SSCBatch:
         """Return the batch of ``rows``; a batch of no rows is allowed."""
-        encoded = [self.encode(row) for row in rows.stored]
-        laid = self._pack(encoded, rows.question_index) if self.shared_prefix and encoded else self._pad(encoded)
         micro = rows.micro
+        encoded = [
+            row if weight > 0 else replace(row, response_end=row.response_start)  # it is asked for no tokens
+            for row, weight in zip(map(self.encode, rows.stored), micro.generation_weight, strict=True)
+        ]
+        laid = self._pack(encoded, rows.question_index) if self.shared_prefix and encoded else self._pad(encoded)
         return SSCBatch(
             **laid,
             target=_float(rows.target),

@@ -44,6 +44,31 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
         ) from error
 
 
+def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
+    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration."""
+    from transformers import AutoConfig, GenerationConfig
+
+    place = resolve_model(model)
+    try:
+        ends = GenerationConfig.from_pretrained(place, revision=revision).eos_token_id
+    except OSError:  # there is no generation_config.json
+        ends = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False).eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def vocabulary_size(model: str, *, revision: str | None = None) -> int:
+    """Return how many token ids a model's configuration has room for; 0 where there is none, as beside a tokenizer."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError):
+        return 0
+    return config.get_text_config().vocab_size
+
+
 class ChatFormat:
     """Everything about one tokenizer's chat rendering, on token ids.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Finish = Literal["stop", "length"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)

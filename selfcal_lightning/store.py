@@ -40,6 +40,7 @@ from selfcal_lightning.store_manifest import (
 from selfcal_lightning.store_parts import (
     PartLock,
     ShardWriter,
+    drop_failed_questions,
     drop_questions,
     drop_shards,
     find_duplicates,
@@ -75,24 +76,28 @@ class RepairReport:
         questions: Questions that were in them and have to be sampled again.
         duplicates: Questions with different samples in two parts, of which the first part's were kept.
         unfinished: Files of killed writers that were removed.
+        failed: Questions that were dropped since requests for their responses had failed.
     """
 
     moved: tuple[str, ...]
     questions: int
     duplicates: int
     unfinished: int
+    failed: int = 0
 
     def __str__(self) -> str:
         """Say it to a user.
 
         Example:
             >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
-            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed
+            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed, 0 failed \
+questions dropped
         """
         files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
         return (
             f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
-            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed"
+            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed, {self.failed:,} failed questions "
+            "dropped"
         )
 
 
@@ -226,10 +231,11 @@ class SampleStore:
     def repair(self) -> RepairReport:
         """Move damaged shards aside, settle duplicates for the first part, clean up after killed writers, and join.
 
-        Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
+        Questions of which responses are empty, since requests for them failed (a server was out of order), are dropped
+        to be sampled again. Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
         """
         moved: list[str] = []
-        questions = unfinished = duplicates = 0
+        questions = unfinished = duplicates = failed = 0
         locks = [PartLock(folder, wait_seconds=1.0) for folder in part_folders(self.path)]
         try:
             for lock in locks:
@@ -237,6 +243,8 @@ class SampleStore:
             for folder in part_folders(self.path):
                 files, lost, removed = repair_part(folder, self.path / "aside")
                 moved, questions, unfinished = [*moved, *files], questions + lost, unfinished + removed
+            for folder in part_folders(self.path):
+                failed += drop_failed_questions(folder)
             _, differing = find_duplicates(self.path, part_entries(self.path), self._questions_of)
             for file, names in differing.items():
                 drop_questions((self.path / file).parent, {Path(file).name: names})
@@ -248,7 +256,7 @@ class SampleStore:
             file.unlink(missing_ok=True)
             unfinished += 1
         self.join()
-        return RepairReport(tuple(moved), questions, duplicates, unfinished)
+        return RepairReport(tuple(moved), questions, duplicates, unfinished, failed)
 
     def drop_rounds(self, first: int) -> int:
         """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
@@ -440,7 +448,11 @@ class SampleStore:
             shards.append({**entry, "dropped": hidden} if hidden else entry)
         hidden_questions = sum(len(entry.get("dropped", ())) for entry in shards)
         if hidden_questions:
-            logger.warning("%d questions of %s lie in two parts and are read once.", hidden_questions, self.path)
+            logger.warning(
+                "%d questions of %s are hidden: they lie in two parts, or a repair dropped them.",
+                hidden_questions,
+                self.path,
+            )
         return {
             "format": FORMAT,
             "rounds": read_rounds(self.path),

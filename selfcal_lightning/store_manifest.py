@@ -19,10 +19,11 @@ class StoreFingerprint:
     """What must be equal for samples to belong together. All fields are plain JSON types.
 
     Attributes:
-        model: ``{"model", "revision", "weights_sha256", "adapter_sha256"}``, and ``"quantization"`` where the weights
-            were quantised as they were read. Where the hash of the weights is known it decides, and a model may move
-            to another folder. ``"activated_adapter_sha256"``, where it is there, names an adapter of which the
-            confidences are; the texts and their log-probabilities are then the base model's.
+        model: ``{"model", "revision", "weights_sha256", "adapter_sha256"}``, ``"quantization"`` where the weights were
+            quantised as they were read, and ``"head_dtype"`` where P(True) was read from an output layer in another
+            dtype than the model's. Where the hash of the weights is known it decides, and a model may move to another
+            folder. ``"activated_adapter_sha256"``, where it is there, names an adapter of which the confidences are;
+            the texts and their log-probabilities are then the base model's.
         prompt: Template, confidence query and token ids of Yes and No.
         sampling: Fields of ``SamplingSettings``.
         seed: Seed of the run.

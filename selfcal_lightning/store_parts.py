@@ -302,6 +302,20 @@ def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
     write_atomically(folder / PART_FILE, to_json({**part, "shards": shards}))
 
 
+def drop_failed_questions(folder: Path) -> int:
+    """Hide the questions of a part of which responses are empty since their requests failed. Returns their number."""
+    failed: dict[str, list[str]] = {}
+    for entry in read_part(folder)["shards"]:
+        table = read_shard(folder / entry["file"], columns=("question_id", "text", "token_ids", "finish"))
+        empty = pc.and_(pc.equal(pc.list_value_length(table["token_ids"]), 0), pc.equal(table["text"], ""))
+        names = table.filter(pc.and_(empty, pc.is_null(table["finish"])))["question_id"].unique().to_pylist()
+        if found := sorted(set(names) - set(entry.get("dropped", ()))):
+            failed[entry["file"]] = found
+    if failed:
+        drop_questions(folder, failed)
+    return sum(map(len, failed.values()))
+
+
 def drop_shards(folder: Path, unwanted: Callable[[Mapping[str, Any]], bool]) -> int:
     """Take the shards for which ``unwanted(entry)`` holds out of a part, and delete them. Returns their number.
 

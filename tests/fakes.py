@@ -106,7 +106,9 @@ class FakeEngine:
         """Return how far the response to a request is between two polls: half-way."""
         return len(self._respond(request).token_ids) // 2
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
         self._ensure_open()
         return [[random.Random(f"{list(prompt)}/{token}").random() / 512 for token in token_ids] for prompt in prompts]
 

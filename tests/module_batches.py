@@ -44,7 +44,8 @@ def batch_of(
         spans.append((len(prompt), len(prompt) + len(response) + 1))  # with the end-of-turn
         positions.append(len(ids[-1]) - 1)
     length = max(map(len, ids)) + padding
-    labels = [(index, t) for index, (start, end) in enumerate(spans) for t in range(start, end)]
+    asked = [row.generation_weight > 0 for row in rows]
+    labels = [(index, t) for index, (start, end) in enumerate(spans) if asked[index] for t in range(start, end)]
     calibration = torch.tensor([row.calibration_weight for row in rows])
     generation = torch.tensor([row.generation_weight for row in rows])
     totals = totals or (calibration.sum().item(), generation.sum().item())
@@ -52,9 +53,9 @@ def batch_of(
         input_ids=torch.tensor([one + [chat.pad_id] * (length - len(one)) for one in ids]),
         attention_mask=torch.tensor([[1] * len(one) + [0] * (length - len(one)) for one in ids]),
         query_position=torch.tensor([index * length + position for index, position in enumerate(positions)]),
-        label_position=torch.tensor([index * length + t - 1 for index, t in labels]),
-        label_id=torch.tensor([ids[index][t] for index, t in labels]),
-        label_row=torch.tensor([index for index, _ in labels]),
+        label_position=_longs([index * length + t - 1 for index, t in labels]),
+        label_id=_longs([ids[index][t] for index, t in labels]),
+        label_row=_longs([index for index, _ in labels]),
         target=torch.tensor([row.target for row in rows]),
         correct=torch.tensor([row.correct for row in rows]),
         calibration_weight=calibration,
@@ -65,6 +66,10 @@ def batch_of(
         task=tuple("apples" for _ in rows),
         row=torch.tensor([row.number for row in rows]),
     )
+
+
+def _longs(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.long)
 
 
 MIXED = tuple(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers import TransformersEngine
-from selfcal_lightning.models.lora import LoraSettings, attach_lora, load_adapter, save_adapter
+from selfcal_lightning.models.lora import (
+    LoraSettings,
+    adapter_state,
+    attach_lora,
+    load_adapter,
+    read_adapter_state,
+    save_adapter,
+    set_adapter_state,
+)
 from selfcal_lightning.pipelines.adapter_check import (
     AdapterMismatchError,
     Probe,
@@ -101,7 +112,9 @@ class Table:
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
         return [[self.p] * len(token_ids) for _ in prompts]
 
     def describe(self) -> dict[str, Any]:
@@ -159,23 +172,99 @@ def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained) -> 
         check_adapter(stale, network, trained.probes)
 
 
-@pytest.fixture(scope="module")
-def vllm_engine(tiny_model: str, trained: Trained) -> Iterator[Any]:
-    from selfcal_lightning.engines.vllm import VLLMEngine
-
-    engine = VLLMEngine(
-        tiny_model, adapter=trained.previous, chat=trained.chat, max_context=384, kv_cache_memory_bytes=1 << 28
-    )
-    yield engine
-    engine.close()
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
-def test_vllm_passes_with_the_adapter_and_fails_with_the_previous_one(trained: Trained, vllm_engine: Any) -> None:
-    difference = refuses(vllm_engine, trained, r"0\.0001")
-    vllm_engine.load_adapter(trained.adapter)
-    assert check_adapter(vllm_engine, trained.network, trained.probes) < 1e-4 < difference
-    vllm_engine.load_adapter(trained.previous)
-    assert refuses(vllm_engine, trained, r"0\.0001") == pytest.approx(difference, abs=1e-4)
+def test_vllm_passes_with_the_adapter_and_fails_with_the_previous_one(tiny_model: str, trained: Trained) -> None:
+    from selfcal_lightning.engines.vllm import VLLMEngine
+
+    settings = {"chat": trained.chat, "max_context": 384, "kv_cache_memory_bytes": 1 << 28}
+    right = VLLMEngine(tiny_model, adapter=trained.adapter, **settings)
+    assert check_adapter(right, trained.network, trained.probes) < 1e-4
+    bare = trained.network.disable_adapter()
+    prompts, asked = [probe.ids[:-1] for probe in trained.probes], list(trained.chat.query.yes_ids)
+    without = right.next_token_probabilities(prompts, asked, with_adapter=False)
+    served = right.next_token_probabilities(prompts, asked)
+    with bare, torch.no_grad():
+        expected = [trained.network(torch.tensor([ids])).logits[0, -1].softmax(-1)[asked].tolist() for ids in prompts]
+    assert without == [pytest.approx(row, abs=1e-5) for row in expected]
+    assert served != [pytest.approx(row, abs=1e-5) for row in expected]
+    right.close()
+    stale = VLLMEngine(tiny_model, adapter=trained.previous, **settings)
+    refuses(stale, trained, r"0\.0001")
+    stale.close()
+
+
+class Noisy:
+    """An engine whose kernels round otherwise: every log-probability is off by noise that a prompt always gets."""
+
+    def __init__(self, engine: Engine, noise: float) -> None:
+        self._engine, self._noise = engine, noise
+        self.asked_without = 0
+
+    def describe(self) -> dict[str, Any]:
+        return self._engine.describe()
+
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
+        self.asked_without += not with_adapter
+        table = self._engine.next_token_probabilities(prompts, token_ids, with_adapter=with_adapter)
+        rows = zip(prompts, table, strict=True)
+        return [[p * math.exp(random.Random(str(prompt)).gauss(0.0, self._noise)) for p in row] for prompt, row in rows]
+
+
+@pytest.fixture(scope="module")
+def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    return load_adapter(network, trained.adapter).eval()
+
+
+def _half_engine(path: str, trained: Trained, adapter: str) -> TransformersEngine:
+    return TransformersEngine(path, adapter=adapter, dtype="bfloat16", chat=trained.chat)
+
+
+def test_engines_whose_kernels_differ_are_held_against_themselves_without_the_adapter(
+    tiny_model: str, trained: Trained, half: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Large models differ by .01 to .05 nats between engines: a fixed bound once ended rounds that were right."""
+    right = Noisy(_half_engine(tiny_model, trained, trained.adapter), 0.06)
+    assert 0.02 < check_adapter(right, half, trained.probes) < 0.1
+    assert right.asked_without > 0
+    assert "without the adapter" in caplog.text
+    quiet = Noisy(_half_engine(tiny_model, trained, trained.adapter), 0.0)
+    check_adapter(quiet, half, trained.probes)
+    assert quiet.asked_without == 0, "where they agree nothing more is asked"
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.06])
+def test_a_wide_bound_lets_no_earlier_adapter_through(
+    tiny_model: str, trained: Trained, half: PreTrainedModel, noise: float
+) -> None:
+    """Three adapters in a row, each a step from the other as after an epoch; the noise is larger than the step."""
+    own = adapter_state(half)
+
+    @contextmanager
+    def earlier() -> Iterator[None]:
+        set_adapter_state(half, read_adapter_state(Path(trained.previous)))
+        try:
+            yield
+        finally:
+            set_adapter_state(half, own)
+
+    stale = Noisy(_half_engine(tiny_model, trained, trained.previous), noise)
+    with pytest.raises(AdapterMismatchError, match="nearer to the earlier one"):
+        check_adapter(stale, half, trained.probes, earlier=earlier())
+    right = Noisy(_half_engine(tiny_model, trained, trained.adapter), noise)
+    check_adapter(right, half, trained.probes, earlier=earlier())
+    bare = Noisy(TransformersEngine(tiny_model, dtype="bfloat16", chat=trained.chat), noise)
+    with pytest.raises(AdapterMismatchError, match=r"nearer to the earlier one|at most 0\.\d+ in the mean"):
+        check_adapter(bare, half, trained.probes)
+
+
+def test_an_adapter_that_cannot_be_put_aside_keeps_the_fixed_bound(
+    tiny_model: str, trained: Trained, half: PreTrainedModel
+) -> None:
+    merged = Noisy(TransformersEngine(tiny_model, adapter=trained.adapter, chat=trained.chat), 0.06)
+    with pytest.raises(AdapterMismatchError, match=r"at most 0\.02 in the mean, but got"):
+        check_adapter(merged, half, trained.probes)

@@ -18,13 +18,12 @@ from strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.cli import fill_flags, run
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.pipelines import answer as verb
 from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response
 from selfcal_lightning.pipelines.answer_setup import choose_strategy, default_task, uncalibrated_note
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import open_engine
 from selfcal_lightning.records import QuestionSamples, Request, Response, Verdict
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
@@ -142,7 +141,7 @@ def test_text_without_an_answer_and_failures_are_told(
     def poll() -> list[Response]:
         names = list(oracle._waiting)
         oracle._waiting.clear()
-        raise RequestsFailedError(dict.fromkeys(names, "out of tokens"))
+        raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
 
     monkeypatch.setattr(oracle, "poll", poll)
     (answer,) = run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
@@ -335,15 +334,6 @@ def test_mistakes_are_one_line(
     assert err.splitlines()[-1].startswith("selfcal answer: error: Expected")
     assert message in err.splitlines()[-1]
     assert oracle.requests == []
-
-
-def test_engines_take_their_own_arguments_only() -> None:
-    common = {"revision": None, "adapter": None, "dtype": "auto", "max_batch": 4}
-    with pytest.raises(ValueError, match=r"`base_url` only with the engine 'openai'.*'transformers'"):
-        open_engine("transformers", "bundled", None, base_url="http://x", engine_args={}, **common)
-    for name, known in (("transformers", "max_context"), ("vllm", "kv_cache_memory_bytes"), ("openai", "deadline")):
-        with pytest.raises(ValueError, match=rf"`engine_args` of {name} to be among .*{known}.*\['slots'\]"):
-            open_engine(name, "bundled", None, base_url=None, engine_args={"slots": 3}, **common)
 
 
 def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "selfcal_lightning"
 LAYERS = {
     # Layer 0 has two steps: records, extras and locations know nothing; prompts and fingerprints know these.
-    "records": 0, "imports": 0, "locations": 0, "prompts": 0.5, "fingerprints": 0.5,
+    "records": 0, "imports": 0, "locations": 0, "attention_backends": 0, "prompts": 0.5, "fingerprints": 0.5,
     "functional": 1, "tasks": 1, "store": 1,
     "models": 1.5,
     "engines": 2,
@@ -23,7 +23,7 @@ LAYERS = {
     "__main__": 8,
 }  # fmt: skip
 # Rooms whose files may import one another: a family around its `base.py`, or one piece in several files.
-FAMILIES = set(LAYERS) - {"records", "prompts", "imports", "fingerprints", "locations"}
+FAMILIES = set(LAYERS) - {"records", "prompts", "imports", "fingerprints", "locations", "attention_backends"}
 
 
 def _sources() -> list[Path]:

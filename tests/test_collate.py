@@ -44,7 +44,7 @@ def make_row(chat: ChatFormat, text: str = "3+4=7. The answer is 7.", **changes:
 def make_rows(stored: list[StoredRow], *, fillers: int = 0) -> TupleRows:
     size = len(stored)
     real = np.arange(size) < size - fillers
-    micro = MicroBatch(np.arange(size) + 100, real, real * 1.0, real * 0.0, 5.0, 2.0)
+    micro = MicroBatch(np.arange(size) + 100, real, real * 1.0, real * 1.0, 5.0, 2.0)
     return TupleRows(micro, stored, np.full(size, 0.5), np.full(size, np.nan), np.arange(size))
 
 
@@ -83,6 +83,21 @@ def test_an_empty_response_has_a_label_only_where_it_stopped(
     assert len(batch.trees) == shared_prefix
     assert (batch.label_row == 1).sum() == (finish == "stop")
     assert len(batch.label_position) == len(batch.label_id) == len(batch.label_row)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_only_rows_that_generate_are_asked_for_their_tokens(chat: ChatFormat, shared_prefix: bool) -> None:
+    """What is not asked is left out where the batch is made: on a GPU, leaving it out would wait for the device."""
+    rows = make_rows([make_row(chat), make_row(chat, text="It is 8."), make_row(chat, text="Or 9?")])
+    rows = replace(rows, question_index=np.zeros(3))
+    some = replace(rows, micro=replace(rows.micro, generation_weight=np.array([1.0, 0.0, 2.0])))
+    collator = SSCCollator(chat, max_length=256, shared_prefix=shared_prefix)
+    whole, part = collator(rows), collator(some)
+    kept = whole.label_row != 1
+    for name in ("label_position", "label_id", "label_row"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[kept])
+    for name in ("input_ids", "attention_mask", "query_position"):
+        assert torch.equal(getattr(part, name), getattr(whole, name))
 
 
 def test_texts_made_elsewhere_are_encoded_like_stored_ids(chat: ChatFormat) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeEngine
 
 from selfcal_lightning.confidence.verbalized import VERBAL_QUERY, Verbalized, parse_confidence
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
 
@@ -68,7 +68,7 @@ class Scripted(FakeEngine):
         request = next(iter(self._waiting.values()))
         text = self._reply(self._waiting.pop(request.id))
         if text is None:
-            raise RequestsFailedError({request.id: "too hard"})
+            raise RequestsFailedError({request.id: Failure("too hard", is_refusal=True)})
         return [Response(request.id, text, (), "stop", 0.0)]
 
 

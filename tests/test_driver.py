@@ -13,7 +13,7 @@ from fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, confidence_of
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.engines.base import Engine, EngineStoppedError, Failure, RequestsFailedError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.sampling import generate_samples, store_fingerprint
 from selfcal_lightning.records import (
@@ -166,7 +166,7 @@ def test_samples_come_in_order_and_everything_is_counted(target: int | None, loo
     # Looking ahead waits until no question is left to open, and then takes what room there is.
     assert extra == 0 if lookahead == 0 or target == 1 else extra > 0
     assert not engine._waiting
-    alone = run_strategy(Wandering(), questions, live(FakeEngine(slots=1)), max_open=1)
+    alone = [run_strategy(Wandering(), [question], live(FakeEngine(slots=1)))[0] for question in questions]
     assert list(map(outcome, verdicts)) == list(map(outcome, alone))
     assert [verdict.tokens_used for verdict in verdicts] == [verdict.tokens_used for verdict in alone]
 
@@ -178,23 +178,6 @@ def test_the_batch_is_full_until_no_question_is_left() -> None:
     assert len(while_opening) > 10
     assert min(while_opening) >= 8, "a slot stood idle while questions waited"
     assert max(level for level, _ in engine.levels) <= 8 + 8 // 4, "more than the target was queued"
-
-
-def test_open_questions_are_limited_on_demand() -> None:
-    engine, open_now, most = FakeEngine(slots=16), set(), 0
-
-    class Watching(Wandering):
-        def solve(self, question: Question) -> Solving:
-            nonlocal most
-            open_now.add(question.id)
-            most = max(most, len(open_now))
-            return super().solve(question)
-
-    def close(verdict: Verdict, samples: Sequence[Sample]) -> None:
-        open_now.discard(verdict.question_id)
-
-    run_strategy(Watching(), fake_questions(20), live(engine), max_open=3, on_verdict=close)
-    assert most == 3
 
 
 def test_what_is_still_in_flight_is_cancelled_with_the_verdict() -> None:
@@ -270,7 +253,7 @@ def test_a_failed_sample_is_unreadable_and_counted() -> None:
             bad = [name for name in self._waiting if name.startswith("0/1/")]
             if bad and len(bad) == len(self._waiting):
                 super().cancel(bad)
-                raise RequestsFailedError(dict.fromkeys(bad, "it crashed"))
+                raise RequestsFailedError(dict.fromkeys(bad, Failure("it crashed", is_refusal=True)))
             held = {name: self._waiting.pop(name) for name in bad}
             responses = super().poll()
             self._waiting |= held
@@ -422,8 +405,6 @@ def test_clear_errors() -> None:
         run_strategy(SelfConsistency(), [*questions, questions[0]], live(FakeEngine()))
     with pytest.raises(ValueError, match="Expected `lookahead` to be at least 0"):
         run_strategy(SelfConsistency(), questions, live(FakeEngine()), lookahead=-1)
-    with pytest.raises(ValueError, match="Expected `max_open` to be None or at least 1"):
-        run_strategy(SelfConsistency(), questions, live(FakeEngine()), max_open=0)
     for source in (lambda: live(FakeEngine(), target=0), lambda: ReplaySource([], target=0)):
         with pytest.raises(ValueError, match="Expected `target`"):
             source()
@@ -507,3 +488,18 @@ def test_expressions_are_named_by_the_first_seen_in_index_order() -> None:
     samples = [reader.read(Response("r", text, (), "stop", 0.0)) for text in texts]
     assert [sample.answer for sample in samples[:4]] == ["x+1", r"\frac{1}{2}", "x+1", r"\frac{1}{2}"]
     assert [sample.correct for sample in samples[:4]] == [False, True, False, True]
+
+
+def test_failures_in_a_row_stop_the_run() -> None:
+    """A server that is out of order once gave every question the verdict that nothing can be read."""
+
+    class Dead(CountingEngine):
+        def poll(self) -> list[Response]:
+            name = next(iter(self._waiting))
+            super().cancel([name])
+            raise RequestsFailedError({name: Failure("HTTP 503")})
+
+    engine = Dead()
+    with pytest.raises(EngineStoppedError, match=r"but 7 requests in a row failed .*HTTP 503"):
+        run_strategy(SelfConsistency(max_samples=3), fake_questions(50), live(engine, max_failures=7))
+    assert not engine._waiting

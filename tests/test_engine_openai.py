@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from engine_contract import EDT, EngineContract
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai_server import CannedModel, FakeServer, Fault, RealModel, hangs_up, is_silent, says, status
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
@@ -21,6 +24,7 @@ from selfcal_lightning.engines.openai import OpenAIEngine
 from selfcal_lightning.engines.openai_address import check_base_url, presentable, read_key
 from selfcal_lightning.engines.openai_jobs import BackgroundJobs
 from selfcal_lightning.engines.openai_retries import ServerError, backoff_seconds, retry_after_seconds
+from selfcal_lightning.engines.openai_wire import SampleReader, choose_model, read_probabilities
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import ConfidenceQuery, Message, Request, SamplingSettings
@@ -119,7 +123,7 @@ def test_a_response_is_what_the_server_said(
 def test_no_more_requests_run_than_allowed(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
-    engine = connect(max_concurrency=3)
+    engine = connect(max_batch=3)
     assert engine.batch_size == 3
     assert len(generate(engine, _requests(chat, 40, chat.query))) == 40
     assert server.busiest == 3
@@ -165,7 +169,27 @@ def test_a_passing_fault_is_outlived(
         (says(b'data: {"choices": [{"log\n\n', kind="text/event-stream"), "answer in JSON"),
         (says(EVENT.replace(b"-2", b"NaN"), kind="text/event-stream"), "nan is not a log-probability"),
         (says(EVENT.replace(b"-2", b'"x"'), kind="text/event-stream"), "'x' is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"-Infinity"), kind="text/event-stream"), "-inf is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"-1" + b"0" * 400), kind="text/event-stream"), "0 is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"true"), kind="text/event-stream"), "True is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"null"), kind="text/event-stream"), "None is not a log-probability"),
+        (says(EVENT.replace(b",-2", b""), kind="text/event-stream"), "1 log-probabilities for 2 tokens"),
         (says(EVENT.replace(b"token_id:5", b"Hello"), kind="text/event-stream"), "'Hello' is not written as an id"),
+        (says(EVENT.replace(b":5", b":" + b"5" * 400), kind="text/event-stream"), "is not written as an id"),
+        (says(EVENT.replace(b":5", b":05"), kind="text/event-stream"), "is not written as an id"),
+        (says(EVENT.replace(b":5", b":4000000000"), kind="text/event-stream"), "none of the vocabulary's"),
+        (
+            says(EVENT.replace(b'["token_id:5","token_id:6"]', b'"token_id:5"'), kind="text/event-stream"),
+            "something else",
+        ),
+        (says(EVENT.replace(b"null", b"[]"), kind="text/event-stream"), "is not a reason"),
+        (says(EVENT.replace(b"null", b'"stop"') + EVENT, kind="text/event-stream"), "tokens after the end"),
+        (says(EVENT.replace(b"]}\n", b',{"index":1}]}\n'), kind="text/event-stream"), "something else"),
+        (says(b'{"choices":' + b"[" * 950 + b"]" * 950 + b"}"), "tokens and their log-probabilities"),
+        (
+            says(b'data: {"error": {"message": "no status"}}\n\n', kind="text/event-stream"),
+            "in the middle of an answer",
+        ),
         (says(EVENT * 40, kind="text/event-stream"), "at most 64 tokens, but got more"),
         (says(EVENT.replace(b"null", b'"abort"'), kind="text/event-stream"), "by `stop` or `length`.*'abort'"),
     ],
@@ -174,11 +198,11 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat, fault: Fault, message: str
 ) -> None:
     server.faults.append(fault)
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     seen: list[str] = []
     with pytest.raises(RequestsFailedError, match=message) as caught:
         generate(engine, _requests(chat, 3), on_finished=lambda response: seen.append(response.request_id))
-    assert (sorted(seen), set(caught.value.reasons)) == (["1", "2"], {"0"})
+    assert (sorted(seen), set(caught.value.failures)) == (["1", "2"], {"0"})
     assert KEY not in str(caught.value)
     assert len(server.completions()) == 3
     assert engine.poll() == []
@@ -186,11 +210,95 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
     assert len(generate(engine, _requests(chat, 1))) == 1
 
 
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ({"token_id:5": -0.1, "token_id:6": -0.2}, "add up to more than 1"),
+        ({"token_id:5": 3.0, "token_id:6": -1.0}, "3.0 is not a log-probability"),
+        ({"token_id:5": float("nan"), "token_id:6": -1.0}, "nan is not a log-probability"),
+        ({"token_id:5": "-1", "token_id:6": -1.0}, "'-1' is not a log-probability"),
+        ({"token_id:5": -1.0}, "got none for 1 of them, the first 6"),
+        ([-1.0, -1.0], "something else"),
+    ],
+)
+def test_scores_that_cannot_be_are_refused(
+    connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat, top: object, message: str
+) -> None:
+    server.faults.append(says(json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()))
+    engine = connect()
+    with pytest.raises(RequestsFailedError, match=message) as caught:
+        engine.next_token_probabilities([chat.prompt_ids([Message("user", "5 + 3?")])], [5, 6])
+    assert not any(failure.is_refusal for failure in caught.value.failures.values())
+
+
+def test_what_follows_the_end_of_the_turn_is_no_part_of_the_response(
+    connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
+) -> None:
+    """In one piece and in several, and where the server ends at an id of its own."""
+    end, ids = min(chat.end_of_turn_ids), chat.response_ids("It is 8.")
+
+    def pieces(*groups: Sequence[int], stop: int | None = None) -> bytes:
+        events = []
+        for group in groups:
+            told = {"tokens": [f"token_id:{i}" for i in group], "token_logprobs": [-0.5] * len(group)}
+            reason = "stop" if group is groups[-1] else None
+            choice = {"index": 0, "logprobs": told, "finish_reason": reason, "stop_reason": stop if reason else None}
+            events.append(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        usage = b'data: {"choices": [], "usage": {"total_tokens": 9}}\n\n'
+        return b"".join([*events, usage])
+
+    streams = [pieces([*ids, end, 9, 9]), pieces(ids, [end, 9], [9]), pieces([*ids, 9], stop=9)]
+    server.faults.extend(says(stream, kind="text/event-stream") for stream in streams)
+    engine = connect(max_batch=1)
+    for response in generate(engine, _requests(chat, 3)):
+        assert (response.text, response.token_ids, response.finish) == ("It is 8.", ids, "stop")
+        assert response.logprob == pytest.approx(-0.5 * len(ids))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["token_id:5", "stop", -1.0, 10**400]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["choices", "logprobs", "tokens", "token_logprobs", "top_logprobs", "finish_reason", "data", "id",
+                 "stop_reason", "max_model_len", "token_id:5"]
+            ),
+            inner,
+        )
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(reply=JSON)
+def test_whatever_a_server_says_fails_one_request_at_most(reply: object) -> None:
+    told = {"choices": [reply, {"logprobs": reply}, reply][:1]}
+    for said in (reply, told, {"choices": [{"logprobs": reply, "finish_reason": None}]}, {"data": reply}):
+        with contextlib.suppress(ServerError):
+            SampleReader([7], max_tokens=8, vocabulary=100).take(said)
+        with contextlib.suppress(ServerError):
+            read_probabilities(said, [5])
+        with contextlib.suppress(ServerError, ValueError):
+            choose_model(said, wanted=None, default="m")
+
+
+@pytest.mark.parametrize("told", [True, -5, 0, "512", 1e9])
+def test_a_limit_that_is_none_is_not_believed(tiny_model: str, chat: ChatFormat, told: object) -> None:
+    server = FakeServer(_canned(chat), chat.tokenizer, max_model_len=told)  # type: ignore[arg-type]
+    engine = OpenAIEngine(tiny_model, base_url=server.base_url, chat=chat, api_key_env="SELFCAL_TEST_NO_KEY")
+    with pytest.raises(ValueError, match="`max_context` to be given"):
+        engine.submit([])
+    engine.close()
+    server.close()
+
+
 def test_a_server_that_keeps_failing_is_given_up(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
     server.faults.extend([status(500, "out of memory")] * 4)
-    engine = connect(max_retries=3, max_concurrency=1)
+    engine = connect(max_retries=3, max_batch=1)
     with pytest.raises(RequestsFailedError, match=r"HTTP 500: out of memory \(4 attempts\)"):
         generate(engine, _requests(chat, 1))
     assert len(server.completions()) == 4
@@ -217,7 +325,7 @@ def test_a_wait_that_outlasts_the_deadline_is_not_begun(
 
 
 def test_the_query_is_retried_alone(connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat) -> None:
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     engine.submit([])
     served = server._complete_sample
 
@@ -236,7 +344,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
     server.faults.extend([is_silent(after=EVENT), is_silent()])
-    engine = connect(max_concurrency=2, deadline=600.0)
+    engine = connect(max_batch=2, deadline=600.0)
     engine.submit(_requests(chat, 4))
     _until(lambda: sorted(flight.num_tokens for flight in engine._flights.values()) == [0, 0, 0, 2])
     _until(lambda: len(server.completions()) == 2)
@@ -255,7 +363,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
 def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
     connect: Callable[..., OpenAIEngine], server: FakeServer, chat: ChatFormat
 ) -> None:
-    engine = connect(max_concurrency=1)
+    engine = connect(max_batch=1)
     engine.submit(_requests(chat, 6))
     prompt = chat.prompt_ids([Message("user", "5 + 3?")])
     assert engine.next_token_probabilities([prompt, prompt], [5, 6, 5]) == [[pytest.approx(0.25)] * 3] * 2
@@ -265,9 +373,11 @@ def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
     while finished := engine.poll():
         responses += finished
     assert len(responses) == 6
-    server.faults.extend([status(400, "too hot"), says(b'{"choices": [{"logprobs": {"top_logprobs": [{}]}}]}')])
-    with pytest.raises(RequestsFailedError, match=r"(?s)prompt 0 of .*too hot.*prompt 1 of .*`logprob_token_ids`"):
+    server.faults.extend([status(403, "not you"), says(b'{"choices": [{"logprobs": {"top_logprobs": [{}]}}]}')])
+    with pytest.raises(RequestsFailedError, match=r"(?s)prompt 0 of .*not you.*prompt 1 of .*`logprob_token_ids`"):
         engine.next_token_probabilities([prompt, prompt], [5, 6])
+    server.faults.append(status(400, "too hot"))
+    assert engine.next_token_probabilities([prompt, prompt], [5, 6]) == [None, [pytest.approx(0.25)] * 2]
     with pytest.raises(ValueError, match="prompts of 1 to 511 tokens, but got 0"):
         engine.next_token_probabilities([()], [5])
 
@@ -380,7 +490,7 @@ def test_plain_http_to_another_machine_is_the_users_choice() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_concurrency": 0}, "`max_concurrency` to be at least 1, but got 0"),
+        ({"max_batch": 0}, "`max_batch` to be at least 1, but got 0"),
         ({"max_retries": -1}, "`max_retries` to be at least 0, but got -1"),
         ({"stream_interval": 0}, "`stream_interval` to be at least 1"),
         ({"deadline": 0.0}, "`deadline` to be above 0 seconds, but got 0.0"),
@@ -419,13 +529,14 @@ def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
         "0.5",
         "-3",
         "soon",
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
         "nan",
         "inf",
         "",
         date,
         format_datetime(now - timedelta(days=1), usegmt=True),
     ]
-    expected = [None, 2.0, 0.5, 0.0, None, None, None, None, 90.0, 0.0]
+    expected = [None, 2.0, 0.5, 0.0, None, None, None, None, None, 90.0, 0.0]
     assert [retry_after_seconds(value, now=now) for value in values] == expected
 
 
@@ -480,7 +591,7 @@ def test_generate_samples_from_a_server(
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
     assert server.base_url in written
     assert KEY not in written + str(capsys.readouterr())
-    with pytest.raises(ValueError, match=r"`engine_args` of openai to be among base_url, .*\['speed'\]"):
+    with pytest.raises(ValueError, match=r"`engine_args` of openai to be among served_model, .*\['speed'\]"):
         run_generate(**arguments | {"engine_args": {"speed": 2}}, edt_scale=None)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.engines.transformers_model import CachedModel
+from selfcal_lightning.pipelines.reuse import open_existing
+from selfcal_lightning.pipelines.sampling import store_fingerprint
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Request, SamplingSettings
+from selfcal_lightning.records import Message, Request, SamplingSettings
+from selfcal_lightning.store import SampleStore
 
 SMALL: dict[str, Any] = {
     "vocab_size": 704,
@@ -292,3 +296,64 @@ def test_a_prompt_of_one_token_is_served(tiny_model: str, reference: Reference) 
         logits = reference.logits((1, *response.token_ids))[:-1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.token_ids)[:, None]).sum().item()
         assert response.logprob == pytest.approx(expected, abs=1e-4)
+
+
+def _loud_model(path: str, folder: Path) -> str:
+    """Write the bundled model in bfloat16 with logits as large as those of large models, unsure of Yes and No."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    head.weight.data = model.lm_head.weight.data.clone() * 2.0
+    model.lm_head = head
+    model.bfloat16().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).write_bytes((Path(path) / file).read_bytes())
+    return str(folder)
+
+
+def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, tmp_path: Path) -> None:
+    """Both ways to it, against float64 over the hidden states of the model; its own logits take coarse steps."""
+    path = _loud_model(tiny_model, tmp_path / "loud")
+    engine = TransformersEngine(path, dtype="bfloat16", device="cpu")
+    assert (engine.describe()["dtype"], engine.describe()["head_dtype"]) == ("bfloat16", "float32")
+    network, chat, states = engine._model.network, engine.chat, []
+    head = network.get_output_embeddings()
+    prompts = [chat.prompt_ids([Message("user", f"What is {i} + {i * i}?")]) for i in range(40)]
+    sampling = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=8)
+    requests = [Request(str(i), prompt, sampling, seed=i, query=chat.query) for i, prompt in enumerate(prompts)]
+    responses = generate(engine, requests)
+    sequences = [(*p, *r.token_ids, *chat.query.suffix_ids) for p, r in zip(prompts, responses, strict=True)]
+    yes_ids, no_ids = list(chat.query.yes_ids), list(chat.query.no_ids)
+    handle = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, -1]))
+    table = [engine.next_token_probabilities([ids], [*yes_ids, *no_ids])[0] for ids in sequences]
+    handle.remove()
+    hidden = torch.stack(states)
+    exact = (hidden.double() @ head.weight.double().T).softmax(-1)
+    found = torch.tensor(table, dtype=torch.float64)
+    torch.testing.assert_close(found, exact[:, [*yes_ids, *no_ids]], atol=1e-6, rtol=1e-4)
+    coarse = (hidden @ head.weight.T).double()[:, [*yes_ids, *no_ids]].softmax(-1)[:, : len(yes_ids)].sum(1)
+    sharp = exact[:, [*yes_ids, *no_ids]] / exact[:, [*yes_ids, *no_ids]].sum(1, keepdim=True)
+    assert (coarse - sharp[:, : len(yes_ids)].sum(1)).abs().max() > 2e-3
+    # In the sampling batch the hidden states themselves are rounded otherwise; the steps of the logits are gone.
+    p_true = torch.tensor([r.yes_mass / (r.yes_mass + r.no_mass) for r in responses], dtype=torch.float64)
+    assert (p_true - sharp[:, : len(yes_ids)].sum(1)).abs().max() < 0.05
+    assert len(p_true.unique()) > 30
+    assert network.get_output_embeddings()._forward_hooks == {}
+
+
+def test_in_float32_nothing_is_told_of_the_output_layer(tiny_model: str, tmp_path: Path) -> None:
+    """Stores that were written before are resumed; those in half precision have another P(True), and are read."""
+    engine = TransformersEngine(tiny_model, dtype="float32", device="cpu")
+    assert engine.describe()["head_dtype"] is None
+    chat, sampling = engine.chat, SamplingSettings(max_new_tokens=8)
+    assert "head_dtype" not in store_fingerprint(engine, chat, sampling, 0).model
+    half = TransformersEngine(tiny_model, dtype="bfloat16", device="cpu")
+    now = store_fingerprint(half, chat, sampling, 0)
+    before = replace(now, model={name: value for name, value in now.model.items() if name != "head_dtype"})
+    SampleStore.create_or_open(tmp_path, before, num_samples=2, engine={})
+    settings = {"model": tiny_model, "revision": None, "chat": chat, "sampling": sampling, "seed": 0, "num_samples": 2}
+    assert open_existing(tmp_path, **settings) is not None, "what is complete is used"
+    with pytest.raises(ValueError, match=r"model\.head_dtype: None in the store, 'float32' asked for"):
+        SampleStore.create_or_open(tmp_path, now, num_samples=2, engine={})
+    SampleStore.create_or_open(tmp_path / "new", now, num_samples=2, engine={})
+    assert open_existing(tmp_path / "new", **settings) is not None

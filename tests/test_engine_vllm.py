@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ class TellingScheduler(AsyncScheduler):
 
 
 def _engine(path: str, **options: object) -> VLLMEngine:
-    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 128, "start_timeout": 300.0}
+    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
     return VLLMEngine(path, **{**settings, **options})
 
 
@@ -231,7 +232,7 @@ def test_processed_probabilities_are_those_of_dynamic_temperature(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     engine = _engine(
         tiny_model,
-        max_num_seqs=32,
+        max_batch=32,
         kv_cache_memory_bytes=3 << 19,
         engine_args={"logprobs_mode": "processed_logprobs", "scheduler_cls": "telling_scheduler.TellingScheduler"},
         log_path=str(tmp_path / "vllm.log"),
@@ -282,7 +283,7 @@ def test_a_poison_request_is_named_and_the_others_go_on(
     with pytest.raises(RequestsFailedError, match=requests[4].id) as caught:
         generate(engine, requests, on_finished=lambda response: seen.append(response.request_id))
     assert sorted(seen) == sorted({request.id for request in requests} - {requests[4].id})
-    assert set(caught.value.reasons) == {requests[4].id}
+    assert set(caught.value.failures) == {requests[4].id}
     assert (engine.statistics().quarantined, engine.statistics().crashes) == (1, 2)
     assert engine.poll() == []
     expected = _texts(engine, requests[:4])
@@ -296,23 +297,36 @@ def test_a_poison_request_is_named_and_the_others_go_on(
     _wait_for_end(pid)
 
 
-def test_an_adapter_is_the_one_that_peft_would_apply(
-    vllm_engine: VLLMEngine, tiny_model: str, reference: Reference, tmp_path: Path
-) -> None:
+def test_an_adapter_is_the_one_that_peft_would_apply(tiny_model: str, reference: Reference, tmp_path: Path) -> None:
     prompts = [reference.prompt(question) for question in QUESTIONS]
     plain = torch.stack([reference.next_probabilities(prompt) for prompt in prompts]).float()
-    ids = range(plain.shape[1])
-    starts = vllm_engine.statistics().starts
-    answers = []
-    for seed in (0, 1):
-        folder, expected = _random_adapter(tiny_model, tmp_path / "adapter", seed, prompts)
-        vllm_engine.load_adapter(folder)  # the same folder, overwritten in place
-        answers.append(torch.tensor(vllm_engine.next_token_probabilities(prompts, ids)))
-        torch.testing.assert_close(answers[-1], expected, atol=1e-4, rtol=0.0)
-    assert (answers[0] - plain).abs().max() > 1e-2
-    assert (answers[0] - answers[1]).abs().max() > 1e-2
-    assert vllm_engine.statistics().starts == starts + 1
-    assert vllm_engine.describe()["adapter_sha256"] is not None
+    folder, expected = _random_adapter(tiny_model, tmp_path / "adapter", 0, prompts)
+    engine = _engine(tiny_model, adapter=folder)
+    answer = torch.tensor(engine.next_token_probabilities(prompts, range(plain.shape[1])))
+    torch.testing.assert_close(answer, expected, atol=1e-4, rtol=0.0)
+    assert (answer - plain).abs().max() > 1e-2
+    assert engine.describe()["adapter_sha256"] is not None
+    engine.close()
+
+
+def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, reference: Reference) -> None:
+    """The output layer multiplies the hidden states of half precision in float32; it once rounded P(True) to steps."""
+    engine = _engine(tiny_model, dtype="bfloat16")
+    described = engine.describe()
+    assert (described["dtype"], described["head_dtype"]) == ("bfloat16", "float32")
+    query = reference.chat.query
+    ids = [*query.yes_ids, *query.no_ids]
+    prompts = [reference.prompt(f"What is {i} + {i * i}?") + query.suffix_ids for i in range(60)]
+    sharp = torch.tensor(engine.next_token_probabilities(prompts, ids))
+    engine.close()
+    coarse_engine = _engine(tiny_model, dtype="bfloat16", engine_args={"hf_overrides": {"head_dtype": "model"}})
+    assert coarse_engine.describe()["head_dtype"] is None
+    coarse = torch.tensor(coarse_engine.next_token_probabilities(prompts, ids))
+    coarse_engine.close()
+    # Logits in bfloat16 differ by multiples of 1/256 and more, so that their differences take few values.
+    steps = [(table[:, 0].log() - table[:, -1].log()).mul(256).frac().abs() for table in (sharp, coarse)]
+    on_grid = [((step < 0.02) | (step > 0.98)).float().mean().item() for step in steps]
+    assert on_grid[0] < 0.2 < 0.9 < on_grid[1]
 
 
 def test_closing_ends_the_child(vllm_engine: VLLMEngine) -> None:
@@ -422,6 +436,58 @@ class TestProcessor:
         admit(5, (1.2, 0.9, 2.0))
         check([5, 0, 4, 2])
         check([2, 4])
+
+    def test_a_mixed_step_waits_for_nothing_and_passes_over_the_vocabulary_a_few_times(
+        self, logits: torch.Tensor
+    ) -> None:
+        """Nearly every step holds queries beside samples; they once cost a mask from the host and two whole copies."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from vllm import SamplingParams
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+        from selfcal_lightning.engines.vllm_edt import DynamicTemperature, sharpen_logits_
+
+        class Watch(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seen: list[str] = []
+                self.passes = 0
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.seen.append(str(func))
+                self.passes += any(isinstance(a, torch.Tensor) and a.numel() >= logits.numel() for a in args)
+                return func(*args, **(kwargs or {}))
+
+        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8)
+        processor = DynamicTemperature(None, states)
+        for slot in range(8):
+            edt = {"edt": [0.8, 0.8, 1.0]} if slot % 2 else None
+            processor.add_request(slot, SamplingParams(temperature=1.0, extra_args=edt))
+        processor.apply_staged_writes()
+        mapping = torch.arange(8, dtype=torch.int32)
+        rows = logits.clone()
+        context = LogitsContext(mapping, mapping, mapping.numpy(), mapping * 0, mapping, mapping, mapping.numpy())
+        with Watch() as watch:
+            sharpened = processor.apply(rows, context)
+        # One is the cast of the slots' numbers, on the device.
+        waiting = [name for name in watch.seen if any(part in name for part in ("copy", "clone", "where", "nonzero"))]
+        assert waiting == ["aten._to_copy.default"]
+        assert watch.passes <= 8
+        plain = sharpen_logits_(logits.clone()[1::2], 0.8, 0.8, 1.0)
+        assert torch.equal(sharpened[1::2], plain), "rows of EDT are those of a step of their own"
+        finite = logits[::2] - logits[::2].amax(-1, keepdim=True)
+        assert torch.equal(sharpened[::2], finite), "the others are shifted"
+
+    def test_large_batches_are_worked_off_in_parts(self, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        from selfcal_lightning.engines import vllm_edt
+
+        columns = torch.rand(len(logits), 3, generator=torch.Generator().manual_seed(1)).add(0.2).clamp(max=1.0)
+        whole = vllm_edt.sharpen_logits_(logits.clone(), *columns.split(1, dim=1))
+        monkeypatch.setattr(vllm_edt, "_CHUNK_ELEMENTS", 3 * logits.shape[1] + 1)
+        assert torch.equal(vllm_edt.sharpen_logits_(logits.clone(), *columns.split(1, dim=1)), whole)
+        shared = vllm_edt.sharpen_logits_(logits.clone(), 0.8, 0.8, 1.0)
+        monkeypatch.undo()
+        assert torch.equal(vllm_edt.sharpen_logits_(logits.clone(), 0.8, 0.8, 1.0), shared)
 
     @pytest.mark.parametrize(
         ("edt", "temperature"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import socket
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +19,10 @@ from hypothesis import strategies as st
 from selfcal_lightning.engines import vllm
 from selfcal_lightning.engines.vllm_channel import Channel
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm_process import worker_environment
+from selfcal_lightning.engines.vllm_model import lora_rank
+from selfcal_lightning.engines.vllm_process import WorkerProcess, worker_environment
+from selfcal_lightning.engines.vllm_records import EngineCrashedError
+from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
 
 def _channels() -> tuple[Channel, Channel]:
@@ -58,16 +67,19 @@ def test_only_the_poison_is_given_up(total: int, window: int, data: st.DataObjec
     numbers = book.add(Flight(str(i), (1,)) for i in range(total))
     finished: list[int] = []
     given_up: list[int] = []
+    running: set[int] = set()
     crashes = 0
     while len(book):
         taken = [number for number, _ in book.take(window)]
-        assert taken or book.num_running
-        assert book.num_running <= window
+        running |= set(taken)
+        assert 0 < len(running) <= window
         if {numbers.index(number) for number in taken} & poison:
             crashes += 1
             given_up += [number for number, _ in book.crash(max_attempts=max_attempts)]
+            running.clear()
         else:
             finished += [number for number in taken if book.finish(number)]
+            running -= set(taken)
     assert sorted(given_up) == [numbers[i] for i in sorted(poison)]
     assert sorted(finished + given_up) == numbers
     assert crashes <= len(poison) * (max_attempts + math.ceil(math.log(total + 1, 8)) + 1)
@@ -101,6 +113,8 @@ def test_the_environment_is_clean_and_bound_to_the_ranks_gpus() -> None:
     assert worker_environment({}, on_cpu=False, devices=[3])["CUDA_VISIBLE_DEVICES"] == "3"
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment({}, on_cpu=False)
     assert worker_environment({}, on_cpu=True)["OMP_NUM_THREADS"] == "1"
+    assert child["VLLM_HOST_IP"] == "127.0.0.1", "the host's outward address may lead through a firewall"
+    assert worker_environment({"VLLM_HOST_IP": "10.0.0.2"}, on_cpu=False)["VLLM_HOST_IP"] == "10.0.0.2"
     with pytest.raises(ValueError, match="below 3"):
         worker_environment(parent, on_cpu=False, devices=[3])
 
@@ -112,7 +126,114 @@ def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pyt
         vllm.VLLMEngine("model")
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("max_attempts", 0), ("max_restarts", -1)])
+# Does what it is told for this start, and only when the model lies where it was told: it has no hub to ask.
+CHILD = """
+import os, socket, sys, time
+from pathlib import Path
+from selfcal_lightning.engines.vllm_channel import Channel
+
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+(settings,) = channel.receive()
+starts = Path(os.environ["SELFCAL_TEST_STARTS"])
+starts.write_text(starts.read_text() + "x")
+plan = os.environ["SELFCAL_TEST_PLAN"].split(",")[len(starts.read_text()) - 1]
+while not (Path(settings["model"]) / "weights").exists():
+    time.sleep(0.01)
+if plan == "dies":
+    sys.exit(3)
+if plan == "refuses":
+    channel.send({"event": "error", "message": "ValueError: no such quantization", "is_final": True})
+    sys.exit(1)
+limits = {"max_context": 64, "model_limit": 65, "vocabulary": 512, "max_batch": 7, "dtype": "float32", "version": "0"}
+channel.send({"event": "ready", **limits})
+channel.receive()
+"""
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[vllm.VLLMEngine, Callable[[], int]]]:
+    """Make engines over a child that acts by a plan, of a model that is downloaded when it is asked for."""
+    (tmp_path / "fake_vllm_child.py").write_text(CHILD)
+    (tmp_path / "starts").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SELFCAL_TEST_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setattr("selfcal_lightning.engines.vllm_process.WORKER_MODULE", "fake_vllm_child")
+    monkeypatch.setattr(vllm, "is_installed", lambda module: True)
+    monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
+
+    def download(model: str, *, revision: str | None) -> Path:
+        time.sleep(0.3)
+        (tmp_path / "weights").touch()
+        return tmp_path
+
+    monkeypatch.setattr(vllm, "model_folder", download)
+    monkeypatch.setattr(vllm, "weights_bytes", lambda model, revision: 200_000_000)
+    chat = ChatFormat(load_tokenizer(tiny_model))
+
+    def make(plan: str, **options: object) -> tuple[vllm.VLLMEngine, Callable[[], int]]:
+        monkeypatch.setenv("SELFCAL_TEST_PLAN", plan)
+        engine = vllm.VLLMEngine("on/the-hub", chat=chat, stop_token_ids=[1], **options)
+        return engine, lambda: len((tmp_path / "starts").read_text())
+
+    return make
+
+
+def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., Any]) -> None:
+    engine, starts = start("is ready", start_timeout=5.0)
+    assert (engine.batch_size, starts()) == (7, 1)
+    engine.close()
+
+
+def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    plain = WorkerProcess.start
+
+    def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        waited.append(timeout)
+        return plain(self, settings, timeout=timeout)
+
+    monkeypatch.setattr(WorkerProcess, "start", watch)
+    engine, _ = start("is ready")
+    assert engine.max_context == 64
+    assert waited == [vllm.START_SECONDS + 2.0]
+    engine.close()
+
+
+def test_a_first_start_is_tried_once_more(start: Callable[..., Any]) -> None:
+    """One collision of ports among eight engines of a node once ended the run."""
+    engine, starts = start("dies,is ready")
+    assert (engine.max_context, starts()) == (64, 2)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected", "message"),
+    [
+        ("dies,dies,is ready", 2, r"failed 2 time\(s\) in a row.*did not start"),
+        ("refuses,is ready", 1, r"failed 1 time\(s\) in a row.*no such quantization"),
+    ],
+)
+def test_a_start_in_vain_is_not_repeated(start: Callable[..., Any], plan: str, expected: int, message: str) -> None:
+    engine, starts = start(plan)
+    with pytest.raises(EngineCrashedError, match=message):
+        engine.submit([])
+    assert starts() == expected
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (24, 32), (257, 320), (512, 512), (513, None)])
+def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, served: int | None) -> None:
+    config = {"r": 1, "rank_pattern": {"q_proj": rank}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    if served is None:
+        with pytest.raises(ValueError, match="to be at most 512, which is what vLLM serves, but got 513"):
+            lora_rank(str(tmp_path))
+    else:
+        assert lora_rank(str(tmp_path)) == served
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])
 def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "is_installed", lambda module: True)
     with pytest.raises(ValueError, match=f"Expected `{name}` to be at least"):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from module_batches import NO_DROPOUT, Planned, module_of, quiet_trainer
 from processes import run_processes
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, gather_trained
@@ -42,6 +42,8 @@ class Record(Callback):
 
 
 def strategy_of(name: str) -> Any:
+    if name == "groups":
+        return AdapterModelParallelStrategy(data_parallel_size=2)
     return AdapterModelParallelStrategy() if name == "fsdp2" else name
 
 
@@ -59,7 +61,11 @@ def trajectory(tiny_model: str, name: str, world: int, settings: dict[str, Any],
     trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 2))
     assert trainer.global_step == 6
     cut = sum(isinstance(parameter, DTensor) for parameter in module.parameters())
-    assert cut == (len(list(module.parameters())) if name == "fsdp2" else 0)
+    assert cut == (len(list(module.parameters())) if name in {"fsdp2", "groups"} else 0)
+    if name == "groups":
+        for parameter in module.parameters():
+            assert parameter.placements == (Replicate(), Shard(0))
+            assert parameter.to_local().shape[0] <= -(-parameter.shape[0] // 2)
     return {"losses": record.losses, "norms": record.norms, "state": gather_trained(module)}
 
 
@@ -94,6 +100,41 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
         assert part_of_the_way(first[name]["state"], one["state"], start) < tolerance, name
         assert second[name]["losses"] == first[name]["losses"], name
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"
+
+
+def in_groups(*arguments: Any) -> Any:
+    return trajectory(arguments[0], "groups", 4, *arguments[1:])
+
+
+def take_a_checkpoint(tiny_model: str) -> Any:
+    """Return whether what is loaded in groups is what a checkpoint holds in full."""
+    trainer = quiet_trainer(strategy=strategy_of("groups"), devices=4, max_epochs=1, limit_train_batches=1)
+    module = module_of(tiny_model)
+    trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 2))
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    full = {name: torch.full(p.shape, float(place)) for place, (name, p) in enumerate(trained.items())}
+    trainer.strategy.load_model_state_dict({"state_dict": full})
+    return all(torch.equal(p.full_tensor(), full[name]) for name, p in trained.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lora", "all-weights-clipped"])
+def test_groups_of_processes_that_share_the_weights_take_it_too(tiny_model: str, tmp_path: Path, case: str) -> None:
+    """Four processes as two nodes of two: each node holds the weights in full, and gradients cross."""
+    settings, options, tolerance = CASES[case]
+    one = trajectory(tiny_model, "auto", 1, settings, options)
+    start = start_of(tiny_model, **settings)
+    first, *others = run_processes(in_groups, tmp_path, tiny_model, settings, options, count=4)
+    assert first["losses"] == pytest.approx(one["losses"], rel=tolerance)
+    assert first["norms"] == pytest.approx(one["norms"], rel=10 * tolerance)
+    assert part_of_the_way(first["state"], one["state"], start) < tolerance
+    for other in others:
+        assert (other["losses"], other["state"]) == (first["losses"], {})
+
+
+@pytest.mark.slow
+def test_groups_read_checkpoints_of_any_strategy(tiny_model: str, tmp_path: Path) -> None:
+    assert run_processes(take_a_checkpoint, tmp_path, tiny_model, count=4) == [True] * 4
 
 
 def start_of(tiny_model: str, **settings: Any) -> State:
@@ -157,9 +198,11 @@ def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
         AdapterModelParallelStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"`timeout_minutes` to be positive, but got 0\.0"):
         AdapterModelParallelStrategy(timeout_minutes=0.0)
+    with pytest.raises(ValueError, match="`data_parallel_size` to be None or at least 1, but got 0"):
+        AdapterModelParallelStrategy(data_parallel_size=0)
     for messages in run_processes(refuse, tmp_path, tiny_model):
         assert "`trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got 32-true" in messages[0]
-        assert "`data_parallel_size` to be the number of processes, 2, but got 4" in messages[1]
+        assert "`data_parallel_size` to divide the number of processes, 2, but got 4" in messages[1]
 
 
 def evaluate_then_train(tiny_model: str) -> Any:

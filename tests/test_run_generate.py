@@ -93,7 +93,7 @@ def test_nothing_left_to_do_loads_no_model(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("no model must be loaded")
 
-    monkeypatch.setattr(shares, "build_engine", refuse)
+    monkeypatch.setattr(shares, "open_engine", refuse)
     monkeypatch.setattr(generate, "run_workers", refuse)
     capsys.readouterr()
     for options in ({}, {"devices": 2}, {"shard": "0/2"}, {"num_samples": 1}, {"model": "bundled"}):
@@ -126,7 +126,7 @@ def test_workers_start_only_where_something_is_missing(arguments: dict, monkeypa
 
     def run_here(settings: dict[str, Any], parts: list[tuple[int, int]], **_: Any) -> list[dict[str, Any]]:
         asked.extend(parts)
-        run = shares.GenerationSettings(**settings)
+        run = shares.GenerationSettings.from_plain(settings)
         return [asdict(shares.sample_share(run, shard=part, progress=False)) for part in parts]
 
     monkeypatch.setattr(generate, "run_workers", run_here)
@@ -224,10 +224,31 @@ def test_workers_get_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [devices.worker_environment(i, 3)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "6", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert devices.worker_environment(2, 3)["CUDA_VISIBLE_DEVICES"] == "2"
-    with pytest.raises(ValueError, match="Expected `devices` to be at most 3, the GPUs in sight, but got 4"):
+    with pytest.raises(ValueError, match="Expected `devices` to be at most 3 with 3 GPUs in sight, but got 4"):
         devices.worker_environment(0, 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert int(devices.worker_environment(0, 2)["OMP_NUM_THREADS"]) >= 1
+
+
+def test_workers_get_the_gpus_that_one_model_is_cut_over(arguments: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines over four GPUs each once saw one GPU each, and vLLM refused to start."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started: list[str] = []
+
+    def refuse(job: dict[str, Any], environment: dict[str, str]) -> None:
+        started.append(environment["CUDA_VISIBLE_DEVICES"])
+        if len(started) == 2:
+            raise RuntimeError("all have started")
+        return subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(devices, "_start", refuse)
+    cut = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 4}}
+    with pytest.raises(RuntimeError, match="all have started"):
+        run_generate(**arguments | {"limit": 60}, **cut, devices=2)
+    assert started == ["0,1,2,3", "4,5,6,7"]
+    with pytest.raises(ValueError, match=r"at most 2 with 8 GPUs in sight, but got 3, each of which takes 4"):
+        run_generate(**arguments | {"limit": 60}, **cut, devices=3)
 
 
 def test_generate_starts_without_torch() -> None:

@@ -20,6 +20,7 @@ from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.consistency import ResponseConsistency
 from selfcal_lightning.confidence.forward import TokenReader
 from selfcal_lightning.confidence.self_certainty import SelfCertainty, TokenEntropy
+from selfcal_lightning.engines.opening import EngineOptions
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.pipelines import score, score_store, scoring_model
 from selfcal_lightning.pipelines.interchange import import_pool, run_export_pool
@@ -156,7 +157,7 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
 
 
 def test_a_model_that_is_not_downloaded_is_so_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ScoringModel(ModelSettings("bundled", None, None, None, "transformers", "auto", 4))
+    model = ScoringModel(ModelSettings("bundled", None, EngineOptions()))
     calls = []
     monkeypatch.setattr(scoring_model, "model_folder", lambda name, revision: calls.append(name))
     monkeypatch.setattr(scoring_model, "weights_sha256", lambda name, revision: f"hash after {len(calls)}")

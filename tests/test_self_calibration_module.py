@@ -26,6 +26,7 @@ from module_batches import (
 from ssc_pools import Pool
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.modules.step_log import BAR
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -58,7 +59,7 @@ def _reference_by_hand_losses(
         calibration += row.calibration_weight * (0.0 if math.isnan(per_row) else per_row)
         places = (batch.label_position + 1).tolist()
         nll = [-torch.log_softmax(logits[t - 1], -1)[batch.input_ids[0, t]].item() for t in places]
-        generation += row.generation_weight * sum(nll) / len(nll)
+        generation += row.generation_weight * sum(nll) / max(len(nll), 1)
     return calibration, generation, confidences
 
 
@@ -105,16 +106,17 @@ def test_a_step_without_rows_of_a_kind_is_finite(tiny_model: str, chat: ChatForm
     assert largest_difference(after, only_decayed) < 1e-6
 
 
-def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFormat) -> None:
+@pytest.mark.parametrize("lora", [NO_DROPOUT, None], ids=["frozen", "trained"])
+def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFormat, lora: LoraSettings | None) -> None:
+    """A frozen one makes no logits of whole positions at all."""
     seen: list[int] = []
-    module = module_of(tiny_model)
+    module = module_of(tiny_model, lora=lora)
     module.configure_model()
     module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
     batch = batch_of(MIXED[:8], chat)
     quiet_trainer().fit(module, DataLoader([batch], batch_size=None))
-    wanted = (batch.generation_weight > 0)[batch.label_row].sum().item() + 8
     module.confidence(batch)
-    assert seen == [wanted, 8]
+    assert seen == ([0, 0] if lora else [len(batch.label_id) + 8, 8])
 
 
 # ---- precision, memory, modes
@@ -130,6 +132,27 @@ def test_bfloat16_through_the_trainer(tiny_model: str, chat: ChatFormat, precisi
     assert {value.dtype for value in state.values()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
     assert any(value.abs().max() > 0 for name, value in state.items() if "lora_B" in name)
     assert "val/count/Responses" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize("lora", [NO_DROPOUT, replace(NO_DROPOUT, dropout=0.2)], ids=["", "dropout"])
+def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatFormat, lora: LoraSettings) -> None:
+    """Each micro-batch decides by its tokens; the trajectory is that of recomputing all."""
+    batches = [batch_of(MIXED[:2], chat), batch_of(MIXED[:8], chat), batch_of(MIXED[2:4], chat)]
+    sizes = [batch.input_ids.numel() for batch in batches]
+    calls: list[int] = []
+    states = {}
+    for above in (0, sizes[1] - 1, 10**6):
+        module = module_of(tiny_model, gradient_checkpointing=True, recompute_above=above, lora=lora)
+        module.configure_model()
+        calls.clear()
+        layer = module.model.get_base_model().model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        quiet_trainer().fit(module, DataLoader(batches, batch_size=None, shuffle=False))
+        assert len(calls) == 3 + sum(size > above for size in sizes)
+        states[above] = trained_state(module)
+    assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
+    with pytest.raises(ValueError, match="`recompute_above` with `gradient_checkpointing: true` only"):
+        module_of(tiny_model, recompute_above=5)
 
 
 def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model: str, chat: ChatFormat) -> None:

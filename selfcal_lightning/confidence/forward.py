@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.confidence.sequences import entry_ids
 from selfcal_lightning.functional.certainty import token_statistics
 from selfcal_lightning.models.causal_lm import logits_at
@@ -132,7 +133,8 @@ class TokenReader:
             predicts[row, len(prompt) - 1 : end - 1] = True
         head = self.network.get_output_embeddings()
         positions = predicts.flatten().nonzero()[:, 0].to(device)
-        logits = logits_at(self.network, head, ids.to(device), mask.to(device), positions)
+        with without_cudnn():
+            logits = logits_at(self.network, head, ids.to(device), mask.to(device), positions)
         tokens = torch.tensor([token for _, response in batch for token in response], device=device)
         columns = torch.stack(token_statistics(logits, tokens)).cpu().double()
         pieces = columns.split([len(response) for _, response in batch], dim=1)

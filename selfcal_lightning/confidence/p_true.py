@@ -36,7 +36,13 @@ class PTrue:
         self._engine, self._chat, self._normalised = engine, chat, normalised
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return P(True) of every sample, [question][sample]; None without a response, room for it, or mass."""
+        """Return P(True) of every sample, [question][sample].
+
+        None stands for a sample without a response, room for it, or mass, and for one that the engine refuses.
+
+        Raises:
+            RequestsFailedError: The engine did not answer for another reason.
+        """
         query = self._chat.query
         sequences = [[self._sequence(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
         distinct = list(dict.fromkeys(sequence for row in sequences for sequence in row if sequence is not None))
@@ -51,7 +57,9 @@ class PTrue:
         sequence = (*ids.prompt, *ids.response, *self._chat.query.suffix_ids)
         return sequence if len(sequence) <= self._engine.max_context else None
 
-    def _read(self, masses: Sequence[float]) -> float | None:
+    def _read(self, masses: Sequence[float] | None) -> float | None:
+        if masses is None:
+            return None
         number = len(self._chat.query.yes_ids)
         yes, no = sum(masses[:number]), sum(masses[number:])
         return normalised_p_true(yes, no) if self._normalised else yes

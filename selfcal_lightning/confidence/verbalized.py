@@ -67,7 +67,13 @@ class Verbalized:
         self._suffix_ids = ChatFormat(chat.tokenizer, query=query).query.suffix_ids
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the stated probability of every sample, [question][sample]; None where none was stated."""
+        """Return the stated probability of every sample, [question][sample].
+
+        None stands for a reply that states none, and for a sample that the engine refuses.
+
+        Raises:
+            RequestsFailedError: The engine did not answer for another reason.
+        """
         prompts = [[self._prompt(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
         # Equal responses are asked about once; a draw's seed is that of the first of them.
         waiting: dict[tuple[int, ...], int] = {}
@@ -98,7 +104,7 @@ class Verbalized:
         return {prompt: value for prompt, value in values.items() if value is not None}
 
     def _replies(self, requests: Sequence[Request]) -> dict[str, str]:
-        """Return the replies by request id, without those that the engine gave up."""
+        """Return the replies by request id, without those that the engine refuses by itself."""
         pending = set(self._engine.submit(requests))
         replies: dict[str, str] = {}
         try:
@@ -106,7 +112,9 @@ class Verbalized:
                 try:
                     responses = self._engine.poll()
                 except RequestsFailedError as error:
-                    pending -= error.reasons.keys()
+                    pending -= error.failures.keys()
+                    if not all(failure.is_refusal for failure in error.failures.values()):
+                        raise  # to ask again another time, instead of taking silence for an answer
                     continue
                 if not responses:
                     raise RuntimeError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")

@@ -3,22 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from selfcal_lightning.records import Request, Response
 
+SHOWN_FAILURES = 3
+MAX_FAILURES = 64  # as many as a server has at once: all of them failed
 
-class RequestsFailedError(RuntimeError):
-    """Some requests cannot be answered; all others were, and the engine goes on.
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request was not answered.
 
     Attributes:
-        reasons: What went wrong, by request id.
+        reason: What went wrong.
+        is_refusal: Whether the engine refuses this very request, such as a prompt that crashes it, so that asking once
+            more is in vain. Otherwise it may be answered another time: the server was out of order, say.
     """
 
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self.reasons = dict(reasons)
-        lines = [f"request {name!r}: {reason}" for name, reason in self.reasons.items()]
-        super().__init__(f"{len(lines)} request(s) failed; the others were answered. " + "\n".join(lines))
+    reason: str
+    is_refusal: bool = False
+
+
+class RequestsFailedError(RuntimeError):
+    """Some requests were not answered; all others go on.
+
+    Attributes:
+        failures: Why, by request id.
+    """
+
+    def __init__(self, failures: Mapping[str, Failure]) -> None:
+        self.failures = dict(failures)
+        shown = [f"request {name!r}: {failure.reason}" for name, failure in self.failures.items()][:SHOWN_FAILURES]
+        more = [f"and {len(self.failures) - len(shown)} more"] if len(self.failures) > len(shown) else []
+        super().__init__(f"{len(self.failures)} request(s) failed; the others go on. " + "\n".join([*shown, *more]))
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine cannot go on, or it would be in vain; what it delivered before is good."""
+
+
+class FailuresInARow:
+    """Counts requests that were not answered since the last answer, and stops the work when they are too many.
+
+    Requests that the engine refuses count once for each question: one prompt may be refused for all of its samples.
+
+    Args:
+        limit: How many are too many.
+        way_out: What the user is told to do then.
+
+    Example:
+        >>> row = FailuresInARow(2, way_out="Start again.")
+        >>> row.add("q/0", "q", Failure("busy"))
+        >>> row.clear()
+        >>> row.add("q/1", "q", Failure("busy"))
+        >>> row.add("q/2", "q", Failure("busy"))
+        Traceback (most recent call last):
+        selfcal_lightning.engines.base.EngineStoppedError: Expected the engine to answer, but 2 requests in a ...
+    """
+
+    def __init__(self, limit: int, *, way_out: str) -> None:
+        if limit < 1:
+            raise ValueError(f"Expected `max_failures` to be at least 1, but got {limit}.")
+        self._limit, self._way_out = limit, way_out
+        self._failed: set[tuple[str, bool]] = set()
+
+    def clear(self) -> None:
+        """Begin anew: a request was answered."""
+        self._failed.clear()
+
+    def add(self, name: str, question_id: str, failure: Failure) -> None:
+        """Count a failure.
+
+        Args:
+            name: The request.
+            question_id: Its question.
+            failure: Why it was not answered.
+
+        Raises:
+            EngineStoppedError: It is one too many.
+        """
+        self._failed.add((question_id, True) if failure.is_refusal else (name, False))
+        if len(self._failed) >= self._limit:
+            raise EngineStoppedError(
+                f"Expected the engine to answer, but {len(self._failed)} requests in a row failed (`max_failures`). "
+                f"{self._way_out} The last one: {failure.reason}"
+            )
 
 
 class Engine(Protocol):
@@ -46,7 +117,8 @@ class Engine(Protocol):
         """Work for a while and return the responses that finished; empty only when nothing is in flight.
 
         Raises:
-            RequestsFailedError: Where requests could not be answered; they are in flight no more, all others go on.
+            RequestsFailedError: Requests were not answered; they are in flight no more, all others go on.
+            EngineStoppedError: The engine cannot go on.
         """
         ...
 
@@ -59,14 +131,29 @@ class Engine(Protocol):
         """
         ...
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]."""
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float] | None]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+
+        None stands for a prompt that the engine refuses by itself, such as one that crashes it.
+
+        Args:
+            prompts: Token ids.
+            token_ids: Whose probabilities are wanted.
+            with_adapter: Whether the adapter that the engine serves takes part; False asks the base model below it.
+
+        Raises:
+            ValueError: A prompt does not fit, or the engine cannot put its adapter aside.
+            RequestsFailedError: Prompts could not be scored for another reason.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
 
-        Where the weights are quantised as they are read, ``quantization`` says how.
+        Where the weights are quantised as they are read, ``quantization`` says how. Where P(True) is read from an
+        output layer in another dtype than the model's, ``head_dtype`` names it.
         """
         ...
 
@@ -84,15 +171,27 @@ def generate(
         engine: The engine to run on.
         requests: What to sample; ids must be unique.
         on_finished: Called with each response as it arrives, for progress.
+
+    Raises:
+        RequestsFailedError: Requests were not answered, when all others were.
     """
     finished: dict[str, Response] = {}
+    failures: dict[str, Failure] = {}
     pending = set(engine.submit(requests))
     if len(pending) != len(requests):
         raise ValueError(f"Expected request ids to be unique, but got {len(requests) - len(pending)} repeated.")
     while pending:
-        for response in engine.poll():
+        try:
+            responses = engine.poll()
+        except RequestsFailedError as error:
+            failures |= error.failures
+            pending -= error.failures.keys()
+            continue
+        for response in responses:
             pending.discard(response.request_id)
             finished[response.request_id] = response
             if on_finished is not None:
                 on_finished(response)
+    if failures:
+        raise RequestsFailedError(failures)
     return [finished[request.id] for request in requests]

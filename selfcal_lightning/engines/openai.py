@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.openai_address import check_base_url, presentable, read_key
 from selfcal_lightning.engines.openai_facts import ServerFacts, inspect_server
 from selfcal_lightning.engines.openai_jobs import BackgroundJobs
 from selfcal_lightning.engines.openai_records import Flight, OpenAIStatistics
 from selfcal_lightning.engines.openai_retries import ServerError
-from selfcal_lightning.engines.openai_transport import Transport
+from selfcal_lightning.engines.openai_transport import Transport, is_refusal
 from selfcal_lightning.engines.openai_wire import (
     MAX_SCORED_IDS,
     check_sampling,
@@ -24,12 +25,14 @@ from selfcal_lightning.engines.openai_wire import (
     sample_body,
     score_body,
 )
-from selfcal_lightning.engines.vllm_model import generation_end_ids
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.adapter_files import check_always_awake
-from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.records import Request, Response
+
+_DEFAULT_BATCH = 64
 
 
 class OpenAIEngine:
@@ -44,11 +47,11 @@ class OpenAIEngine:
     Responses are streamed, so that the tokens drawn for a cancelled request are known but for those on their way. It
     costs the server nothing more: its connection is closed.
 
-    A request that fails for good (refused, out of retries or time, garbage) is reported when all others were
-    delivered: ``poll`` then raises a ``RequestsFailedError`` that names it.
+    A request that fails for good (refused, out of retries or time, garbage) is reported in its turn: ``poll`` then
+    raises a ``RequestsFailedError`` that names it.
 
     Args:
-        model: Folder or hub name of the model that the server runs.
+        model: Folder or hub name of the model that the server runs, or "bundled".
         base_url: Address of the API. Plain http is for this machine only, unless ``allow_http``.
         served_model: The server's name for the model, or for an adapter; None takes ``model`` where the server has it,
             else the only one that it has.
@@ -67,7 +70,7 @@ class OpenAIEngine:
         allow_http: Whether prompts and key may go to another machine unencrypted.
         api_key_env: Environment variable with the key; a server that wants none needs none. The key is read at the
             start and appears in no message.
-        max_concurrency: Most requests that the server works on for this engine.
+        max_batch: Most requests that the server works on for this engine; None is 64.
         max_retries: Most further attempts at one request, after HTTP 429, 5xx and broken connections only.
         deadline: Longest time for one request in seconds, from when it is first sent; retries and the P(True) query
             included.
@@ -98,7 +101,7 @@ class OpenAIEngine:
         server_edt: bool = False,
         allow_http: bool = False,
         api_key_env: str = "OPENAI_API_KEY",
-        max_concurrency: int = 64,
+        max_batch: int | None = None,
         max_retries: int = 8,
         deadline: float = 600.0,
         first_wait: float = 0.5,
@@ -107,8 +110,9 @@ class OpenAIEngine:
     ) -> None:
         if not is_installed("aiohttp"):
             require("aiohttp", extra="openai")
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         limits = (
-            ("max_concurrency", max_concurrency, 1),
+            ("max_batch", max_batch, 1),
             ("max_retries", max_retries, 0),
             ("stream_interval", stream_interval, 1),
             ("first_wait", first_wait, 0.0),
@@ -125,13 +129,15 @@ class OpenAIEngine:
             )
         if not deadline > 0.0:
             raise ValueError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
+        model = resolve_model(model)
         self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
         self._served_model, self._tokenizer = served_model, tokenizer or model
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
         self._max_context, self._chat = max_context, chat
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
+        self._vocabulary = 0
         self._server_edt, self._api_key_env = server_edt, api_key_env
-        self._max_concurrency, self._max_retries, self._deadline = max_concurrency, max_retries, deadline
+        self._max_batch, self._max_retries, self._deadline = max_batch, max_retries, deadline
         self._waits, self._interval = (first_wait, longest_wait), stream_interval
         self._key: str | None = None
         self._jobs: BackgroundJobs | None = None
@@ -140,10 +146,7 @@ class OpenAIEngine:
         self._closed = False
         self._numbers = itertools.count()
         self._flights: dict[int, Flight] = {}
-        self._number_of: dict[str, int] = {}
-        self._responses: list[Response] = []
-        self._failures: dict[str, str] = {}
-        self._scores: dict[int, list[float] | ServerError | None] = {}
+        self._in_flight = InFlight()
         self._tally = OpenAIStatistics()
 
     @property
@@ -155,7 +158,7 @@ class OpenAIEngine:
     @property
     def batch_size(self) -> int:
         """Requests that it works on at a time: those that the server has at once."""
-        return self._max_concurrency
+        return self._max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
@@ -166,16 +169,13 @@ class OpenAIEngine:
             ServerError: When the server cannot be used.
         """
         self._ensure_started()
-        taken = set(self._number_of)
+        self._in_flight.check_new(requests)
         for request in requests:
-            if request.id in taken:
-                raise ValueError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
-            taken.add(request.id)
             check_sampling(request.sampling, server_edt=self._server_edt)
-            self._room(request)
+            response_room(request, self._facts.max_context)
         flights = {next(self._numbers): Flight(request) for request in requests}
         self._flights |= flights
-        self._number_of |= {flight.request.id: number for number, flight in flights.items()}
+        self._in_flight.begin({flight.request.id: number for number, flight in flights.items()})
         self._jobs.add([(number, partial(self._answer, flight)) for number, flight in flights.items()])
         return [request.id for request in requests]
 
@@ -183,18 +183,13 @@ class OpenAIEngine:
         """Wait for responses and return those that finished; empty only when nothing is in flight.
 
         Raises:
-            RequestsFailedError: After all others were delivered, when some requests could not be answered.
+            RequestsFailedError: Requests were not answered; all others go on.
         """
         self._ensure_open()
-        while not self._responses and self._flights:
+        while self._flights and not self._in_flight.has_news:
             self._work()
         self._work_off()
-        responses, self._responses = self._responses, []
-        failures = self._failures
-        if not responses and failures:
-            self._failures = {}
-            raise RequestsFailedError(failures)
-        return responses
+        return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
         """Drop requests, queued or running, and return the tokens received for those that were begun, by id.
@@ -202,48 +197,45 @@ class OpenAIEngine:
         Tokens that were on their way are not known: for each, less than ``stream_interval`` and what the network holds.
         """
         self._work_off()
-        dropped = set(ids)
-        thrown_away = {r.request_id: len(r.token_ids) for r in self._responses if r.request_id in dropped}
-        self._responses = [response for response in self._responses if response.request_id not in dropped]
-        self._failures = {name: reason for name, reason in self._failures.items() if name not in dropped}
-        flights = {number: self._flights.pop(number) for name, number in self._number_of.items() if name in dropped}
+        thrown_away, names = self._in_flight.drop(ids)
+        flights = {number: self._flights.pop(number) for number in names}
         begun = self._jobs.drop(flights) if flights else set()
         for number, flight in flights.items():
-            del self._number_of[flight.request.id]
             if number in begun:
                 thrown_away[flight.request.id] = flight.num_tokens
             self._tally.tokens_received += flight.received
         self._tally.cancelled += len(flights)
         return thrown_away
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float] | None]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         Samples in flight go on meanwhile; what finishes is kept for ``poll``.
 
         Raises:
-            ValueError: When a prompt is empty or longer than ``max_context``.
+            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter, which it
+                calls by one name with its base model.
             RequestsFailedError: When prompts could not be scored.
         """
         self._ensure_started()
+        if not with_adapter and self._identity["adapter"] is not None:
+            raise ValueError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.max_context:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         numbers = [next(self._numbers) for _ in prompts]
-        self._scores |= dict.fromkeys(numbers)
+        self._in_flight.expect_scores(numbers)
         jobs = [(n, partial(self._score, tuple(p), tuple(token_ids))) for n, p in zip(numbers, prompts, strict=True)]
         self._jobs.add(jobs, first=True)
         try:
-            for number in numbers:
-                while self._scores[number] is None:
-                    self._work()
+            while self._in_flight.awaits_any(numbers):
+                self._work()
         finally:
             self._jobs.drop(numbers)
-            answers = [self._scores.pop(number) for number in numbers]
-        failed = {i: str(answer) for i, answer in enumerate(answers) if isinstance(answer, ServerError)}
-        if failed:
-            raise RequestsFailedError({f"prompt {i} of next_token_probabilities": why for i, why in failed.items()})
-        return answers
+            answers = self._in_flight.take_scores(numbers)
+        return read_scores([[answer] for answer in answers])
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model. Revision, dtype and hashes are the caller's word: a server tells none."""
@@ -265,7 +257,8 @@ class OpenAIEngine:
     def close(self) -> None:
         """Drop what is in flight, close all connections and end the thread. Closing twice is allowed."""
         self._closed = True
-        self._flights, self._number_of = {}, {}
+        self._flights = {}
+        self._in_flight.forget_all()
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             jobs.close(last=self._transport.close)
@@ -291,16 +284,17 @@ class OpenAIEngine:
         if self._stop_token_ids is None:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self._tokenizer, revision=revision)
             self._stop_token_ids = sorted(ends)
+        self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
         self._key = read_key(self._api_key_env)
         transport = Transport(
             self.base_url,
             key=self._key,
-            max_connections=self._max_concurrency + 1,
+            max_connections=self._max_batch + 1,
             max_retries=self._max_retries,
             first_wait=self._waits[0],
             longest_wait=self._waits[1],
         )
-        jobs, started = BackgroundJobs(limit=self._max_concurrency), False
+        jobs, started = BackgroundJobs(limit=self._max_batch), False
         try:
             self._facts = jobs.run(self._inspect(transport))
             started = True
@@ -317,6 +311,7 @@ class OpenAIEngine:
                 default_model=self.model,
                 max_context=self._max_context,
                 chat=self._chat,
+                vocabulary=self._vocabulary,
                 server_edt=self._server_edt,
                 key_name=self._api_key_env,
                 deadline=self._time_limit(),
@@ -328,27 +323,16 @@ class OpenAIEngine:
     def _time_limit(self) -> float:
         return asyncio.get_running_loop().time() + self._deadline
 
-    def _room(self, request: Request) -> int:
-        """Return how many tokens the response may have, so that prompt + response + query fit."""
-        suffix, context = 0 if request.query is None else len(request.query.suffix_ids), self._facts.max_context
-        longest = context - suffix - 1
-        if not 1 <= len(request.prompt_ids) <= longest:
-            raise ValueError(
-                f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
-                f"{len(request.prompt_ids)}: a context of {context} also holds {suffix} of the query and a response."
-            )
-        return min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids))
-
     async def _answer(self, flight: Flight) -> Response:
         """Sample a response and put the query to it."""
         request, deadline = flight.request, self._time_limit()
-        stops, room = self._stop_token_ids, self._room(flight.request)
+        stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
         body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
         reader = await self._transport.stream(
             "completions",
             {"model": self._facts.served_model, **body},
             deadline=deadline,
-            read=lambda: flight.begin(stops, room),
+            read=lambda: flight.begin(stops, max_tokens=room, vocabulary=self._facts.vocabulary),
         )
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:
@@ -379,20 +363,19 @@ class OpenAIEngine:
             self._take_in(*outcome)
 
     def _take_in(self, number: int, result: Any, error: BaseException | None) -> None:
-        reason = None
+        failure = None
         if isinstance(error, ServerError):
-            reason = presentable(str(error), key=self._key)
+            failure = Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
         elif error is not None:
             raise error
-        if number in self._scores:
-            self._scores[number] = result if reason is None else ServerError(reason)
+        if self._in_flight.expects_score(number):
+            self._in_flight.score(number, result if failure is None else failure)
         elif (flight := self._flights.pop(number, None)) is not None:
-            del self._number_of[flight.request.id]
             self._tally.tokens_received += flight.received
-            if reason is None:
-                self._responses.append(result)
+            if failure is None:
+                self._in_flight.answer(result)
             else:
-                self._failures[flight.request.id] = reason
+                self._in_flight.fail(flight.request.id, failure)
         else:
             return  # it finished while it was being dropped
-        self._tally.failed += reason is not None
+        self._tally.failed += failure is not None

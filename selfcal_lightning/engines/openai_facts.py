@@ -23,11 +23,13 @@ class ServerFacts:
         served_model: Its name for the model.
         max_context: Longest prompt + response + query, in tokens.
         version: Version of vLLM; None where it does not tell.
+        vocabulary: Number of token ids that it may send.
     """
 
     served_model: str
     max_context: int
     version: str | None
+    vocabulary: int
 
 
 async def inspect_server(
@@ -37,6 +39,7 @@ async def inspect_server(
     default_model: str,
     max_context: int | None,
     chat: ChatFormat,
+    vocabulary: int,
     server_edt: bool,
     key_name: str,
     deadline: float,
@@ -49,6 +52,7 @@ async def inspect_server(
         default_model: The name to take where the server has it and none was given.
         max_context: The limit that the user gave, or None.
         chat: The chat format that prompts are rendered with.
+        vocabulary: Number of the model's token ids.
         server_edt: Whether it should have our logits processor.
         key_name: Environment variable of the key, for the message when it is refused.
         deadline: Time of the loop's clock at which to give up.
@@ -65,11 +69,12 @@ async def inspect_server(
         raise ServerError(f"{error} Expected `base_url` to be the address before `/models`, such as .../v1.") from None
     name, limit = choose_model(answer, wanted=served_model, default=default_model)
     root = transport.base_url.removesuffix("/v1")
-    version = await _offered(transport, f"{root}/version", None, deadline)
+    version = (await _offered(transport, f"{root}/version", None, deadline)).get("version")
     await _check_tokenizer(transport, root, name, chat, deadline)
     if server_edt:
         await _check_edt(transport, name, chat, deadline)
-    return ServerFacts(name, _context(max_context, limit), version.get("version"))
+    told = version if isinstance(version, str) else None
+    return ServerFacts(name, _context(max_context, limit), told, vocabulary)
 
 
 def _context(wanted: int | None, limit: int | None) -> int:

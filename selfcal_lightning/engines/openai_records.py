@@ -52,8 +52,8 @@ class Flight:
         """Response tokens of all attempts."""
         return self.wasted + self.num_tokens
 
-    def begin(self, stop_token_ids: Sequence[int], max_tokens: int) -> SampleReader:
+    def begin(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> SampleReader:
         """Begin another attempt and return its reader."""
         self.wasted += self.num_tokens
-        self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens)
+        self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary)
         return self.reader

@@ -73,7 +73,7 @@ def retry_after_seconds(header: str | None, *, now: datetime | None = None) -> f
     except ValueError:
         try:
             date = parsedate_to_datetime(header)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         aware = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
         seconds = (aware - (now or datetime.now(UTC))).total_seconds()

@@ -69,6 +69,15 @@ class StatusError(ServerError):
         self.status = status
 
 
+# Of this very request, such as a prompt that is too long; 401, 403 and 404 say that no request would be taken.
+_OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
+
+
+def is_refusal(error: ServerError) -> bool:
+    """Return whether a server refused a request for what it asks, so that asking once more is in vain."""
+    return isinstance(error, StatusError) and error.status in _OWN_FAULTS
+
+
 class Transport:
     """Sends requests from within one event loop.
 
@@ -232,7 +241,10 @@ class Transport:
         if isinstance(value, dict) and "error" in value:  # in a stream the status was sent before the fault was known
             error = value["error"]
             code = error.get("code") if isinstance(error, dict) else None
-            self._refuse(code if isinstance(code, int) else HTTPStatus.BAD_REQUEST, text.decode(errors="replace"), None)
+            if type(code) is not int:  # without a status it says nothing about this request
+                shown = presentable(_message(text.decode(errors="replace")), key=self._key)
+                raise ServerError(f"The server at {self.base_url} failed in the middle of an answer: {shown}")
+            self._refuse(code, text.decode(errors="replace"), None)
         return value
 
     def _refuse(self, status: int, text: str, retry_after: str | None) -> NoReturn:

@@ -15,7 +15,12 @@ EDT_ARG = "edt"
 EDT_PROCESSOR = "selfcal_lightning.engines.vllm_edt:DynamicTemperature"
 MAX_SCORED_IDS = 128
 COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word
-_TOKEN = re.compile(r"token_id:(\d+)")
+LARGEST_ID = 2**31  # ids are stored in 32 bits
+LEAST_LOGPROB = -1e5  # vLLM writes -9999 for a probability of 0
+_SLACK = 1e-3  # of rounding
+_TOKEN = re.compile(r"token_id:(0|[1-9][0-9]{0,9})")
+# What comes of taking a value apart that is not as agreed.
+_NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 # A server's defaults may come from the model's generation settings (top_k 20, a repetition penalty ...): all are named.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _BY_ID = {"logprobs": 0, "return_tokens_as_token_ids": True}
@@ -86,22 +91,22 @@ def edt_probe_body(token_id: int) -> dict[str, Any]:
 
 
 class SampleReader:
-    """Puts one response together from the events of a stream.
+    """Puts one response together from the events of a stream. Nothing that a server sends is taken on trust.
 
     Args:
-        stop_token_ids: Ids that end the turn.
+        stop_token_ids: Ids that end the turn; what a server sends behind the first of them is no part of the response.
         max_tokens: How many tokens were asked for.
+        vocabulary: Number of ids that there are.
 
     Attributes:
         token_ids: Ids so far, a token that ends the turn included.
     """
 
-    def __init__(self, stop_token_ids: Sequence[int], *, max_tokens: int) -> None:
-        self._ends, self._max_tokens = frozenset(stop_token_ids), max_tokens
+    def __init__(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> None:
+        self._ends, self._max_tokens, self._vocabulary = frozenset(stop_token_ids), max_tokens, vocabulary
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._reason: str | None = None
-        self._stop_id: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,16 +125,31 @@ class SampleReader:
             ServerError: When it is not what the protocol says.
         """
         try:
-            for choice in event["choices"]:
-                piece = choice["logprobs"]
-                self.token_ids += map(_token_id, piece["tokens"])
-                self._logprobs += map(_logprob, piece["token_logprobs"])
-                self._reason = choice["finish_reason"] or self._reason
-                self._stop_id = choice.get("stop_reason")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            choices = event["choices"]
+            if choices:  # the last event may tell the usage alone
+                self._take_choice(*choices)
+        except _NOT_AS_AGREED as error:
             raise _garbage("an event with tokens and their log-probabilities", event, error) from None
         if len(self.token_ids) > self._max_tokens:
             raise ServerError(f"Expected the server to send at most {self._max_tokens} tokens, but got more.")
+
+    def _take_choice(self, choice: Any) -> None:
+        piece, reason, stop = choice["logprobs"], choice["finish_reason"], choice.get("stop_reason")
+        if self.finished:
+            raise ValueError("tokens after the end")
+        if not isinstance(reason, str | None):
+            raise ValueError(f"{reason!r} is not a reason")
+        if type(stop) is int:  # a server may end at ids of its own
+            self._ends |= {stop}
+        tokens = [_token_id(token, self._vocabulary) for token in _listed(piece["tokens"])]
+        logprobs = [_logprob(value) for value in _listed(piece["token_logprobs"])]
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if not self._has_ended():
+                self.token_ids.append(token)
+                self._logprobs.append(logprob)
+        self._reason = reason
 
     def response(self, name: str, chat: ChatFormat) -> Response:
         """Return the response to request ``name``.
@@ -137,26 +157,19 @@ class SampleReader:
         Raises:
             ServerError: When the server ended it for a reason that is none of a model's.
         """
-        token_ids, logprobs = list(self.token_ids), list(self._logprobs)
-        if self._reason not in {"stop", "length"} or len(token_ids) != len(logprobs):
-            raise ServerError(
-                f"Expected the server to end a response by `stop` or `length` with a log-probability for each token, "
-                f"but got {self._reason!r} with {len(logprobs)} for {len(token_ids)} tokens."
-            )
-        ended = self._has_ended()
-        if ended:
-            token_ids.pop()
-            logprobs.pop()
+        if self._reason not in {"stop", "length"}:
+            raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
+        ended, token_ids = self._has_ended(), self.token_ids[: self.num_tokens]
         return Response(
             request_id=name,
             text=chat.decode(token_ids),
             token_ids=tuple(token_ids),
             finish="stop" if ended or self._reason == "stop" else "length",
-            logprob=math.fsum(logprobs),
+            logprob=math.fsum(self._logprobs[: self.num_tokens]),
         )
 
     def _has_ended(self) -> bool:
-        return bool(self.token_ids) and (self.token_ids[-1] in self._ends or self.token_ids[-1] == self._stop_id)
+        return bool(self.token_ids) and self.token_ids[-1] in self._ends
 
 
 def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
@@ -167,9 +180,11 @@ def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
     """
     try:
         (choice,) = answer["choices"]
-        (position,) = choice["logprobs"]["top_logprobs"]
+        (position,) = _listed(choice["logprobs"]["top_logprobs"])
         found = {_token_id(token): math.exp(_logprob(value)) for token, value in position.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if math.fsum(found[token] for token in set(token_ids) & found.keys()) > 1.0 + _SLACK:
+            raise ValueError("probabilities that add up to more than 1")
+    except _NOT_AS_AGREED as error:
         raise _garbage("log-probabilities of the tokens asked for", answer, error) from None
     missing = [token for token in token_ids if token not in found]
     if missing:
@@ -194,31 +209,45 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
         ValueError: When the server has not the model, or several and none was named.
     """
     try:
-        limits: Mapping[str, Any] = {str(item["id"]): item.get("max_model_len") for item in answer["data"]}
-    except (KeyError, TypeError, AttributeError) as error:
+        limits: Mapping[str, Any] = {str(item["id"]): item.get("max_model_len") for item in _listed(answer["data"])}
+    except _NOT_AS_AGREED as error:
         raise _garbage("a list of models", answer, error) from None
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
         if name in limits:
-            return name, limits[name] if isinstance(limits[name], int) else None
+            return name, limits[name] if type(limits[name]) is int and limits[name] > 1 else None
     raise ValueError(
         f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
     )
 
 
-def _token_id(token: str) -> int:
+def _token_id(token: str, vocabulary: int = LARGEST_ID) -> int:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ValueError(f"the token {token!r} is not written as an id: the server must be vLLM's own")
-    return int(match[1])
+    if (number := int(match[1])) >= vocabulary:
+        raise ValueError(f"the token {number} is none of the vocabulary's {vocabulary}")
+    return number
 
 
 def _logprob(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1e-3:  # nan is none either
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not LEAST_LOGPROB <= value <= _SLACK:  # nan is none either
         raise ValueError(f"{value!r} is not a log-probability")
-    return float(value)
+    return min(float(value), 0.0)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return ``value`` if it is a list: strings and mappings can be walked through, too."""
+    if not isinstance(value, list):
+        raise TypeError
+    return value
 
 
 def _garbage(expected: str, got: Any, error: Exception) -> ServerError:
     reason = str(error) if isinstance(error, ValueError) else "something else"
-    return ServerError(f"Expected the server to send {expected}, but got {reason} in: {got}")
+    try:
+        shown = repr(got)
+    except RecursionError:
+        shown = "something nested too deeply to be shown"
+    return ServerError(f"Expected the server to send {expected}, but got {reason} in: {shown}")

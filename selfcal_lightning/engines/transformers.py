@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,14 +14,16 @@ from selfcal_lightning.engines.transformers_model import CachedModel, load_netwo
 from selfcal_lightning.engines.transformers_rows import SlotRows
 from selfcal_lightning.engines.transformers_sleep import check_query, check_sleep, ends_with_query
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Request, Response
+from selfcal_lightning.records import Dtype, Request, Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
+_DEFAULT_BATCH = 64
 _HARVEST_SHARE = 8  # rows are answered, and new ones admitted, when one in eight of the batch has finished
 _COMPACT_SHARE = 0.75  # rows are moved together when fewer than this share of the slots in use are live
 _FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
@@ -42,14 +45,15 @@ class TransformersEngine:
     threads than free cores make it many times slower.
 
     Args:
-        model: Folder or hub name of a model with full or sliding-window attention.
+        model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
         revision: Revision on the hub.
         adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept beside them
             in half precision, where merging would round it. An activated one is kept beside them: the engine samples
             with the base model alone, and reads the confidence query with the adapter over the same cache.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         device: "auto" is the GPU where there is one.
-        max_batch: Number of slots. When a GPU runs out of memory it is halved, down to 1, and the work begun again.
+        max_batch: Number of slots; None is 64. When a GPU runs out of memory it is halved, down to 1, and the work
+            begun again.
         max_context: Longest prompt + response + query in tokens; None takes the model's own limit.
         chat: Chat format; None derives it from the model's tokenizer, with the default query.
     """
@@ -60,12 +64,13 @@ class TransformersEngine:
         *,
         revision: str | None = None,
         adapter: str | None = None,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: Dtype = "auto",
         device: str = "auto",
-        max_batch: int = 64,
+        max_batch: int | None = None,
         max_context: int | None = None,
         chat: ChatFormat | None = None,
     ) -> None:
+        model = resolve_model(model)
         chat = chat or ChatFormat(load_tokenizer(model, revision=revision))
         network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
         self._source, self._revision, self._adapter = model, revision, adapter
@@ -80,7 +85,7 @@ class TransformersEngine:
         model: PreTrainedModel,
         chat: ChatFormat,
         *,
-        max_batch: int = 64,
+        max_batch: int | None = None,
         max_context: int | None = None,
         source: str | None = None,
         revision: str | None = None,
@@ -96,7 +101,7 @@ class TransformersEngine:
         Args:
             model: The model or its PEFT wrapper.
             chat: Chat format of its tokenizer.
-            max_batch: Number of slots.
+            max_batch: Number of slots; None is 64.
             max_context: Longest prompt + response + query in tokens.
             source: Where its base weights come from, for ``describe``; None hashes the parameters in memory.
             revision: Revision of ``source``.
@@ -112,8 +117,15 @@ class TransformersEngine:
         return engine
 
     def _start(
-        self, network: PreTrainedModel, chat: ChatFormat, *, max_batch: int, max_context: int | None, borrowed: bool
+        self,
+        network: PreTrainedModel,
+        chat: ChatFormat,
+        *,
+        max_batch: int | None,
+        max_context: int | None,
+        borrowed: bool,
     ) -> None:
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         if max_batch < 1:
             raise ValueError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
         self._model: CachedModel | None = CachedModel(network)
@@ -189,23 +201,26 @@ class TransformersEngine:
                     raise
             self._restart_with_half()
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         An activated adapter reads the query that a prompt ends with, and no other token.
 
         Raises:
-            ValueError: Where a prompt is empty or longer than ``max_context``.
+            ValueError: Where a prompt is empty or longer than ``max_context``, or the adapter was merged.
         """
         model = self._require_model()
         for prompt in prompts:
             if not 0 < len(prompt) <= self.max_context:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        asked = {i for i in order if ends_with_query(prompts[i], self._query_ids)}
+        asked = {i for i in order if with_adapter and ends_with_query(prompts[i], self._query_ids)}
         wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
         table: dict[int, list[float]] = {}
-        with torch.no_grad(), model.evaluation():
+        bare = nullcontext() if with_adapter else self._without_adapter(model)
+        with torch.no_grad(), model.evaluation(), bare:
             for awake in (False, True):
                 members = [i for i in order if (i in asked) == awake]
                 for chunk in _chunks(members, [len(prompts[i]) for i in members], self.max_batch):
@@ -233,6 +248,7 @@ class TransformersEngine:
             "adapter_sha256": None if activated else adapter,
             "activated_adapter_sha256": adapter if activated else None,
             "quantization": self._quantization,
+            "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         }
 
     def close(self) -> None:
@@ -240,6 +256,17 @@ class TransformersEngine:
         self._model = None
         self._waiting.clear()
         self._rows = SlotRows(self.max_batch, self._end_ids)
+
+    def _without_adapter(self, model: CachedModel) -> AbstractContextManager[Any]:
+        from peft import PeftModel
+
+        if self._query_ids is not None:  # asleep as it is
+            return nullcontext()
+        if isinstance(model.network, PeftModel):
+            return model.network.disable_adapter()
+        if self._adapter is None and self._adapter_sha256 is None:
+            return nullcontext()
+        raise ValueError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
 
     def _require_model(self) -> CachedModel:
         if self._model is None:
@@ -348,7 +375,7 @@ class TransformersEngine:
         width = int(starts.max()) + longest
         model.reserve(max(slots) + 1, width)
         lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
-        logits = model.extend(where, starts, ids, width, keep=lasts, awake=awake)
+        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
         p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
         masses = {}
         for query in dict.fromkeys(queries):

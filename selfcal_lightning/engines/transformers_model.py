@@ -12,6 +12,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.attention_backends import without_cudnn
+from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 
@@ -52,7 +54,7 @@ class SlotCache(Cache):
         if num_slots <= self._num_slots and width <= self._width:
             return
         self._num_slots = max(num_slots, self._num_slots)
-        self._width = max(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._width)
+        self._width = max(_rounded(width), self._width)
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
                 new = old.new_zeros(self._num_slots, old.shape[1], self._width, old.shape[3])
@@ -134,6 +136,7 @@ class CachedModel:
         network: The Hugging Face model or its PEFT wrapper.
         device: Where its embeddings live.
         dtype: Of its embeddings, which is that of its activations.
+        head_dtype: What the output layer computes in for P(True).
         max_positions: Longest sequence that it was made for, in tokens; None where its configuration does not say.
     """
 
@@ -147,13 +150,14 @@ class CachedModel:
         self.network = network
         embedding = network.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
+        self.head_dtype = torch.float32 if _is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._window, self._mixes_windows = _sliding_window(config)
         self._cache = SlotCache()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Keep the model in evaluation mode and its attention grouped; give it back as it was, module by module."""
+        """Keep the model in evaluation mode, its attention grouped and off cuDNN; give all back as it was."""
         training = [module for module in self.network.modules() if module.training]
         for module in training:
             module.training = False
@@ -162,7 +166,8 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            yield
+            with without_cudnn():
+                yield
         finally:
             if implementation == "sdpa":
                 self.network.set_attn_implementation(implementation)
@@ -190,6 +195,7 @@ class CachedModel:
         *,
         leading: bool = False,
         keep: Tensor | None = None,
+        in_float32: bool = False,
         awake: bool = False,
     ) -> Tensor:
         """Append tokens to slots and return logits [rows, kept, vocabulary].
@@ -198,12 +204,14 @@ class CachedModel:
             slots: [rows].
             starts: [rows] tokens that each slot holds already.
             ids: [rows, tokens], padded on the right; padding is overwritten by what comes next.
-            read_width: Upper bound of ``starts + tokens``.
+            read_width: Upper bound of ``starts + tokens``. More is read, so that the shapes of steps repeat.
             leading: Whether ``slots`` are 0, 1, 2, ....
             keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
+            in_float32: Whether the output layer computes in float32, as for P(True).
             awake: Whether an activated adapter reads these tokens; the base model alone reads all others.
         """
-        with adapter_asleep(self.network, asleep=False) if awake else nullcontext():
+        exact = exact_head(self.network) if in_float32 else nullcontext()
+        with exact, adapter_asleep(self.network, asleep=False) if awake else nullcontext():
             return self._extend(self._cache, slots, starts, ids, read_width, leading=leading, keep=keep)
 
     def query_logits(
@@ -211,7 +219,8 @@ class CachedModel:
     ) -> Tensor:
         """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
 
-        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``.
+        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``. The output
+        layer computes in float32.
         """
         rows = torch.arange(len(contexts), device=self.device)
         lengths = torch.tensor([len(ids) for ids in contexts], device=self.device)
@@ -221,7 +230,7 @@ class CachedModel:
         cache, width = SlotCache(), longest + len(query_ids)
         cache.reserve(len(contexts), width)
         self._extend(cache, rows, torch.zeros_like(lengths), ids, longest, leading=True)
-        with adapter_asleep(self.network, asleep=not awake):
+        with exact_head(self.network), adapter_asleep(self.network, asleep=not awake):
             return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
 
     def _extend(
@@ -236,13 +245,15 @@ class CachedModel:
         keep: Tensor | None = None,
     ) -> Tensor:
         columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        read_width = _rounded(read_width)
         cache.plan(slots, columns, read_width, leading=leading)
         return self._run(ids, columns, torch.arange(read_width, device=self.device), cache, keep)
 
     def next_token_logits(self, sequences: Sequence[Sequence[int]], query_ids: Sequence[int] | None = None) -> Tensor:
-        """Return the logits after each sequence, [sequences, vocabulary], without touching the slots.
+        """Return the logits after each sequence, [sequences, vocabulary], from an output layer in float32.
 
-        With ``query_ids``, which all sequences end with, an activated adapter reads these; see ``query_logits``.
+        The slots are not touched. With ``query_ids``, which all sequences end with, an activated adapter reads these;
+        see ``query_logits``.
         """
         if query_ids is not None:
             return self.query_logits([ids[: -len(query_ids)] for ids in sequences], query_ids)
@@ -250,7 +261,8 @@ class CachedModel:
         padding = torch.tensor([width - len(ids) for ids in sequences], device=self.device)
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences], device=self.device)
         positions = torch.arange(width, device=self.device) - padding[:, None]
-        return self._run(ids, positions, positions[:, None, None, :], None, None)[:, -1]
+        with exact_head(self.network):
+            return self._run(ids, positions, positions[:, None, None, :], None, None)[:, -1]
 
     def _run(
         self, ids: Tensor, positions: Tensor, key_positions: Tensor, cache: SlotCache | None, keep: Tensor | None
@@ -276,6 +288,37 @@ class CachedModel:
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
+
+
+@contextmanager
+def exact_head(network: PreTrainedModel) -> Iterator[None]:
+    """In the block the output layer of a model in half precision computes in float32, where it is a plain one.
+
+    In half precision a logit of 16 to 32 has steps of 1/8, and a P(True) that is read from two of them steps of .03.
+    """
+    head = network.get_output_embeddings()
+    if not _is_exact(network) or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    handle = head.register_forward_hook(_logits_in_float32)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_exact(network: PreTrainedModel) -> bool:
+    """Return whether the output layer can compute in float32: not where it is adapted or quantised."""
+    return type(network.get_output_embeddings()) is torch.nn.Linear
+
+
+def _logits_in_float32(head: torch.nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
+    (hidden,) = inputs
+    return float32_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
+
+
+def _rounded(width: int) -> int:
+    return -(-width // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm_model import adapter_rank, generation_end_ids
-from selfcal_lightning.engines.vllm_process import WorkerProcess, is_cpu_build, worker_environment
+from selfcal_lightning.engines.vllm_model import lora_rank
+from selfcal_lightning.engines.vllm_process import StartRefusedError, WorkerProcess, is_cpu_build, worker_environment
 from selfcal_lightning.engines.vllm_records import (
     EngineCrashedError,
     Tally,
@@ -19,13 +20,15 @@ from selfcal_lightning.engines.vllm_records import (
     read_response,
     wire_messages,
 )
-from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.imports import is_installed, require
+from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.adapter_files import check_always_awake
-from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
 MAX_SCORED_IDS = 128
+START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
 _logger = logging.getLogger(__name__)
 
 
@@ -33,17 +36,19 @@ class VLLMEngine:
     """Samples with vLLM in a child process: fast, and its crashes, memory and side effects stay out of the caller's.
 
     N samples of a prompt and their P(True) queries share their prefix through the prefix cache, on token ids
-    throughout. The process starts with the first request. When it dies, or gives no sign of life while work is in
-    flight, it is started anew and gets the unfinished requests again, whose seeds make the same texts. Requests that
-    were in flight at a crash are then run in ever smaller groups until the one that kills the engine is alone; after
-    ``max_attempts`` crashes it is quarantined: ``poll`` delivers all other responses and then raises a
-    ``RequestsFailedError`` that names it.
+    throughout. The process starts with the first request, after the files of a hub model were downloaded here; a first
+    start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or gives no sign of
+    life while work is in flight, it is started anew and gets the unfinished requests again, whose seeds make the same
+    texts. Requests that were in flight at a crash are then run in ever smaller groups until the one that kills the
+    engine is alone; after ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that
+    names it, and all others go on.
 
     Args:
-        model: Folder or hub name of the model.
+        model: Folder or hub name of the model, or "bundled".
         revision: Its revision on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU.
+        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. In half precision
+            the output layer computes in float32 all the same, for P(True).
         max_context: Longest prompt + response + query in tokens; None is the model's own limit, or, with a warning,
             the longest that the cache holds. vLLM counts one token more, so at the model's limit one is lost.
         chat: The model's chat format; None reads it from the model's tokenizer.
@@ -52,14 +57,17 @@ class VLLMEngine:
         tensor_parallel_size: GPUs that share one model.
         gpu_memory_utilization: Share of each GPU's memory for weights and cache; None is vLLM's default.
         kv_cache_memory_bytes: Size of the cache; None is 1 GiB on CPU, on GPU what ``gpu_memory_utilization`` leaves.
-            It should hold prompt + response of ``max_num_seqs`` samples, or the P(True) pass finds nothing in it.
-        max_num_seqs: Most sequences in one step.
+            It should hold prompt + response of ``max_batch`` samples, or the P(True) pass finds nothing in it.
+        max_batch: Most sequences in one step; None is vLLM's default for the machine, 1,024 on GPUs of 70 GB and more.
         enforce_eager: Whether to run without CUDA graphs; None does on CPU.
         num_threads: OpenMP threads of the child; None is 1 on CPU.
-        engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``.
-        max_restarts: Most crashes in a row without a finished request in between.
+        engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``. A model whose
+            output layer is quantised needs ``{"hf_overrides": {"head_dtype": "model"}}``.
+        max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
+            between: an engine that crashes over whatever it is given is broken.
         max_attempts: Crashes after which a request that is alone in the engine is quarantined.
-        start_timeout: Longest start in seconds.
+        start_timeout: Longest start in seconds, when the model's files are there; None is 15 minutes and a second for
+            every 100 MB of its weights.
         stall_timeout: Longest silence in seconds, with work in flight, before the process is taken for dead.
         log_path: File for the child's output; None makes a temporary one, kept only after a crash.
 
@@ -81,20 +89,20 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
-        max_num_seqs: int = 256,
+        max_batch: int | None = None,
         enforce_eager: bool | None = None,
         num_threads: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
         max_restarts: int = 5,
         max_attempts: int = 3,
-        start_timeout: float = 900.0,
+        start_timeout: float | None = None,
         stall_timeout: float = 600.0,
         log_path: str | None = None,
     ) -> None:
         if not is_installed("vllm"):
             require("vllm", extra="vllm")
         limits = (
-            ("max_num_seqs", max_num_seqs, 1),
+            ("max_batch", 1 if max_batch is None else max_batch, 1),
             ("max_attempts", max_attempts, 1),
             ("max_restarts", max_restarts, 0),
         )
@@ -102,26 +110,23 @@ class VLLMEngine:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
         check_always_awake(adapter, engine="vllm")
+        model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._settings: dict[str, Any] = {
-            "model": model,
-            "revision": revision,
             "dtype": None if dtype == "auto" else dtype,
             "max_context": max_context,
             "stop_token_ids": None if stop_token_ids is None else sorted(stop_token_ids),
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            "max_num_seqs": max_num_seqs,
+            "max_batch": max_batch,
             "enforce_eager": enforce_eager,
-            "lora_rank": 0,
             "engine_args": dict(engine_args or {}),
         }
         self._devices, self._num_threads = devices, num_threads
         self._max_restarts, self._max_attempts = max_restarts, max_attempts
         self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._log_path = None if log_path is None else Path(log_path)
-        self._window = 2 * max_num_seqs  # enough that the child never runs dry between two polls
         self._chat = chat
         self._process: WorkerProcess | None = None
         self._owner = 0
@@ -129,14 +134,10 @@ class VLLMEngine:
         self._limits: dict[str, Any] = {}
         self._cancel_calls = self._cancel_answers = 0
         self._drawn: dict[int, int] = {}
-        self._adapter_number = 1
-        self._adapter_is_loaded = False
         self._book = FlightBook()
-        self._number_of: dict[str, int] = {}
-        self._responses: list[Response] = []
-        self._scores: dict[int, list[float]] = {}
-        self._failures: dict[int, tuple[str, str]] = {}
+        self._in_flight = InFlight()
         self._crashes_in_a_row = 0
+        self._quarantined_in_a_row: set[tuple[int, ...]] = set()
         self._tally = Tally()
 
     @property
@@ -148,7 +149,8 @@ class VLLMEngine:
     @property
     def batch_size(self) -> int:
         """Requests that it works on at a time: the sequences of one step."""
-        return self._settings["max_num_seqs"]
+        self._ensure_started()
+        return self._limits["max_batch"]
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids.
@@ -157,17 +159,14 @@ class VLLMEngine:
             ValueError: When a prompt leaves no room for a response and the query, or an id is already in flight.
         """
         self._ensure_started()
-        taken = set(self._number_of)
+        self._in_flight.check_new(requests)
         for request in requests:
-            if request.id in taken:
-                raise ValueError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
-            taken.add(request.id)
             self._check_ids(f"the prompt of request {request.id!r}", request.prompt_ids)
             self._room(request)
         numbers = self._book.add(
             Flight(request.id, tuple(map(int, request.prompt_ids)), request) for request in requests
         )
-        self._number_of |= dict(zip((request.id for request in requests), numbers, strict=True))
+        self._in_flight.begin(dict(zip((request.id for request in requests), numbers, strict=True)))
         self._feed()
         return [request.id for request in requests]
 
@@ -175,15 +174,12 @@ class VLLMEngine:
         """Wait for responses and return those that finished; empty only when nothing is in flight.
 
         Raises:
-            RequestsFailedError: After all others were delivered, when some requests could not be answered.
-            EngineCrashedError: When the process failed more than ``max_restarts`` times in a row.
+            RequestsFailedError: Requests were not answered; all others go on.
+            EngineCrashedError: The process failed more than ``max_restarts`` times in a row.
         """
-        while not self._responses and len(self._book):
+        while len(self._book) and not self._in_flight.has_news:
             self._work()
-        responses, self._responses = self._responses, []
-        if not responses:
-            self._raise_failures(list(self._failures))
-        return responses
+        return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
         """Drop requests, queued or running, and return the tokens drawn for those that the child had begun, by id.
@@ -191,25 +187,23 @@ class VLLMEngine:
         Waits for the child's answer, one step at most; cancel many at once. What a child drew that is lost before it
         answers is unknown and left out.
         """
-        dropped = set(ids)
-        thrown_away = {r.request_id: len(r.token_ids) for r in self._responses if r.request_id in dropped}
-        self._responses = [response for response in self._responses if response.request_id not in dropped]
-        self._failures = {number: item for number, item in self._failures.items() if item[0] not in dropped}
-        names = {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
+        thrown_away, names = self._in_flight.drop(ids)
         self._tally.add(cancelled=len(names))
         running = [number for number in names if self._book.drop(number)]
         drawn = self._drop_in_child(running) if running else {}
         self._feed()
         return thrown_away | {names[number]: count for number, count in drawn.items()}
 
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[list[float]]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float] | None]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
-        Samples in flight go on meanwhile; what finishes is kept for ``poll``.
+        Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
+        the engine, or that vLLM refuses.
 
         Raises:
             ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
-            RequestsFailedError: When a prompt crashes the engine.
         """
         self._ensure_started()
         self._check_ids("`token_ids`", token_ids)
@@ -219,17 +213,21 @@ class VLLMEngine:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
         flights = [
-            Flight(f"prompt {index} of next_token_probabilities", tuple(map(int, prompt)), token_ids=chunk)
+            Flight(
+                f"prompt {index} of next_token_probabilities",
+                tuple(map(int, prompt)),
+                token_ids=chunk,
+                with_adapter=with_adapter,
+            )
             for index, prompt in enumerate(prompts)
             for chunk in chunks
         ]
         numbers = self._book.add(flights, first=True)
-        while not all(number in self._scores or number in self._failures for number in numbers):
+        self._in_flight.expect_scores(numbers)
+        while self._in_flight.awaits_any(numbers):
             self._work()
-        answers = [self._scores.pop(number, []) for number in numbers]
-        self._raise_failures([number for number in numbers if number in self._failures])
-        rows = (answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts)))
-        return [[probability for answer in row for probability in answer] for row in rows]
+        answers = self._in_flight.take_scores(numbers)
+        return read_scores([answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts))])
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model, and beside it what runs it."""
@@ -238,6 +236,7 @@ class VLLMEngine:
             "engine": "vllm",
             "engine_version": self._limits["version"],
             "dtype": self._limits["dtype"],
+            "head_dtype": self._limits["head_dtype"],
             "model": self.model,
             "revision": self.revision,
             "weights_sha256": weights_sha256(self.model, revision=self.revision),
@@ -251,34 +250,6 @@ class VLLMEngine:
         if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
             process.close()
 
-    def load_adapter(self, adapter: str) -> None:
-        """Sample with another LoRA adapter from now on.
-
-        A running engine takes it in under a new id and resets its prefix cache, so that files overwritten in place
-        are read again. Only an engine that was started without an adapter, or for a smaller rank, starts anew.
-        For an engine that lives on between two adapters: the regeneration rounds of ``SSCGeneration`` end theirs after
-        every round, since training needs its memory, and start a new one.
-
-        Raises:
-            RuntimeError: When requests are in flight.
-        """
-        if len(self._book):
-            raise RuntimeError(f"Expected no request in flight when an adapter is loaded, but got {len(self._book)}.")
-        check_always_awake(adapter, engine="vllm")
-        rank = adapter_rank(adapter)
-        self.adapter, self._adapter_is_loaded = adapter, False
-        self._adapter_number += 1
-        process = self._process
-        if process is None or rank > self._settings["lora_rank"]:
-            self._settings["lora_rank"] = rank
-            self._process = None
-            if process is not None:
-                process.close()
-            return
-        self._send({"op": "adapter", "path": adapter, "id": self._adapter_number})
-        while self._process is process and not self._adapter_is_loaded:
-            self._work()
-
     def statistics(self) -> VLLMStatistics:
         """Return what the engine has done so far."""
         return self._tally.read()
@@ -289,24 +260,12 @@ class VLLMEngine:
         return None if self._process is None else self._process.pid
 
     def _room(self, request: Request) -> int:
-        """Return how many tokens the response may have, so that prompt + response + query fit."""
-        suffix, context = 0 if request.query is None else len(request.query.suffix_ids), self._limits["max_context"]
-        longest = context - suffix - 1
-        if not 1 <= len(request.prompt_ids) <= longest:
-            raise ValueError(
-                f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
-                f"{len(request.prompt_ids)}: a context of {context} also holds {suffix} of the query and a response."
-            )
-        return min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids))
+        return response_room(request, self._limits["max_context"])
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         size = self._limits["vocabulary"]
         if len(ids) and not 0 <= min(ids) <= max(ids) < size:
             raise ValueError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
-
-    def _raise_failures(self, numbers: Iterable[int]) -> None:
-        if failed := [self._failures.pop(number) for number in numbers]:
-            raise RequestsFailedError(dict(failed))
 
     def _ensure_started(self) -> None:
         if self._closed:
@@ -320,9 +279,13 @@ class VLLMEngine:
         if self._settings["stop_token_ids"] is None:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self.model, revision=self.revision)
             self._settings["stop_token_ids"] = sorted(ends)
-        if self.adapter is not None:
-            self._settings["lora_rank"] = max(self._settings["lora_rank"], adapter_rank(self.adapter))
-        settings = {**self._settings, "adapter": self.adapter, "adapter_id": self._adapter_number}
+        # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
+        folder = model_folder(self.model, revision=self.revision)
+        rank = None if self.adapter is None else lora_rank(self.adapter)
+        settings = {**self._settings, "model": str(folder), "adapter": self.adapter, "lora_rank": rank}
+        timeout = self._start_timeout
+        if timeout is None:
+            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / START_BYTES_A_SECOND
         environment = worker_environment(
             os.environ, on_cpu=is_cpu_build(), devices=self._devices, num_threads=self._num_threads
         )
@@ -330,9 +293,10 @@ class VLLMEngine:
         self._tally.add(starts=1)
         self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
         try:
-            self._limits = self._process.start(settings, timeout=self._start_timeout)
+            self._limits = self._process.start(settings, timeout=timeout)
         except (EOFError, OSError) as error:
-            self._on_crash(f"it did not start: {error}", fatal=not self._limits)
+            in_vain = isinstance(error, StartRefusedError) or self._crashes_in_a_row > 0
+            self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
             _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)
@@ -356,9 +320,7 @@ class VLLMEngine:
             self._on_crash(str(error))
             return
         for message in messages:
-            if message["event"] == "adapter":
-                self._adapter_is_loaded = message["id"] == self._adapter_number
-            elif message["event"] == "cancelled":
+            if message["event"] == "cancelled":
                 self._cancel_answers = message["call"]
                 self._drawn.update(message["drawn"])
             else:
@@ -376,8 +338,8 @@ class VLLMEngine:
         return {number: self._drawn[number] for number in numbers if number in self._drawn}
 
     def _feed(self) -> None:
-        """Give the child what it may have now."""
-        if self._process is None or not (group := self._book.take(self._window)):
+        """Give the child what it may have now: enough that it never runs dry between two polls."""
+        if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
             return
         for message in list(wire_messages(group, self._room)):  # a crash on the way puts the whole group back
             self._send(message)
@@ -394,22 +356,29 @@ class VLLMEngine:
         self._tally.hear(message["counters"])
         for sample in message["samples"]:
             if flight := self._finish(sample["id"]):
-                self._responses.append(read_response(flight.name, sample, self._chat))
+                self._in_flight.answer(read_response(flight.name, sample, self._chat))
             else:  # it finished while the message that cancels it was on its way
                 self._drawn[sample["id"]] = len(sample["token_ids"])
         for score in message["scores"]:
             if self._finish(score["id"]):
-                self._scores[score["id"]] = score["probabilities"]
+                self._in_flight.score(score["id"], score["probabilities"])
         for failed in message["failed"]:
             if flight := self._finish(failed["id"]):
-                self._failures[failed["id"]] = (flight.name, failed["error"])
+                self._refuse(failed["id"], flight, failed["error"])
 
     def _finish(self, number: int) -> Flight | None:
         flight = self._book.finish(number)
         if flight is not None:
             self._crashes_in_a_row = 0
-            self._number_of.pop(flight.name, None)
+            self._quarantined_in_a_row.clear()
         return flight
+
+    def _refuse(self, number: int, flight: Flight, reason: str) -> None:
+        failure = Failure(reason, is_refusal=True)
+        if flight.request is None:
+            self._in_flight.score(number, failure)
+        else:
+            self._in_flight.fail(flight.name, failure)
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
         """Bury the child, queue its work again and decide whether to go on; the next piece of work starts another."""
@@ -420,11 +389,15 @@ class VLLMEngine:
         for number, flight in self._book.crash(max_attempts=self._max_attempts):
             self._crashes_in_a_row = 0
             self._tally.add(quarantined=1)
-            self._number_of.pop(flight.name, None)
+            self._quarantined_in_a_row.add(flight.prompt)
             told = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
-            self._failures[number] = (flight.name, told)
-        if fatal or self._crashes_in_a_row > self._max_restarts:
+            self._refuse(number, flight, told)
+        prompts = len(self._quarantined_in_a_row)
+        if fatal or max(self._crashes_in_a_row, prompts) > self._max_restarts:
             self._closed = True
-            times = f"failed {self._crashes_in_a_row} time(s) in a row, the last time because {reason}."
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times} {report}")
+            times = f"failed {self._crashes_in_a_row} time(s) in a row"
+            if prompts > self._max_restarts:
+                times = f"crashed over {prompts} different prompts in a row"
+            last = f"the last time because {reason}. {report}"
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times}, {last}")
         _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)

@@ -21,6 +21,8 @@ EXTRA_ARG = "edt"
 _COLDEST = 1e-5
 _MASKED = -1e4
 _LEAST_ENTROPY = 1e-9
+_NEUTRAL = (1.0, 1.0, 0.0)  # a temperature of 1
+_CHUNK_ELEMENTS = 2**25  # 128 MiB a temporary: vLLM has not set memory aside for more of them
 
 
 def sharpen_logits_(
@@ -47,6 +49,13 @@ def sharpen_logits_(
     Reference:
         arXiv 2403.14541; parameters as in arXiv 2503.00031.
     """
+    size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    if len(logits) > size:
+        for start in range(0, len(logits), size):
+            rows = slice(start, start + size)
+            own = (value[rows] if isinstance(value, torch.Tensor) else value for value in (base, scale, theta))
+            sharpen_logits_(logits[rows], *own)
+        return logits
     logits.sub_(logits.amax(-1, keepdim=True))  # the largest is exactly 0, so that a tiny temperature overflows nothing
     weights = logits.exp()
     total = weights.sum(-1, keepdim=True)
@@ -98,14 +107,14 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
         if self._by_slot:
             self._device, num_slots = device_or_states.device, device_or_states.max_num_reqs
             self._slot_on = np.zeros(num_slots, dtype=bool)
-            self._slot_staged = torch.ones(num_slots, 3)
-            self._slot_parameters = torch.ones(num_slots, 3, device=self._device)
+            self._slot_staged = torch.tensor(_NEUTRAL).repeat(num_slots, 1)
+            self._slot_parameters = self._slot_staged.to(self._device)
             self._slots_stale = False
         else:
             self._device = torch.device(device_or_states)
             self._row_requests: dict[int, tuple[float, float, float]] = {}
             self._rows = torch.empty(0, dtype=torch.long)
-            self._row_parameters: tuple[Any, Any, Any] = (1.0, 1.0, 0.0)
+            self._row_parameters: tuple[Any, Any, Any] = _NEUTRAL
 
     def is_argmax_invariant(self) -> bool:
         """Return True: dividing by a positive temperature keeps the best token (V1)."""
@@ -126,16 +135,20 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Take a request into its slot and return whether it wants EDT (V2)."""
         parameters = _edt_parameters(sampling_params)
-        self._slot_on[req_idx] = parameters is not None
-        if parameters is not None:
-            self._slot_staged[req_idx] = torch.tensor(parameters)
+        wanted = parameters is not None
+        if wanted or self._slot_on[req_idx]:
+            self._slot_staged[req_idx] = torch.tensor(parameters or _NEUTRAL)
             self._slots_stale = True
-        return parameters is not None
+        self._slot_on[req_idx] = wanted
+        return wanted
 
     def apply_staged_writes(self) -> None:
         """Copy new parameters to the device (V2)."""
         if self._slots_stale:
-            self._slot_parameters.copy_(self._slot_staged)
+            staged = self._slot_staged
+            if self._device.type == "cuda":  # a copy of its own, which the next request does not change on the way
+                staged = staged.pin_memory()
+            self._slot_parameters.copy_(staged, non_blocking=True)
             self._slots_stale = False
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
@@ -151,12 +164,9 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
         return logits
 
     def _apply_by_slot(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        wanted = self._slot_on[ctx.idx_mapping_np]
-        if not wanted.any():
+        if not self._slot_on[ctx.idx_mapping_np].any():
             return logits
-        slots = ctx.expanded_idx_mapping.long()
-        parameters = self._slot_parameters[slots].split(1, dim=1)
-        if wanted.all():
-            return sharpen_logits_(logits, *parameters)
-        mask = torch.from_numpy(self._slot_on).to(logits.device)[slots]
-        return torch.where(mask[:, None], sharpen_logits_(logits.clone(), *parameters), logits)
+        # Nearly every step holds queries beside samples. Rows that want no EDT are divided by 1, which shifts them: a
+        # mask would cost a copy that waits for the device, and the asynchronous scheduling with it.
+        parameters = self._slot_parameters[ctx.expanded_idx_mapping.long()].split(1, dim=1)
+        return sharpen_logits_(logits, *parameters)

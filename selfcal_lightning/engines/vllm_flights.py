@@ -20,6 +20,7 @@ class Flight:
         prompt: Token ids of the prompt.
         request: The sample's request; None for scores.
         token_ids: The ids to score.
+        with_adapter: Whether the adapter takes part in the scores.
         crashes: Crashes of the child while this was in it.
         company: Most flights that may be in the child together with this one; None before its first crash.
     """
@@ -28,6 +29,7 @@ class Flight:
     prompt: tuple[int, ...]
     request: Request | None = None
     token_ids: tuple[int, ...] = ()
+    with_adapter: bool = True
     crashes: int = 0
     company: int | None = None
 
@@ -58,11 +60,6 @@ class FlightBook:
     def __len__(self) -> int:
         """Number of flights, waiting or running."""
         return len(self._waiting) + len(self._running)
-
-    @property
-    def num_running(self) -> int:
-        """Number of flights in the child."""
-        return len(self._running)
 
     def add(self, flights: Iterable[Flight], *, first: bool = False) -> list[int]:
         """Queue ``flights``, before the others when ``first``, and return their numbers."""

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-
-def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
-    except OSError:  # there is no generation_config.json
-        ends = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 
 
-def adapter_rank(adapter: str) -> int:
-    """Return the largest LoRA rank in an adapter's folder."""
+def lora_rank(adapter: str) -> int:
+    """Return the rank that vLLM has to make room for: the next above the largest in an adapter's folder.
+
+    Raises:
+        ValueError: It is no folder of an adapter, or its rank is more than vLLM serves.
+    """
     path = Path(adapter) / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"Expected `adapter` to be a folder with an adapter_config.json, but got {adapter!r}.")
     config = json.loads(path.read_text())
-    return max([config["r"], *config.get("rank_pattern", {}).values()])
+    rank = max([config["r"], *config.get("rank_pattern", {}).values()])
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"Expected the rank of the adapter {adapter!r} to be at most {LORA_RANKS[-1]}, which is what vLLM serves, "
+            f"but got {rank}. Use the transformers engine, or merge the adapter with `selfcal export`."
+        )
+    return min(served for served in LORA_RANKS if served >= rank)

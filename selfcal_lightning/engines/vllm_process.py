@@ -27,6 +27,10 @@ _CLOSE_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 2.0
 
 
+class StartRefusedError(EOFError):
+    """The child did not start, and would not another time: the settings are at fault, or what is installed."""
+
+
 class WorkerProcess:
     """A child process that speaks over a channel of its own and writes everything else to a log.
 
@@ -81,16 +85,18 @@ class WorkerProcess:
         """Hand over the settings, wait until the engine is ready and return its limits.
 
         Raises:
-            EOFError: The child ended, refused the settings or was not ready in ``timeout`` seconds.
+            StartRefusedError: The child refused the settings.
+            EOFError: The child ended or was not ready in ``timeout`` seconds.
             OSError: The child takes no messages.
         """
         self.channel.send(settings)
         messages = self.channel.receive(timeout=timeout)
         if not messages:
             raise EOFError(f"it was not ready after {timeout:g} seconds")
-        if messages[0]["event"] != "ready":
-            raise EOFError(messages[0]["message"])
-        return messages[0]
+        message = messages[0]
+        if message["event"] != "ready":
+            raise (StartRefusedError if message["is_final"] else EOFError)(message["message"])
+        return message
 
     def bury(self) -> str:
         """End the child if it has not ended, and return how it ended and the last lines of its log, which stays."""
@@ -132,6 +138,8 @@ def worker_environment(
     }
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the child steps the engine itself
     environment["VLLM_NO_USAGE_STATS"] = "1"
+    # All processes of an engine are on this machine: its address in a network may lead through a firewall.
+    environment.setdefault("VLLM_HOST_IP", "127.0.0.1")
     package_root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [parent.get("PYTHONPATH"), package_root]))
     if on_cpu:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from selfcal_lightning.engines.base import EngineStoppedError
 from selfcal_lightning.engines.vllm_flights import Flight
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response
 
 
-class EngineCrashedError(RuntimeError):
+class EngineCrashedError(EngineStoppedError):
     """The engine's process failed more often in a row than is allowed."""
 
 
@@ -92,7 +93,8 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
     samples = []
     for number, flight in flights:
         if flight.request is None:
-            yield {"op": "score", "id": number, "prompt": flight.prompt, "token_ids": flight.token_ids}
+            asked = {"prompt": flight.prompt, "token_ids": flight.token_ids, "with_adapter": flight.with_adapter}
+            yield {"op": "score", "id": number, **asked}
         else:
             place = prompts.setdefault(flight.prompt, len(prompts))
             samples.append({"id": number, "prompt": place, **_sample_form(flight.request, room(flight.request))})

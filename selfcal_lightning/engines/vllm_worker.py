@@ -4,9 +4,8 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm_worker
 
 - ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
 - ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
-- ``score``: a prompt and at most 128 token ids; the probabilities come in ``results``.
+- ``score``: a prompt and at most 128 token ids, with or without the adapter; the probabilities come in ``results``.
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
-- ``adapter``: another LoRA adapter for the requests to come; answered by ``adapter``.
 - ``close``: end.
 
 It ends by itself when the socket closes, that is, when its parent ends in whatever way.
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 EDT_PROCESSOR = "selfcal_lightning.engines.vllm_edt:DynamicTemperature"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
 PROGRESS_SECONDS = 1.0
 _QUERY_FIRST, _SAMPLE_NEXT = 0, 1
@@ -60,7 +58,7 @@ class Worker:
         self._scores: dict[int, list[int]] = {}
         self._lora: LoRARequest | None = None
         if settings["adapter"] is not None:
-            self.load_adapter(settings["adapter"], settings["adapter_id"])
+            self._lora = self._load_adapter(settings["adapter"])
         self._failed: list[dict[str, Any]] = []
         self.counters = dict.fromkeys(
             ("steps", "prompt_tokens", "prompt_cached_tokens", "query_tokens", "query_cached_tokens"), 0
@@ -75,12 +73,14 @@ class Worker:
         """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
         for spec in specs:
             self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
-            self._add(spec["id"], f"s{spec['id']}", prompts[spec["prompt"]], _sampling_params(spec, self._stop_ids))
+            prompt, params = prompts[spec["prompt"]], _sampling_params(spec, self._stop_ids)
+            self._add(spec["id"], f"s{spec['id']}", prompt, params, self._lora)
 
-    def add_score(self, score_id: int, prompt: list[int], token_ids: list[int]) -> None:
+    def add_score(self, score_id: int, prompt: list[int], token_ids: list[int], *, with_adapter: bool) -> None:
         """Queue the question how probable each of ``token_ids`` is after ``prompt``."""
         self._scores[score_id] = token_ids
-        self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), priority=_QUERY_FIRST)
+        lora = self._lora if with_adapter else None
+        self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), lora, priority=_QUERY_FIRST)
 
     def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
         """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
@@ -97,16 +97,12 @@ class Worker:
         states = [outputs.request_states[key] for key in outputs.external_req_ids.get(f"s{number}", ())]
         return sum(state.detokenizer.num_output_tokens() for state in states) or None
 
-    def load_adapter(self, path: str, adapter_id: int) -> None:
-        """Use the LoRA adapter in ``path`` from now on, and forget what was cached under the old one."""
+    def _load_adapter(self, path: str) -> LoRARequest:
         from vllm.lora.request import LoRARequest
 
-        if self._lora is not None:
-            self._engine.remove_lora(self._lora.lora_int_id)
-        self._lora = LoRARequest(f"adapter-{adapter_id}", adapter_id, path)
-        self._engine.add_lora(self._lora)
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("Expected the prefix cache to be reset after a new adapter, but vLLM refused.")
+        lora = LoRARequest("adapter", 1, path)
+        self._engine.add_lora(lora)
+        return lora
 
     def step(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Run one step of the engine and return the samples and the scores that finished."""
@@ -141,11 +137,18 @@ class Worker:
         self._engine.engine_core.shutdown()
 
     def _add(
-        self, number: int, key: str, prompt: list[int], params: SamplingParams, *, priority: int = _SAMPLE_NEXT
+        self,
+        number: int,
+        key: str,
+        prompt: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        *,
+        priority: int = _SAMPLE_NEXT,
     ) -> None:
         engine_input = {"type": "token", "prompt_token_ids": prompt}
         try:
-            self._engine.add_request(key, engine_input, params, lora_request=self._lora, priority=priority)
+            self._engine.add_request(key, engine_input, params, lora_request=lora, priority=priority)
         except ValueError as error:  # vLLM judges the request itself; a fault of the engine is not a ValueError
             self._samples.pop(number, None)
             self._scores.pop(number, None)
@@ -172,7 +175,8 @@ class Worker:
         if query is None:
             return self._samples.pop(number).result
         ids = [*sample.prompt, *token_ids, *query["suffix"]]
-        self._add(number, f"q{number}", ids, _query_params([*query["yes"], *query["no"]]), priority=_QUERY_FIRST)
+        params = _query_params([*query["yes"], *query["no"]])
+        self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
         return None
 
     def _on_queried(self, number: int, output: RequestOutput) -> dict[str, Any]:
@@ -196,13 +200,12 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": settings["model"],
-        "revision": settings["revision"],
         "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "seed": 0,
         "tensor_parallel_size": settings["tensor_parallel_size"],
-        "max_num_seqs": settings["max_num_seqs"],
+        "max_num_seqs": settings["max_batch"],
         "enforce_eager": on_cpu if settings["enforce_eager"] is None else settings["enforce_eager"],
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
@@ -210,9 +213,8 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "logits_processors": [EDT_PROCESSOR],
         "disable_log_stats": True,
     }
-    if settings["lora_rank"]:
-        rank = min((r for r in LORA_RANKS if r >= settings["lora_rank"]), default=settings["lora_rank"])
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    if settings["lora_rank"] is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings["lora_rank"]}
     limit = _model_length(EngineArgs(**arguments), settings["max_context"])
     arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
     if on_cpu:
@@ -230,13 +232,18 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         arguments["gpu_memory_utilization"] = settings["gpu_memory_utilization"]
     extra = dict(settings["engine_args"])
     arguments["logits_processors"] += extra.pop("logits_processors", [])
+    if {**arguments, **extra}["dtype"] not in ("float32", "float"):
+        # P(True) is read from two logits: in half precision those of 16 to 32 have steps of 1/8.
+        extra["hf_overrides"] = {"head_dtype": "float32"} | extra.get("hf_overrides", {})
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments | extra), usage_context=UsageContext.LLM_CLASS)
     model = engine.model_config
     return engine, {
         "max_context": model.max_model_len - 1,  # vLLM counts the token that it samples, the query does not
         "model_limit": limit,
         "vocabulary": model.get_vocab_size(),
+        "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         "version": vllm.__version__,
     }
 
@@ -323,13 +330,11 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                 case "sample":
                     worker.add_samples(message["prompts"], message["requests"])
                 case "score":
-                    worker.add_score(message["id"], message["prompt"], message["token_ids"])
+                    asked = {"with_adapter": message["with_adapter"]}
+                    worker.add_score(message["id"], message["prompt"], message["token_ids"], **asked)
                 case "cancel":
                     drawn = worker.cancel(message["ids"])
                     outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})
-                case "adapter":
-                    worker.load_adapter(message["path"], message["id"])
-                    outbox.put({"event": "adapter", "id": message["id"]})
                 case "close":
                     return
             if failed := worker.take_failures():
@@ -360,7 +365,8 @@ def main() -> None:
     try:
         worker = Worker(settings)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        channel.send({"event": "error", "message": f"{type(error).__name__}: {error}"})
+        is_final = isinstance(error, ValueError | ImportError)
+        channel.send({"event": "error", "message": f"{type(error).__name__}: {error}", "is_final": is_final})
         raise
     threading.Thread(target=_write_outbox, args=(channel, outbox), daemon=True).start()
     outbox.put({"event": "ready", **worker.limits})

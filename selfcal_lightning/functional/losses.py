@@ -92,9 +92,24 @@ def packed_negative_log_likelihood(logits: Tensor, token_ids: Tensor, row_index:
         tensor([0.0000, 1.3863])
     """
     token_losses = F.cross_entropy(_wide(logits), token_ids, reduction="none")
-    zeros = token_losses.new_zeros(num_rows)
-    sums = zeros.index_add(0, row_index, token_losses)
-    counts = zeros.index_add(0, row_index, torch.ones_like(token_losses))
+    return mean_per_row(token_losses, row_index, num_rows=num_rows)
+
+
+def mean_per_row(values: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
+    """Return the mean of the values of each row, [num_rows]; 0 for a row without values.
+
+    Args:
+        values: [n].
+        row_index: The row of each value, int64 [n], in [0, num_rows).
+        num_rows: Number of rows.
+
+    Example:
+        >>> mean_per_row(torch.tensor([1.0, 3.0]), torch.tensor([1, 1]), num_rows=2)
+        tensor([0., 2.])
+    """
+    zeros = values.new_zeros(num_rows)
+    sums = zeros.index_add(0, row_index, values)
+    counts = zeros.index_add(0, row_index, torch.ones_like(values))
     return sums / counts.clamp(min=1.0)
 
 

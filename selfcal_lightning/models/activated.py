@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree, cut_branches
 from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.causal_lm import selected_logits
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
+from selfcal_lightning.models.model_outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
 from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, logit_tolerance, packed_inputs
+from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -87,7 +89,6 @@ Contexts = PackedContexts | PaddedContexts
 
 def read_contexts(
     model: PeftModel,
-    head: nn.Module | None,
     input_ids: Tensor,
     attention_mask: Tensor,
     *,
@@ -99,8 +100,7 @@ def read_contexts(
     The root module is called, so that the hooks of DDP and FSDP fire.
 
     Args:
-        model: Causal language model with an adapter.
-        head: Its output layer, which sees no position here.
+        model: Causal language model with an adapter; its output layer sees no position here.
         input_ids: Token ids, right-padded, int64, [S, T].
         attention_mask: 1 at real tokens, [S, T].
         tail: Tokens at the end of every row to leave out.
@@ -108,24 +108,28 @@ def read_contexts(
     """
     with torch.no_grad(), adapter_asleep(model), evaluation_mode(model):
         if trees:
-            return _read_packed(model, head, input_ids, trees, tail)
-        return _read_padded(model, head, input_ids, attention_mask, tail)
+            return _read_packed(model, input_ids, trees, tail)
+        return _read_padded(model, input_ids, attention_mask, tail)
 
 
-def ask(model: PeftModel, head: nn.Module | None, contexts: Contexts, query_ids: Sequence[int]) -> Tensor:
-    """Run the second pass and return the logits after the query of every row, [B, V].
+def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOutputs:
+    """Run the second pass and return what the model says after the query of every row.
 
     Every call adds its query to the same contexts: several may be asked, one after the other.
 
     Args:
         model: The model that read the contexts, its adapter awake.
-        head: Its output layer, or None to select from the full logits.
         contexts: What the first pass left.
-        query_ids: Token ids of the query, at least one.
+        query: The query, of at least one token.
     """
+    ids, ends = _queries(contexts, query.suffix_ids)
+    return run_outputs(model, contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
+
+
+def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids of a query, [S], and where those of all rows end in the flattened tokens of the pass, [B]."""
     ids = torch.tensor(query_ids, device=contexts.lengths.device)
-    last = torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
-    return selected_logits(model, head, contexts.query_inputs(ids), last)
+    return ids, torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
 
 
 @torch.no_grad()
@@ -164,16 +168,16 @@ def _asked_logits(
     model: PeftModel, ids: Tensor, rows: Sequence[Tensor], tree: PrefixTree | None, query: list[int]
 ) -> Tensor:
     """Return the logits after the query of each row, in two passes, [B, V]."""
-    head = model.get_output_embeddings()
     try:
         if tree is None:
             width = max(map(len, rows))
             padded = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
             mask = torch.stack([torch.arange(width, device=ids.device) < len(row) for row in rows]).long()
-            contexts = read_contexts(model, head, padded, mask, tail=len(query))
+            contexts = read_contexts(model, padded, mask, tail=len(query))
         else:
-            contexts = read_contexts(model, head, ids[None], torch.ones_like(ids)[None], tail=len(query), trees=[tree])
-        return ask(model, head, contexts, query)
+            contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=len(query), trees=[tree])
+        asked, ends = _queries(contexts, query)
+        return selected_logits(model, model.get_output_embeddings(), contexts.query_inputs(asked), ends)
     except (PackingError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -183,9 +187,7 @@ def _asked_logits(
         ) from error
 
 
-def _read_packed(
-    model: PeftModel, head: nn.Module | None, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int
-) -> PackedContexts:
+def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation != SEGMENTS:
         raise ValueError(
@@ -195,14 +197,12 @@ def _read_packed(
     shorter, kept = cut_branches(trees, tail)
     arguments = packed_inputs(shorter, input_ids[:, kept.to(input_ids.device)], implementation)
     keeping = ContextTrees(shorter)
-    _run_without_logits(model, head, {**arguments, "prefix_trees": keeping, "use_cache": False})
+    _run_without_logits(model, {**arguments, "prefix_trees": keeping, "use_cache": False})
     lengths = torch.tensor([tree.prompt + length for tree in shorter for length in tree.branches])
     return PackedContexts(tuple(shorter), tuple(keeping.states), lengths.to(input_ids.device))
 
 
-def _read_padded(
-    model: PeftModel, head: nn.Module | None, input_ids: Tensor, attention_mask: Tensor, tail: int
-) -> PaddedContexts:
+def _read_padded(model: PeftModel, input_ids: Tensor, attention_mask: Tensor, tail: int) -> PaddedContexts:
     lengths = attention_mask.sum(1) - tail
     width = input_ids.shape[1] - tail
     # On the left, so that every query follows its response at once.
@@ -211,13 +211,13 @@ def _read_padded(
     positions = positions.clamp(min=0)
     cache = _context_cache()
     arguments = {"input_ids": input_ids.gather(1, positions), "position_ids": positions, "attention_mask": real}
-    _run_without_logits(model, head, {**arguments, "past_key_values": cache, "use_cache": True})
+    _run_without_logits(model, {**arguments, "past_key_values": cache, "use_cache": True})
     return PaddedContexts(cache, real, lengths)
 
 
-def _run_without_logits(model: PeftModel, head: nn.Module | None, arguments: dict[str, Any]) -> None:
+def _run_without_logits(model: PeftModel, arguments: dict[str, Any]) -> None:
     nowhere = torch.empty(0, dtype=torch.int64, device=arguments["input_ids"].device)
-    selected_logits(model, head, arguments, nowhere)
+    selected_logits(model, model.get_output_embeddings(), arguments, nowhere)
 
 
 def _context_cache() -> Cache:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,11 @@ from torch import Tensor, nn
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
-from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.records import ConfidenceQuery, Dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Confidence(NamedTuple):
@@ -32,7 +31,7 @@ def load_causal_lm(
     base_model: str,
     *,
     revision: str | None = None,
-    dtype: DtypeName = "auto",
+    dtype: Dtype = "auto",
     attn_implementation: str | None = None,
     device: torch.device | None = None,
     quantization_config: QuantizationConfigMixin | None = None,
@@ -68,6 +67,15 @@ def load_causal_lm(
     if attn_implementation is None:
         prefer_segments(model)
     return model
+
+
+def recompute_layers(model: nn.Module, enabled: bool) -> None:
+    """Say whether the layers of ``model``, for which gradient checkpointing was turned on, use it from now on."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = enabled
 
 
 def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
@@ -110,10 +118,8 @@ def logits_at(
     Returns:
         Logits in the dtype of the model, [n, V].
     """
-    arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if trees:
-        arguments = packed_inputs(trees, input_ids, model.config.get_text_config()._attn_implementation)
-    return selected_logits(model, head, {**arguments, "use_cache": False}, positions)
+    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees)
+    return selected_logits(model, head, arguments, positions)
 
 
 def selected_logits(
@@ -146,6 +152,29 @@ def selected_logits(
     return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
 
 
+def forward_arguments(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    trees: Sequence[PrefixTree] = (),
+    position_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of a forward pass over sequences that stand apart, or over a packed one; see ``logits_at``.
+
+    Args:
+        model: Causal language model, an adapted one too.
+        input_ids: Token ids, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        trees: Prompts and branches of a packed sequence.
+        position_ids: Those of a packed sequence, [1, T], where they are known.
+    """
+    if not trees:
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    implementation = model.config.get_text_config()._attn_implementation
+    return {**packed_inputs(trees, input_ids, implementation, position_ids=position_ids), "use_cache": False}
+
+
 def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised: bool = True) -> Confidence:
     """Read P(True) from the logits that follow the confidence query.
 
@@ -163,12 +192,19 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
         >>> [round(value.item(), 4) for value in confidence]
         [0.75, 0.6, 0.2]
     """
-    log_p = logits.float().log_softmax(-1)
-    yes = log_p[:, list(query.yes_ids)].logsumexp(-1)
-    no = log_p[:, list(query.no_ids)].logsumexp(-1)
+    log_p = logits.float().log_softmax(-1)[:, query_ids(query, logits.device)]
+    num_yes = len(query.yes_ids)
+    yes, no = log_p[:, :num_yes].logsumexp(-1), log_p[:, num_yes:].logsumexp(-1)
     # The sigmoid is Yes / (Yes + No) without the underflow of small masses.
     p_true = torch.sigmoid(yes - no) if normalised else yes.exp()
     return Confidence(p_true, yes.exp(), no.exp())
+
+
+@functools.lru_cache(maxsize=8)
+def query_ids(query: ConfidenceQuery, device: torch.device) -> Tensor:
+    """Return the ids of Yes and then No, copied to ``device`` once in a process, int64."""
+    with torch.inference_mode(False):  # training may follow the first pass, which validation makes
+        return torch.tensor([*query.yes_ids, *query.no_ids], device=device)
 
 
 def _no_model(base_model: str, revision: str | None, error: Exception) -> ValueError:

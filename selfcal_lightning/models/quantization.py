@@ -12,6 +12,7 @@ from torch import nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet, require
 from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
+from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,7 +48,7 @@ def load_nf4_causal_lm(
     *,
     device: torch.device,
     revision: str | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Load ``base_model`` with its linear layers in NF4, double quantised, straight onto ``device``.

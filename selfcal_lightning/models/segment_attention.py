@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SEGMENTS = "segments"
 FLEX = "flex_attention"
+FLEX_BLOCK = 128
 PROBED_LAYERS = 2
 WAY_OUT = ". Set `packing: off`."
 # Arguments by which models of some families change the scores; attention by segments knows none of them.
@@ -75,15 +76,19 @@ class TreeMasks:
         pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
         outputs: list[Tensor] = []
         for tree in self.trees:
-            queries, prompt_keys, prompt_values = next(pieces)
+            queries, *shared = next(pieces)
+            # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
+            # half precision the error of the sum would grow with the branches.
+            prompt_keys, prompt_values = (_widened(states) for states in shared)
             mask = self.branch_mask(tree.prompt, tree.prompt, query.device)
-            outputs.append(attend(queries, prompt_keys, prompt_values, mask, scaling, dropout))
+            keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
+            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
             for length in tree.branches:
                 queries, own_keys, own_values = next(pieces)
                 if length == 0:
                     continue
-                keys = torch.cat((prompt_keys, own_keys), dim=2)
-                values = torch.cat((prompt_values, own_values), dim=2)
+                keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
+                values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
                 mask = self.branch_mask(length, tree.prompt + length, query.device)
                 outputs.append(attend(queries, keys, values, mask, scaling, dropout))
         _, _, padding = next(pieces)
@@ -152,6 +157,10 @@ def attention_kernel(query: Tensor) -> Callable[..., Tensor]:
     return _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
 
 
+def _widened(states: Tensor) -> Tensor:
+    return states.float() if states.requires_grad and states.dtype in (torch.bfloat16, torch.float16) else states
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
@@ -187,13 +196,16 @@ def check_attention(implementation: str | None) -> None:
         )
 
 
-def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str) -> dict[str, Any]:
-    """Return the arguments of a model's forward pass over a packed row.
+def packed_inputs(
+    trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str, *, position_ids: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass over a packed row; FlexAttention's is padded to whole blocks.
 
     Args:
         trees: The row's trees.
         input_ids: Token ids, [1, T].
         implementation: The model's attention, "segments" or "flex_attention".
+        position_ids: Those of the trees, [1, T], where they are on the device already; None computes them.
 
     Raises:
         ValueError: Another attention, which would cut every response from its prompt or mix them up.
@@ -201,12 +213,13 @@ def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation
     check_attention(implementation)
     width = input_ids.shape[1]
     check_trees(trees, width)
-    arguments: dict[str, Any] = {
-        "input_ids": input_ids,
-        "position_ids": tree_position_ids(trees, width)[None].to(input_ids.device),
-    }
-    if implementation == FLEX:
-        return {**arguments, "attention_mask": tree_block_mask(trees, width, input_ids.device)}
+    if position_ids is None:
+        position_ids = tree_position_ids(trees, width)[None].to(input_ids.device)
+    arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    if implementation == FLEX:  # its kernels are made for a width, so that few of them should do
+        padding = -width % FLEX_BLOCK
+        padded = {name: F.pad(values, (0, padding)) for name, values in arguments.items()}
+        return {**padded, "attention_mask": tree_block_mask(trees, width + padding, input_ids.device)}
     # A mask of four dimensions is passed on as it is, where None makes transformers take restarting positions for
     # sequences of their own. Of no size, so that an attention that does not know the trees cannot use it.
     nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=input_ids.device)
@@ -214,8 +227,16 @@ def packed_inputs(trees: Sequence[PrefixTree], input_ids: Tensor, implementation
 
 
 def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.device) -> Any:
-    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
+
+    PyTorch's own function would make the mask of the whole row first, of T * T entries.
+
+    Args:
+        trees: The row's trees.
+        width: T, a multiple of the block.
+        device: Where to.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     tree_ids, branch_ids = (ids.to(device) for ids in tree_segments(trees, width))
 
@@ -223,7 +244,25 @@ def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.devic
         visible = (branch_ids[key] == 0) | (branch_ids[key] == branch_ids[query])
         return (key <= query) & (tree_ids[key] == tree_ids[query]) & visible
 
-    return create_block_mask(may_attend, B=None, H=None, Q_LEN=width, KV_LEN=width, device=str(device))
+    places = torch.arange(width, device=device)
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    counts = torch.stack(
+        [
+            may_attend(nothing, nothing, rows[:, None], places).unflatten(1, (-1, FLEX_BLOCK)).sum(dim=(0, 2))
+            for rows in places.split(FLEX_BLOCK)
+        ]
+    )
+    full = counts == FLEX_BLOCK**2
+    partial = (counts > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(full), FLEX_BLOCK, may_attend, seq_lengths=(width, width)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and which, first: int32 [1, 1, n] and [1, 1, n, n]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[None, None], order.int()[None, None]
 
 
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
@@ -268,24 +307,12 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     The model is built without memory, on the device ``meta``, which has shapes and no values. What depends on values,
     such as the routing of a mixture of experts, raises there: it is left to ``check_packed_equals_separate``.
     """
-    from transformers import AutoModelForCausalLM
-
     register_segment_attention()
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
+    model = two_layers_on_meta(config, SEGMENTS)
+    if model is None:
+        return None
     tree = PrefixTree(0, 3, (2, 4))
-    # Constructors of some families draw numbers all the same; those of training must not depend on it.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
-        try:
-            config.quantization_config = None
-            text.num_hidden_layers = PROBED_LAYERS
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[:PROBED_LAYERS]
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=SEGMENTS, trust_remote_code=False
-            )
-        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
-            return None
         arguments = packed_inputs([tree], torch.zeros(1, tree.stop + 1, dtype=torch.int64), SEGMENTS)
         masks: TreeMasks = arguments["prefix_trees"]
         try:
@@ -299,6 +326,31 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     if masks.num_calls < PROBED_LAYERS:
         return f"{name} has layers that do not attend by the trees of a packed row"
     return None
+
+
+def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
+    """Return a model of two layers of this architecture without memory; None where none can be made.
+
+    Args:
+        config: A model's configuration.
+        attn_implementation: Name that transformers knows, or has been told.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    # Constructors of some families draw numbers all the same; those of training must not depend on it.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        try:
+            config.quantization_config = None
+            text.num_hidden_layers = PROBED_LAYERS
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:PROBED_LAYERS]
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attn_implementation, trust_remote_code=False
+            )
+        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
+            return None
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from selfcal_lightning.models.causal_lm import DtypeName, load_config
+from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.meta_models import attach_lora_on_meta, meta_causal_lm, places
 from selfcal_lightning.models.weight_files import WeightFiles
+from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +41,7 @@ def load_sharded_causal_lm(
     mesh: DeviceMesh,
     device: torch.device,
     revision: str | None = None,
-    dtype: DtypeName = "auto",
+    dtype: Dtype = "auto",
     attn_implementation: str | None = None,
     lora: LoraSettings | None = None,
     seed: int = 0,
@@ -56,7 +57,8 @@ def load_sharded_causal_lm(
 
     Args:
         base_model: Folder or hub name, or "bundled"; with safetensors files, whole or in several parts.
-        mesh: One-dimensional mesh of all processes.
+        mesh: Mesh of all processes; of two dimensions where groups of them hold the weights in full: which group, and
+            which process of it.
         device: Where this process's rows go.
         revision: Branch, tag or commit on the hub.
         dtype: Of the base weights, which are cast as they are read; "auto" takes the stored one.
@@ -166,12 +168,12 @@ def _fill_parameters(
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
     """Return which rows this process keeps, and make sure that FSDP2 thinks so too."""
-    mesh, (placement,) = parameter.device_mesh, parameter.placements
-    start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size())
-    if placement != Shard(0) or parameter.to_local().shape[0] != stop - start:
+    mesh, (*copies, placement) = parameter.device_mesh, parameter.placements
+    start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    if placement != Shard(0) or copies != [Replicate()] * len(copies) or parameter.to_local().shape[0] != stop - start:
         raise RuntimeError(
             f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {parameter.to_local().shape} of "
-            f"{parameter.shape} by {placement}."
+            f"{parameter.shape} by {parameter.placements}."
         )
     return start, stop
 
@@ -192,7 +194,7 @@ def _fill_buffers(
         module._buffers[part] = buffer.to(device)
 
 
-def _torch_dtype(dtype: DtypeName, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
+def _torch_dtype(dtype: Dtype, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     stored = load_config(base_model, revision=revision).dtype

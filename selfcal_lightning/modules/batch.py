@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees
+from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees, tree_position_ids
 
 
 class SSCBatch:
@@ -28,8 +28,9 @@ class SSCBatch:
         input_ids: Token ids, int64, [S, T].
         attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
         query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
-        label_position: Position of the logits that are asked for each response token, int64, [N]. The end-of-turn is
-            among them where the model stopped by itself. The first token of a response is asked of its prompt's last.
+        label_position: Position of the logits that are asked for each token of the responses whose generation weight
+            is above 0, int64, [N]. The end-of-turn is among them where the model stopped by itself. The first token of
+            a response is asked of its prompt's last.
         label_id: Those tokens, int64, [N].
         label_row: The row of each, int64, [N].
         target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
@@ -43,6 +44,8 @@ class SSCBatch:
         task: Name of each row's task, B strings.
         row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
         trees: Where prompts and branches lie in a packed sequence.
+        position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
+            sequences stand apart.
 
     Example:
         >>> batch = SSCBatch(
@@ -73,6 +76,7 @@ class SSCBatch:
     task: tuple[str, ...]
     row: Tensor
     trees: tuple[PrefixTree, ...]
+    position_ids: Tensor | None
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class SSCBatch:
         task: tuple[str, ...],
         row: Tensor | None = None,
         trees: tuple[PrefixTree, ...] = (),
+        position_ids: Tensor | None = None,
     ) -> None:
         if row is None:
             row = torch.full_like(question_index, -1)
@@ -115,6 +120,8 @@ class SSCBatch:
             check_trees(trees, input_ids.shape[1])
             if input_ids.shape[0] != 1:
                 raise ValueError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
+            if position_ids is None:
+                fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
         self.__dict__.update(fields)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -139,8 +146,16 @@ class SSCBatch:
         """Return a copy with some fields exchanged."""
         return SSCBatch(**{**self.__dict__, **changes})
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SSCBatch:
-        """Return a copy whose tensors are on ``device``; dtypes stay."""
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> SSCBatch:
+        """Return a copy whose tensors are on ``device``; dtypes stay.
+
+        Args:
+            device: Where to.
+            non_blocking: Whether the host goes on meanwhile; None is so towards another device than the CPU. (The
+                Trainer asks for it for bare tensors alone.)
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type != "cpu"
         return SSCBatch(
             **{
                 name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value

@@ -11,7 +11,7 @@ from selfcal_lightning.models.identity import same_base_model
 
 DEFAULT_OMEGA = 0.1  # of the paper
 # Where the model lies, and how its layers are computed: not what is learned.
-INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing"})
+INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing", "recompute_above"})
 
 
 def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, warmup_steps: int) -> None:
@@ -60,6 +60,17 @@ def generation_settings(
             f"responses, but got True: {way_out}."
         )
     return {"omega": 0.0, "generation_loss": False}
+
+
+def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -> None:
+    """Raise ValueError for a number of tokens that is none, or that nothing would read."""
+    if recompute_above < 0:
+        raise ValueError(f"Expected `recompute_above` to be at least 0, but got {recompute_above}.")
+    if recompute_above and not gradient_checkpointing:
+        raise ValueError(
+            f"Expected `recompute_above` with `gradient_checkpointing: true` only, but got {recompute_above} without "
+            "it: nothing is recomputed. Set it, or leave `recompute_above` out."
+        )
 
 
 def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:

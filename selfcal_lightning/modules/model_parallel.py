@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,6 +22,7 @@ from selfcal_lightning.modules.checkpoint_io import is_address
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 
@@ -35,7 +37,9 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     checkpoint only where every weight is in it; and takes "auto" to mean one process a node.
 
     Args:
-        data_parallel_size: Processes that share the weights; None is all of them, and nothing else is possible yet.
+        data_parallel_size: Processes that share the weights, by groups of neighbouring ranks; None is all of them. With
+            the number of a node's GPUs each node holds the weights in full, every micro-batch gathers them within the
+            node, and only gradients of what is trained cross the network. Whether that fits is for you to see.
         tensor_parallel_size: Processes that share one matrix product; 1, nothing else is possible yet.
         process_group_backend: "nccl" or "gloo"; None is NCCL on GPUs and gloo on CPUs.
         gather_bfloat16: Gather float32 weights in bfloat16: half the traffic for weights that are stored in float32.
@@ -59,14 +63,18 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             )
         if timeout_minutes <= 0.0:
             raise ValueError(f"Expected `timeout_minutes` to be positive, but got {timeout_minutes}.")
+        if data_parallel_size is not None and data_parallel_size < 1:
+            raise ValueError(f"Expected `data_parallel_size` to be None or at least 1, but got {data_parallel_size}.")
         super().__init__(
-            data_parallel_size="auto" if data_parallel_size is None else data_parallel_size,
+            data_parallel_size="auto",
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
             process_group_backend=process_group_backend,
             timeout=timedelta(minutes=timeout_minutes),
         )
         self.gather_bfloat16 = gather_bfloat16
+        self._group_size = data_parallel_size
+        self._weights_mesh: DeviceMesh | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -79,19 +87,25 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return True
 
     def setup_environment(self) -> None:
-        """Start the process group and the mesh of all processes.
+        """Start the process group and the meshes: of all processes, and of those that share the weights.
 
         Raises:
-            ValueError: If ``data_parallel_size`` is another number than that of the processes.
+            ValueError: The processes cannot be divided into groups of ``data_parallel_size``.
         """
         world_size = self.num_nodes * self.num_processes
-        if self._data_parallel_size not in ("auto", world_size):
+        size = world_size if self._group_size is None else self._group_size
+        if world_size % size:
             raise ValueError(
-                f"Expected `data_parallel_size` to be the number of processes, {world_size}, but got "
-                f"{self._data_parallel_size}. Leave it out to mean all."
+                f"Expected `data_parallel_size` to divide the number of processes, {world_size}, but got {size}. "
+                "Leave it out to mean all, or give the number of GPUs of a node."
             )
         self._data_parallel_size = world_size
         super().setup_environment()
+        self._weights_mesh = self.device_mesh["data_parallel"]
+        if size < world_size:
+            self._weights_mesh = init_device_mesh(
+                self.root_device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
+            )
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as Lightning does, with evaluation under ``no_grad``.
@@ -117,7 +131,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         loaded = load_sharded_causal_lm(
             base_model,
-            mesh=self.device_mesh["data_parallel"],
+            mesh=self._weights_mesh,
             device=self.root_device,
             lora=lora,
             policy=policy,

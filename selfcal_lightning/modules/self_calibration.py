@@ -14,13 +14,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from selfcal_lightning.attention_backends import exclude_cudnn
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
-from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, load_causal_lm, logits_at
+from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
     OptimizerName,
     Quantization,
@@ -36,11 +38,12 @@ from selfcal_lightning.modules.checks import (
     check_base_model,
     check_hyper_parameters,
     check_loss_settings,
+    check_recomputation,
     check_trained,
     generation_settings,
 )
 from selfcal_lightning.modules.exported import ExportedAdapter
-from selfcal_lightning.modules.loss_parts import calibration_part, generation_part, joint_positions
+from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.random_states import dropout_stream
 from selfcal_lightning.modules.resume import ResumeState
@@ -98,8 +101,10 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
-        gradient_checkpointing: Recompute activations in the backward pass of joint training: about half the memory, a
-            third more time.
+        gradient_checkpointing: Recompute activations in the backward pass of joint training, for a forward pass more:
+            with a frozen base half as much time again.
+        recompute_above: Where activations are recomputed, those of micro-batches of more tokens than this. Below they
+            are kept: about 6 MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
         attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
@@ -128,6 +133,7 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: int = 0,
         torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         gradient_checkpointing: bool = False,
+        recompute_above: int = 0,
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
         seed: int = 0,
@@ -148,6 +154,7 @@ class SelfCalibrationModule(LightningModule):
         )
         omega = plain["omega"]
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
+        check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
@@ -155,7 +162,7 @@ class SelfCalibrationModule(LightningModule):
         self.loss, self.p_true = loss, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
-        self.attn_implementation = attn_implementation
+        self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
         self.save_hyperparameters(plain)
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
@@ -194,6 +201,7 @@ class SelfCalibrationModule(LightningModule):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
+        exclude_cudnn(device)  # here, where the module meets its device, and not where it is made or imported
         model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero
@@ -253,24 +261,28 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        return self._read_confidence(self._query_logits(batch))
+        outputs = self._query_outputs(batch)
+        return outputs.confidence(self.chat.query, normalised=self.p_true == "normalised")
 
-    def _query_logits(self, batch: SSCBatch) -> Tensor:
-        """Return the logits after every row's query, [B, V], in two passes where the adapter is activated."""
+    def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
+        """Return what the model says after every row's query, in two passes where the adapter is activated."""
         if not self.activated:
-            return self._logits_at(batch, batch.query_position)
-        head, query_ids = self.model.get_output_embeddings(), self.chat.query.suffix_ids
-        contexts = read_contexts(
-            self.model, head, batch.input_ids, batch.attention_mask, tail=len(query_ids), trees=batch.trees
+            return self._outputs(batch, batch.label_position[:0])
+        tail = len(self.chat.query.suffix_ids)
+        contexts = read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
+        return ask(self.model, contexts, self.chat.query)
+
+    def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
+        return read_outputs(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            queries=batch.query_position,
+            labels=labels,
+            query=self.chat.query,
+            trees=batch.trees,
+            position_ids=batch.position_ids,
         )
-        return ask(self.model, head, contexts, query_ids)
-
-    def _logits_at(self, batch: SSCBatch, positions: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        return logits_at(self.model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees)
-
-    def _read_confidence(self, logits: Tensor) -> Confidence:
-        return confidence_from_logits(logits, self.chat.query, normalised=self.p_true == "normalised")
 
     # ---- training
 
@@ -279,6 +291,8 @@ class SelfCalibrationModule(LightningModule):
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
+        if self.gradient_checkpointing:
+            recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
@@ -292,15 +306,13 @@ class SelfCalibrationModule(LightningModule):
 
         Joint training has both from one forward pass.
         """
-        if self.activated:
-            confidence = self.confidence(batch).p_true
-            generation = confidence.new_zeros(())
-        else:
-            at = joint_positions(batch, omega=self.omega)
-            logits = self._logits_at(batch, at.positions)
-            confidence = self._read_confidence(logits[at.of_query]).p_true
-            generation = generation_part(batch, logits, at)
-        return calibration_part(batch, confidence, loss=self.loss, beta=self.beta), generation, confidence
+        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
+        outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
+        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
+        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta)
+        if not asks:
+            return calibration, torch.zeros_like(calibration), confidence
+        return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""

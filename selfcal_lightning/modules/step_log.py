@@ -59,9 +59,7 @@ class StepLog:
             batch.attention_mask.numel(),
             batch.separate_tokens,
         )
-        device = batch.input_ids.device
-        # float64: above 2**24 tokens a step float32 would no longer count.
-        sums = torch.stack([torch.as_tensor(value, device=device, dtype=torch.float64) for value in values])
+        sums = torch.stack([_float64(value, batch.input_ids.device) for value in values])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
@@ -89,6 +87,13 @@ class StepLog:
             "train/memory/PeakGiB": peak_memory(device) / GIB,
             "train/LearningRate": lr,
         }
+
+
+def _float64(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a scalar in float64: above 2**24 tokens a step float32 would no longer count. Nothing is copied."""
+    if isinstance(value, Tensor):
+        return value.double()
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 BAR = {

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw, load_chat, open_engine
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
-    Dtype,
     choose_strategy,
     default_task,
     load_fitted_files,
     uncalibrated_note,
 )
 from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.engines import EngineName, open_engine
 from selfcal_lightning.pipelines.progress import Progress, say
-from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.records import Dtype, Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
 
@@ -55,9 +55,10 @@ def run_answer(
     revision: str | None = None,
     adapter: str | None = None,
     dtype: Dtype = "auto",
-    max_batch: int = 64,
+    max_batch: int | None = None,
     base_url: str | None = None,
     engine_args: dict[str, Any] | None = None,
+    max_failures: int = MAX_FAILURES,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -98,18 +99,23 @@ def run_answer(
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
         dtype: Of the weights; "auto" is the engine's choice.
-        max_batch: Responses that the engine works on at a time.
+        max_batch: Responses that the engine works on at a time; null is the engine's choice.
         base_url: Address of the server, for the engine "openai".
         engine_args: Further arguments of the engine's class, such as `--engine_args.max_context 2048`.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
 
     Returns:
         The answers, in the order of the questions.
 
     Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
         ValueError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
     sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
+    options = EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {})
+    check_can_draw(options, sampling)
     known, fitted = load_fitted_files(scorers, threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q.id for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
@@ -119,14 +125,12 @@ def run_answer(
     say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
     if (note := uncalibrated_note(model, adapter, chosen)) is not None:
         say(note)
-    options = engine_args or {}
-    chat = ChatFormat(load_tokenizer(options.get("tokenizer") or model, revision=revision), query=query)
-    opened = open_engine(
-        engine, model, chat, revision=revision, adapter=adapter, dtype=dtype, max_batch=max_batch, base_url=base_url,
-        engine_args=options,
-    )  # fmt: skip
+    chat = load_chat(options, model, query=query)
+    opened = open_engine(options, model, chat=chat)
     try:
-        source = EngineSource(opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say)
+        source = EngineSource(
+            opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say, max_failures=max_failures
+        )
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             printer = _Printer(asked, chosen, fitted, bar, as_json=json)
             run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
@@ -15,7 +15,6 @@ from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold, split_hashes
 from selfcal_lightning.strategies.registry import ORACLES, make_strategy
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DEFAULT_STRATEGY = "early_stopping"
 # Of the calibrated bundled model's answers that stop there, 79 % are right (250 validation questions), and the accuracy
 # of sixteen samples is kept by eleven; at .8 its P(True) never stops.

@@ -1,4 +1,4 @@
-"""Worker processes, one a GPU: each samples its share into its own part of the store.
+"""Worker processes, each with GPUs of its own: each samples its share into its own part of the store.
 
 A worker reads its settings from standard input, which then stays open as a lifeline: when the parent is gone, by
 SIGKILL too, the worker commits what is complete and ends.
@@ -26,21 +26,22 @@ GRACE_SECONDS = 20.0
 
 
 def run_workers(
-    settings: Mapping[str, Any], shards: Sequence[tuple[int, int]], *, on_tick: Callable[[], None]
+    settings: Mapping[str, Any], shards: Sequence[tuple[int, int]], *, gpus: int = 1, on_tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """Run one worker for each of ``shards`` to the end and return their reports.
 
     When a worker fails the others go on, since what they commit is kept.
 
     Args:
-        settings: Fields of ``pipelines.shares.GenerationSettings``.
+        settings: Fields of ``pipelines.shares.GenerationSettings``, plain.
         shards: (number, total) of each worker's share.
+        gpus: GPUs that each worker's engine takes, where there are any.
         on_tick: Called about twice a second.
 
     Raises:
         RuntimeError: Workers failed; their own messages stand above.
     """
-    environments = [worker_environment(position, len(shards)) for position in range(len(shards))]
+    environments = [worker_environment(position, len(shards), gpus=gpus) for position in range(len(shards))]
     with tempfile.TemporaryDirectory(prefix="selfcal-") as folder:
         reports = [Path(folder) / f"{position}.json" for position in range(len(shards))]
         workers: list[subprocess.Popen[str]] = []
@@ -64,11 +65,16 @@ def run_workers(
         return [json.loads(report.read_text()) for report in reports]
 
 
-def worker_environment(position: int, workers: int) -> dict[str, str]:
-    """Return the environment of a worker: one GPU of those that this process sees, or a share of the CPU cores.
+def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[str, str]:
+    """Return the environment of a worker: its GPUs of those that this process sees, or a share of the CPU cores.
+
+    Args:
+        position: Number of the worker; it gets the GPUs from ``position * gpus`` on.
+        workers: Number of workers.
+        gpus: GPUs for each.
 
     Raises:
-        ValueError: There are GPUs, but fewer than workers.
+        ValueError: There are GPUs, but fewer than the workers take.
     """
     import torch
 
@@ -77,11 +83,14 @@ def worker_environment(position: int, workers: int) -> dict[str, str]:
     if count == 0:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
         return environment
-    if count < workers:
-        raise ValueError(f"Expected `devices` to be at most {count}, the GPUs in sight, but got {workers}.")
+    if count < workers * gpus:
+        each = "" if gpus == 1 else f", each of which takes {gpus} (`tensor_parallel_size`)"
+        raise ValueError(
+            f"Expected `devices` to be at most {count // gpus} with {count} GPUs in sight, but got {workers}{each}."
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(device) for device in range(count)]
-    environment["CUDA_VISIBLE_DEVICES"] = names[position]
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[position * gpus : (position + 1) * gpus])
     return environment
 
 
@@ -126,7 +135,7 @@ def work() -> int:
     threading.Thread(target=_watch_parent, daemon=True).start()
     number, total = job["shard"]
     try:
-        report = sample_share(GenerationSettings(**job["settings"]), shard=(number, total), progress=False)
+        report = sample_share(GenerationSettings.from_plain(job["settings"]), shard=(number, total), progress=False)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("SELFCAL_TRACEBACK"):
             raise

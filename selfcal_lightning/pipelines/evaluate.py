@@ -12,6 +12,7 @@ from rich.console import Console
 
 from selfcal_lightning.confidence.fitted import load_scorers
 from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.engines.opening import LocalEngineName
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.evaluation_inputs import (
@@ -37,6 +38,7 @@ from selfcal_lightning.pipelines.strategy_results import StrategyEvaluation
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.records import Dtype
 from selfcal_lightning.store_shards import write_atomically
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
@@ -70,16 +72,16 @@ def run_evaluate(
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "full",
     num_samples: int = 8,
-    engine: Literal["transformers", "vllm"] = "transformers",
+    engine: LocalEngineName = "transformers",
     temperature: float = 0.8,
     edt_scale: float | None = 0.8,
     edt_theta: float = 1.0,
     top_p: float = 1.0,
     max_new_tokens: int = 1024,
     query: str = DEFAULT_QUERY,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     devices: int = 1,
-    max_batch: int = 128,
+    max_batch: int | None = None,
     seed: int = 1,
 ) -> dict[str, Any]:
     """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
@@ -129,7 +131,7 @@ def run_evaluate(
         query: The confidence query.
         dtype: Of the weights.
         devices: Worker processes (GPUs, or CPU processes).
-        max_batch: Sequences that the engine runs at once.
+        max_batch: Sequences that the engine runs at once; null is the engine's choice.
         seed: Of sampling, orders and bootstrap.
 
     Returns:

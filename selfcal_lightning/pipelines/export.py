@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.imports import is_installed
 from selfcal_lightning.pipelines.activated_card import activated_usage
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ def run_export(
     output_dir: str,
     *,
     base_model: str | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: Dtype = "auto",
     overwrite: bool = False,
     push: str | None = None,
     private: bool = True,

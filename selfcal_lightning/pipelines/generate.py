@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.engines.openai_wire import check_sampling
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.devices import run_workers
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.sampling import GenerationReport, missing_questions, select_share
-from selfcal_lightning.pipelines.shares import Dtype, EngineName, GenerationSettings, part_name, sample_share
+from selfcal_lightning.pipelines.shares import GenerationSettings, part_name, sample_share
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import Question
+from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import to_json, write_atomically
 
-COUNTS = ("generated", "unreadable", "truncated", "failed")
+COUNTS = ("generated", "unreadable", "truncated", "refused", "left_out")
 
 
 def run_generate(
@@ -46,12 +47,13 @@ def run_generate(
     dtype: Dtype = "auto",
     revision: str | None = None,
     adapter: str | None = None,
-    max_batch: int = 64,
+    max_batch: int | None = None,
     base_url: str | None = None,
     engine_args: dict[str, Any] | None = None,
     devices: int = 1,
     shard: str = "0/1",
     questions_per_shard: int = 64,
+    max_failures: int = MAX_FAILURES,
     repair: bool = False,
 ) -> GenerationReport:
     """Sample responses to the questions of tasks, with P(True) of each, into a store.
@@ -82,35 +84,54 @@ def run_generate(
         dtype: Of the weights; "auto" is the engine's choice.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        max_batch: Sequences that an engine runs at once.
+        max_batch: Sequences that an engine runs at once; null is the engine's choice.
         base_url: Address of the server, for the engine "openai"; null is http://127.0.0.1:8000/v1.
         engine_args: Further arguments of the engine's class, such as ``--engine_args.server_edt true``.
-        devices: Worker processes on this machine, one a GPU (or CPU processes where there is none).
+        devices: Worker processes on this machine, one a GPU (or CPU processes where there is none). Of an engine with
+            `tensor_parallel_size` n, each takes n GPUs.
         shard: "i/n", this machine's share of the questions.
         questions_per_shard: Questions in one file of the store; what a kill can cost.
-        repair: First move damaged files of the store aside, so that their questions are sampled again.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops. Questions of which a request failed are left out, and the next run samples them.
+        repair: First move damaged files of the store aside, and drop questions of which responses are empty since
+            their requests failed, so that they are sampled again.
 
     Returns:
         Counts of what this machine did.
+
+    Raises:
+        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
+        RuntimeError: Questions were left out, or a worker failed. What is complete is kept in all cases.
+        ValueError: A setting cannot be, or is not that of the store.
     """
     arguments = dict(locals())
     number, total = parse_shard(shard)
     if devices < 1:
         raise ValueError(f"Expected `devices` to be at least 1, but got {devices}.")
-    arguments |= {
-        "model": resolve_model(model),
-        "task": [task] if isinstance(task, str) else list(task),
-        "store_split": store_split or split,
-        "engine_args": engine_args or {},
-    }
-    settings = GenerationSettings(**{field.name: arguments[field.name] for field in fields(GenerationSettings)})
-    settings.sampling()
+    settings = GenerationSettings(
+        model=resolve_model(model),
+        store_dir=store_dir,
+        task=[task] if isinstance(task, str) else list(task),
+        split=split,
+        path=path,
+        limit=limit,
+        store_split=store_split or split,
+        chain_of_thought=chain_of_thought,
+        num_samples=num_samples,
+        engine=EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {}),
+        sampling=SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens),
+        seed=seed,
+        query=query,
+        questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
+    )
+    arguments |= {"model": settings.model, "task": settings.task, "store_split": settings.store_split}
     questions = settings.questions()
     if repair and (Path(store_dir) / "rounds").exists():
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")
     share = select_share(questions, (number, total))
     if _has_all(settings, share):
-        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0.0)
+        report = GenerationReport(store_dir, len(share), len(share), 0, 0, 0, 0, 0, 0.0)
         say(f"All {len(share):,} questions (share {shard}) are in {store_dir} already: nothing is sampled.")
     else:
         _keep_configuration(arguments, Path(store_dir), number)
@@ -124,6 +145,7 @@ def run_generate(
         else:
             report = _sample_on_devices(settings, share, shards)
         say(str(report))
+        report.check_complete()
     _join_when_complete(SampleStore(store_dir), {question.id for question in questions})
     return report
 
@@ -143,16 +165,16 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     """Return whether the store has the whole share; settings that are not the store's are refused at once."""
-    if settings.engine == "openai":  # what a server runs is known by asking it; what none can draw, at once
-        check_sampling(settings.sampling(), server_edt=settings.engine_args.get("server_edt", False))
+    check_can_draw(settings.engine, settings.sampling)
+    if settings.engine.is_remote:
         return False
     store = open_existing(
         settings.store_dir,
         model=settings.model,
-        revision=settings.revision,
-        adapter=settings.adapter,
+        revision=settings.engine.revision,
+        adapter=settings.engine.adapter,
         chat=settings.chat(),
-        sampling=settings.sampling(),
+        sampling=settings.sampling,
         seed=settings.seed,
         num_samples=settings.num_samples,
     )
@@ -175,7 +197,7 @@ def _sample_on_devices(
             done = (store.committed_questions(parts=parts) - before) * settings.num_samples
             bar.update(done - bar.done)
 
-        reports = run_workers(asdict(settings), busy, on_tick=tick)
+        reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)
     return GenerationReport(
         store_dir=settings.store_dir,
         questions=len(share),

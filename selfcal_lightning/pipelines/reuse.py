@@ -35,7 +35,8 @@ def open_existing(
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
 
     This is what an engine over the model would be held against, known without starting one: a run that has nothing
-    left to do, or whose settings are others than the store's, ends in seconds.
+    left to do, or whose settings are others than the store's, ends in seconds. Only what the output layer computes in
+    for P(True) is the engine's own affair: it is held against the store where samples are added.
 
     Args:
         store_dir: Folder of the store.
@@ -54,6 +55,7 @@ def open_existing(
     """
     if not round_file(Path(store_dir), round).exists():
         return None
+    head_dtype = SampleStore(store_dir).round_manifest(round)["fingerprint"]["model"].get("head_dtype")
     model_folder(model, revision=revision)  # the weights are hashed where they lie
     identity = {
         "model": model,
@@ -61,6 +63,7 @@ def open_existing(
         "weights_sha256": weights_sha256(model, revision=revision),
         **adapter_identity(adapter),
         **({} if quantization is None else {"quantization": quantization}),
+        **({} if head_dtype is None else {"head_dtype": head_dtype}),
     }
     fingerprint = StoreFingerprint(identity, chat.describe(), asdict(sampling), seed)
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)

@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.engines.base import (
+    MAX_FAILURES,
+    Engine,
+    EngineStoppedError,
+    Failure,
+    FailuresInARow,
+    RequestsFailedError,
+)
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.records import (
@@ -33,9 +40,9 @@ from selfcal_lightning.tasks.registry import get_task
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
 
-QUEUE_RESPONSES = 1024
+QUEUE_BATCHES = 2
 COMMIT_SECONDS = 300.0
-ONLY_WHERE_THERE = ("quantization", "activated_adapter_sha256")  # stores without them are older than they are
+ONLY_WHERE_THERE = ("quantization", "activated_adapter_sha256", "head_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class GenerationReport:
         generated: Responses sampled.
         unreadable: Sampled responses without a readable answer.
         truncated: Sampled responses that the token limit cut.
-        failed: Requests that the engine gave up; stored as empty, unfinished responses.
+        refused: Requests that the engine refuses by itself; stored as empty, unfinished responses.
+        left_out: Questions of which other requests failed; they are not stored, and the next run samples them.
         seconds: Wall-clock time.
     """
 
@@ -59,7 +67,8 @@ class GenerationReport:
     generated: int
     unreadable: int
     truncated: int
-    failed: int
+    refused: int
+    left_out: int
     seconds: float
 
     def __str__(self) -> str:
@@ -68,18 +77,32 @@ class GenerationReport:
             f"{self.questions:,} questions ({self.reused:,} stored before), {self.generated:,} responses in "
             f"{self.seconds:.0f} s ({self.generated / max(self.seconds, 1e-9):.1f} a second): "
             f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit, "
-            f"{self.failed:,} failed. Samples in {self.store_dir}"
+            f"{self.refused:,} refused, {self.left_out:,} questions left out. Samples in {self.store_dir}"
         )
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError where questions were left out: the run is not done."""
+        if self.left_out:
+            raise RuntimeError(
+                f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
+                f"failed and were left out. What is complete is kept in {self.store_dir}: start the same command again "
+                "to sample them."
+            )
 
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question with requests in flight; ``responses`` holds None where one is still awaited or has failed."""
+    """A question with requests in flight; ``outcomes`` holds None where one is still awaited."""
 
     question: Question
     prompt_ids: tuple[int, ...]
-    responses: list[Response | None]
+    outcomes: list[Response | Failure | None]
     awaited: int
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Why requests were not answered."""
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Failure)]
 
 
 def generate_samples(
@@ -100,6 +123,7 @@ def generate_samples(
     progress: bool = True,
     interrupt: Interrupt = never,
     shard_by_shard: bool = False,
+    max_failures: int = MAX_FAILURES,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -107,6 +131,9 @@ def generate_samples(
     number of processes: what any part has committed is not sampled again. The engine's queue is kept filled across
     questions, and a question is stored when all its samples are there. At most ``questions_per_shard`` finished
     questions, or those of five minutes, are lost by a kill.
+
+    A question one of whose requests fails (a server is out of order) is left out and counted: the next run samples it.
+    One that the engine refuses by itself (its prompt crashes the engine) is stored with empty responses.
 
     Args:
         questions: All questions of the run, of any tasks; ids must be unique.
@@ -127,8 +154,10 @@ def generate_samples(
         shard_by_shard: Sample the questions of one file, then those of the next, and store none of a file that is not
             complete. What lies together in the engine is then the same wherever a run was killed, and with it the last
             bits of log-probabilities and confidences. The engine runs empty at the end of every file.
+        max_failures: Requests that may fail in a row; then the run stops, and what is complete is stored.
 
     Raises:
+        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
         ValueError: No questions, repeated ids, prompts that do not fit, questions stored with another wording, split,
             number of samples or other settings.
     """
@@ -141,7 +170,9 @@ def generate_samples(
         _check_number(store, num_samples, len(todo), round=round)
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
-            sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round)
+            sampler = _Sampler(
+                engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round, max_failures
+            )
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     return GenerationReport(
         store_dir=str(store.path),
@@ -150,7 +181,8 @@ def generate_samples(
         generated=sampler.generated,
         unreadable=sampler.unreadable,
         truncated=sampler.truncated,
-        failed=sampler.failed,
+        refused=sampler.refused,
+        left_out=sampler.left_out,
         seconds=time.monotonic() - started,
     )
 
@@ -159,6 +191,7 @@ def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettin
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
     model = {name: described[name] for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
+    # Left out where there is none, so that stores that were written before there were any are still found.
     model |= {name: described[name] for name in ONLY_WHERE_THERE if described.get(name) is not None}
     return StoreFingerprint(model, chat.describe(), asdict(sampling), seed)
 
@@ -225,11 +258,17 @@ class _Sampler:
         num_samples: int,
         seed: int,
         round: int,
+        max_failures: int,
     ) -> None:
         self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
         self.split, self.sampling, self.num_samples, self.seed, self.round = split, sampling, num_samples, seed, round
-        self.generated = self.unreadable = self.truncated = self.failed = 0
+        self.generated = self.unreadable = self.truncated = self.refused = self.left_out = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
+        self._failed = 0
+        self._row = FailuresInARow(
+            max_failures, way_out="What is complete is kept: start the same command again when it answers."
+        )
+        self._refused: list[_OpenQuestion] = []
 
     def run(
         self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt, together: int | None
@@ -239,12 +278,21 @@ class _Sampler:
         With ``together``, so many of them at a time, which are stored together.
         """
         if together is None:
-            self._sample(questions, prompts, interrupt, commit_seconds=COMMIT_SECONDS)
+            try:
+                self._sample(questions, prompts, interrupt, commit_seconds=COMMIT_SECONDS)
+            except EngineStoppedError:
+                self.writer.commit()
+                raise
             return
         try:
             for start in range(0, len(questions), together):
+                before = self.left_out
                 self._sample(questions[start : start + together], prompts, interrupt, commit_seconds=math.inf)
-                self.writer.commit()
+                if self.left_out == before:
+                    self.writer.commit()
+                else:
+                    self.left_out += self.writer.buffered
+                    self.writer.discard()
         except BaseException:
             self.writer.discard()
             raise
@@ -268,13 +316,15 @@ class _Sampler:
                     committed_at = time.monotonic()
                 elif time.monotonic() - committed_at > commit_seconds:
                     self.writer.commit()
+            self._store_refused()
         finally:
             self.engine.cancel(list(self._in_flight))
 
     def _fill(self, waiting: Iterator[Question], prompts: dict[str, array[int]]) -> bool:
         """Top up the engine's queue before it can run dry. Returns whether anything is in flight."""
-        if len(self._in_flight) < QUEUE_RESPONSES:
-            room = 2 * QUEUE_RESPONSES - len(self._in_flight)
+        least = QUEUE_BATCHES * self.engine.batch_size
+        if len(self._in_flight) < least:
+            room = 2 * least - len(self._in_flight)
             requests = [
                 request
                 for question in islice(waiting, max(1, room // self.num_samples))
@@ -298,34 +348,61 @@ class _Sampler:
             )
 
     def _poll(self) -> list[Response]:
-        """Return what finished. Requests that the engine gave up are counted and taken as unanswered."""
+        """Return what finished. Requests that were not answered are taken as such."""
         try:
             responses = self.engine.poll()
         except RequestsFailedError as error:
-            say(str(error))
-            self.failed += len(error.reasons)
-            for name in error.reasons:
-                self._take(name, None)
+            self._tell(error)
+            for name, failure in error.failures.items():
+                state, _ = self._in_flight[name]
+                self._take(name, failure)
+                self._row.add(name, state.question.id, failure)
             return []
         if not responses:
             raise RuntimeError(f"Expected the engine to go on, but got nothing with {len(self._in_flight)} in flight.")
+        self._row.clear()
+        self._store_refused()
         return responses
 
-    def _take(self, name: str, response: Response | None) -> None:
+    def _tell(self, error: RequestsFailedError) -> None:
+        """Say why requests failed: of the 1st, 10th, 100th ..., since an outage has thousands."""
+        before, self._failed = self._failed, self._failed + len(error.failures)
+        if len(str(self._failed)) > len(str(before)) or not before:
+            say(str(error))
+
+    def _take(self, name: str, outcome: Response | Failure) -> None:
         state, index = self._in_flight.pop(name)
-        state.responses[index] = response
+        state.outcomes[index] = outcome
         state.awaited -= 1
         if state.awaited:
             self.bar.update(1)
-            return
-        samples = judge(state.question, state.responses, self.tasks(state.question.task), round=self.round)
+        elif not all(failure.is_refusal for failure in state.failures):
+            self.left_out += 1
+            self.bar.update(1)
+        elif len(state.failures) == self.num_samples:
+            # Stored when an answer has shown that the engine works: else it may be refusing whatever it is asked.
+            self._refused.append(state)
+            self.bar.update(1)
+        else:
+            self.bar.update(1, unreadable=self._store(state))
+
+    def _store_refused(self) -> None:
+        for state in self._refused:
+            self._store(state)
+        self._refused = []
+
+    def _store(self, state: _OpenQuestion) -> int:
+        """Judge a question's responses and append them to the writer; return how many could not be read."""
+        responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
+        samples = judge(state.question, responses, self.tasks(state.question.task), round=self.round)
         self.writer.append(QuestionSamples(state.question, samples, self.split, state.prompt_ids))
-        given = [sample for sample, answer in zip(samples, state.responses, strict=True) if answer is not None]
+        given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
         unreadable = sum(sample.answer is None for sample in given)
         self.generated += len(given)
+        self.refused += len(samples) - len(given)
         self.truncated += sum(sample.finish == "length" for sample in given)
         self.unreadable += unreadable
-        self.bar.update(1, unreadable=unreadable)
+        return unreadable
 
 
 def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:

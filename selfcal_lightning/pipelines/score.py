@@ -12,13 +12,14 @@ from typing import Any
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.sequences import entry_ids
+from selfcal_lightning.engines.opening import EngineOptions, LocalEngineName
 from selfcal_lightning.pipelines.generate import parse_shard
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.score_pool import PoolTarget
 from selfcal_lightning.pipelines.score_store import StoreTarget
 from selfcal_lightning.pipelines.score_targets import Entry, ScoreTarget
-from selfcal_lightning.pipelines.scoring_model import Dtype, EngineName, ModelSettings, ScoringModel
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.pipelines.scoring_model import ModelSettings, ScoringModel
+from selfcal_lightning.records import Dtype, QuestionSamples
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import to_json, write_atomically
 
@@ -83,12 +84,12 @@ def run_score(
     round: int = 0,
     task: str | None = None,
     consistency_samples: int | None = None,
-    engine: EngineName = "transformers",
+    engine: LocalEngineName = "transformers",
     query: str | None = None,
     dtype: Dtype = "auto",
     revision: str | None = None,
     adapter: str | None = None,
-    max_batch: int = 64,
+    max_batch: int | None = None,
     shard: str = "0/1",
     overwrite: bool = False,
 ) -> list[ScoreReport]:
@@ -115,7 +116,7 @@ def run_score(
         dtype: Of the weights; "auto" is the engine's choice.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to score with.
-        max_batch: Sequences that the engine runs at once.
+        max_batch: Sequences that the engine runs at once; null is the engine's choice.
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
 
@@ -125,7 +126,7 @@ def run_score(
     arguments = dict(locals())
     members = _members(estimator, name, consistency_samples)
     _check_place(arguments)
-    settings = ModelSettings(model, revision, adapter, query, engine, dtype, max_batch)
+    settings = ModelSettings(model, query, EngineOptions(engine, revision, adapter, dtype, max_batch))
     names = ", ".join(member.name for member in members)
     if store_dir is not None:
         store = SampleStore(store_dir)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import build_estimator, estimator_class
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import EngineOptions, expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from selfcal_lightning.confidence.forward import TokenReader
     from selfcal_lightning.prompts import ChatFormat
 
-EngineName = Literal["transformers", "vllm"]
 ACTIVATED = "activated_adapter_sha256"
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model scores, and how it is run; the fields are arguments of ``run_score``."""
+    """Which model scores, and how it is run.
+
+    Attributes:
+        model: Folder or hub name; None takes the one that sampled the store, with its revision.
+        query: The confidence query; None takes the store's.
+        engine: What answers, and how.
+    """
 
     model: str | None
-    revision: str | None
-    adapter: str | None
     query: str | None
-    engine: EngineName
-    dtype: Dtype
-    max_batch: int
+    engine: EngineOptions
 
 
 class ScoringModel:
@@ -70,7 +71,7 @@ class ScoringModel:
             raise ValueError(
                 "Expected `model` to name the model that scores, but got null for responses made elsewhere."
             )
-        if sampled.get("adapter_sha256") is not None and self.settings.adapter is None:
+        if sampled.get("adapter_sha256") is not None and self.settings.engine.adapter is None:
             raise ValueError(
                 f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled['model']!r}, "
                 "but got null. Name both."
@@ -80,7 +81,8 @@ class ScoringModel:
     @property
     def revision(self) -> str | None:
         """Revision on the hub, the store's where its model is taken."""
-        return self._fingerprint["model"].get("revision") if self.settings.model is None else self.settings.revision
+        chosen = self.settings.model is not None
+        return self.settings.engine.revision if chosen else self._fingerprint["model"].get("revision")
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
@@ -89,7 +91,7 @@ class ScoringModel:
         Raises:
             ValueError: The store's model is taken and has changed since.
         """
-        adapter = self.settings.adapter
+        adapter = self.settings.engine.adapter
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {
             "weights_sha256": weights_sha256(self.source, revision=self.revision),
@@ -107,11 +109,13 @@ class ScoringModel:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
         if not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes, and an adapter that is awake for it.
+        # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
+        # computes in.
         if estimator_class(name).reads != "engine":
             return True
-        awake = [source.get(ACTIVATED) for source in (self.identity, self._fingerprint["model"])]
-        return awake[0] == awake[1] and self.chat.describe() == self._fingerprint["prompt"]
+        sampled = self._fingerprint["model"]
+        mine = (self.chat.describe(), self.identity.get(ACTIVATED), self._head_dtype)
+        return mine == (self._fingerprint["prompt"], sampled.get(ACTIVATED), sampled.get("head_dtype"))
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
         """Return whether the texts of the store are this model's."""
@@ -135,10 +139,15 @@ class ScoringModel:
             return origin
         prompt = self.chat.describe()
         if reads == "engine":
-            return {**origin, "model": self.identity, "prompt": prompt}
+            read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
+            return {**origin, "model": self.identity | read_by, "prompt": prompt}
         # Statistics of the response's own tokens do not depend on the query that may follow it.
         model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
         return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
+
+    @property
+    def _head_dtype(self) -> str | None:
+        return expected_head_dtype(self.settings.engine)
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
         """Return the estimator ``name``, loading what it reads."""
@@ -158,33 +167,25 @@ class ScoringModel:
     def _open_engine(self) -> Engine:
         if self._engine is not None:
             return self._engine
-        settings = self.settings
-        if settings.engine == "vllm":
-            from selfcal_lightning.engines.vllm import VLLMEngine
-
-            self._engine = VLLMEngine(
-                self.source,
-                revision=self.revision,
-                adapter=settings.adapter,
-                dtype=None if settings.dtype == "auto" else settings.dtype,
+        options = replace(self.settings.engine, revision=self.revision)
+        if options.name == "transformers":  # one model in memory for this and for statistics of tokens
+            self._engine = serve_model(
+                options,
+                self._open_network(),
                 chat=self.chat,
-                max_num_seqs=settings.max_batch,
+                source=self.source,
+                adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
+                query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
             )
         else:
-            from selfcal_lightning.engines.transformers import TransformersEngine
-
-            self._engine = TransformersEngine.from_model(
-                self._open_network(), self.chat, max_batch=settings.max_batch, source=self.source,
-                revision=self.revision, adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
-                query_ids=None if settings.adapter is None else read_invocation_ids(settings.adapter),
-            )  # fmt: skip
+            self._engine = open_engine(options, self.source, chat=self.chat)
         return self._engine
 
     def _open_tokens(self) -> TokenReader:
         if self._tokens is None:
             from selfcal_lightning.confidence.forward import TokenReader
 
-            if self.settings.engine == "vllm":
+            if self.settings.engine.name != "transformers":  # which has a copy of its own
                 self.close()
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
@@ -193,8 +194,8 @@ class ScoringModel:
         if self._network is None:
             from selfcal_lightning.engines.transformers_model import load_network
 
+            options = self.settings.engine
             self._network = load_network(
-                self.source, revision=self.revision, adapter=self.settings.adapter, dtype=self.settings.dtype,
-                device="auto",
-            )  # fmt: skip
+                self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
+            )
         return self._network

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.pipelines.engines import EngineName, open_engine
+from selfcal_lightning.engines.opening import EngineOptions, load_chat, open_engine
 from selfcal_lightning.pipelines.sampling import (
     GenerationReport,
     check_questions,
@@ -19,8 +19,6 @@ from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -36,33 +34,22 @@ class GenerationSettings:
     store_split: str
     chain_of_thought: bool
     num_samples: int
-    engine: EngineName
-    temperature: float
-    edt_scale: float | None
-    edt_theta: float
-    top_p: float
-    max_new_tokens: int
+    engine: EngineOptions
+    sampling: SamplingSettings
     seed: int
     query: str
-    dtype: Dtype
-    revision: str | None
-    adapter: str | None
-    max_batch: int
     questions_per_shard: int
-    base_url: str | None = None
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    max_failures: int
 
-    def sampling(self) -> SamplingSettings:
-        """Return how responses are drawn."""
-        return SamplingSettings(**{part.name: getattr(self, part.name) for part in fields(SamplingSettings)})
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
+        """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
+        records = {"engine": EngineOptions(**content["engine"]), "sampling": SamplingSettings(**content["sampling"])}
+        return cls(**{**content, **records})
 
     def chat(self) -> ChatFormat:
         """Load the tokenizer and return the chat format of the model."""
-        from selfcal_lightning.prompts import ChatFormat, load_tokenizer
-
-        other = self.engine_args.get("tokenizer")
-        tokenizer = load_tokenizer(self.model, revision=self.revision) if other is None else load_tokenizer(other)
-        return ChatFormat(tokenizer, query=self.query)
+        return load_chat(self.engine, self.model, query=self.query)
 
     def questions(self) -> list[Question]:
         """Load the questions of all tasks."""
@@ -88,11 +75,11 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
         progress: Whether to show how far it is.
     """
     questions, chat = settings.questions(), settings.chat()
-    engine = build_engine(settings, chat)
+    engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         store = SampleStore.create_or_open(
             settings.store_dir,
-            store_fingerprint(engine, chat, settings.sampling(), settings.seed),
+            store_fingerprint(engine, chat, settings.sampling, settings.seed),
             num_samples=settings.num_samples,
             engine=engine.describe(),
         )
@@ -103,30 +90,16 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             chat=chat,
             store=store,
             num_samples=settings.num_samples,
-            sampling=settings.sampling(),
+            sampling=settings.sampling,
             seed=settings.seed,
             part=part_name(shard),
             shard=shard,
             questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
             progress=progress,
         )
     finally:
         engine.close()
-
-
-def build_engine(settings: GenerationSettings, chat: ChatFormat) -> Engine:
-    """Return the engine that ``settings`` ask for."""
-    return open_engine(
-        settings.engine,
-        settings.model,
-        chat,
-        revision=settings.revision,
-        adapter=settings.adapter,
-        dtype=settings.dtype,
-        max_batch=settings.max_batch,
-        base_url=settings.base_url,
-        engine_args=settings.engine_args,
-    )
 
 
 def part_name(shard: tuple[int, int]) -> str:

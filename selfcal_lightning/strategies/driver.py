@@ -17,7 +17,6 @@ def run_strategy(
     source: SampleSource,
     *,
     lookahead: int = 0,
-    max_open: int | None = None,
     on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Verdict]:
@@ -38,7 +37,6 @@ def run_strategy(
         source: Where samples come from.
         lookahead: Samples beyond those asked for that may be started for a question while no other question can be
             opened and the engine has room. They shorten the wait when there are few questions and cost samples.
-        max_open: Most questions in work at a time; None sets no limit.
         on_verdict: Called with each verdict as it is reached and the samples that were delivered for it.
         progress: Called with the number of samples that arrived, after each wait.
 
@@ -66,10 +64,8 @@ def run_strategy(
         raise ValueError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
     if lookahead < 0:
         raise ValueError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
-    if max_open is not None and max_open < 1:
-        raise ValueError(f"Expected `max_open` to be None or at least 1, but got {max_open}.")
     source.prepare(questions, confidence=strategy.confidence)
-    driver = _Driver(strategy, source, lookahead, max_open or max(len(questions), 1), on_verdict, progress)
+    driver = _Driver(strategy, source, lookahead, on_verdict, progress)
     return driver.run(questions)
 
 
@@ -110,11 +106,10 @@ class _Driver:
         strategy: Strategy,
         source: SampleSource,
         lookahead: int,
-        max_open: int,
         on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self.strategy, self.source, self.lookahead, self.max_open = strategy, source, lookahead, max_open
+        self.strategy, self.source, self.lookahead = strategy, source, lookahead
         self.on_verdict, self.progress = on_verdict, progress
         self._open: dict[str, _OpenQuestion] = {}
         self._verdicts: dict[str, Verdict] = {}
@@ -140,7 +135,7 @@ class _Driver:
     def _fill(self, waiting: Iterator[Question]) -> None:
         """Open questions while the engine has room; when none can be, look ahead in the open ones."""
         while self.source.in_flight < self.source.target:
-            question = next(waiting, None) if len(self._open) < self.max_open else None
+            question = next(waiting, None)
             if question is None:
                 self._look_ahead()
                 return

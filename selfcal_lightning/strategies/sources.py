@@ -15,7 +15,7 @@ from selfcal_lightning.confidence.base import (
     add_scores,
     check_confidence,
 )
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -156,10 +156,11 @@ class EngineSource:
         scorers: Add further confidences to every sample.
         tasks: Returns the task of a name.
         target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
-        on_failed: Called with the message when the engine gives requests up. Their samples are unreadable.
+        on_failed: Called with the message when requests were not answered. Their samples are unreadable.
+        max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
 
     Attributes:
-        failed: Samples that the engine gave up.
+        failed: Samples whose requests were not answered.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class EngineSource:
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
         on_failed: Callable[[str], None] | None = None,
+        max_failures: int = MAX_FAILURES,
     ) -> None:
         if target is not None and target < 1:
             raise ValueError(f"Expected `target` to be None or at least 1, but got {target}.")
@@ -184,6 +186,7 @@ class EngineSource:
         self._place: dict[str, tuple[_Asked, int]] = {}
         self._queue: dict[str, Request] = {}
         self.query_tokens = self.failed = 0
+        self._row = FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
 
     @property
     def in_flight(self) -> int:
@@ -264,16 +267,19 @@ class EngineSource:
         return asked
 
     def _finished_responses(self) -> dict[str, Response | None]:
-        """Return what finished, by request; None for what the engine gave up."""
+        """Return what finished, by request; None for what was not answered."""
         try:
             responses = self._engine.poll()
         except RequestsFailedError as error:
-            self.failed += len(error.reasons)
+            self.failed += len(error.failures)
             if self._on_failed is not None:
                 self._on_failed(str(error))
-            return dict.fromkeys(error.reasons)
+            for name, failure in error.failures.items():
+                self._row.add(name, self._place[name][0].question.id, failure)
+            return dict.fromkeys(error.failures)
         if not responses:
             raise RuntimeError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+        self._row.clear()
         return {response.request_id: response for response in responses}
 
     def _judged(self, asked: _Asked) -> Iterable[Sample]:

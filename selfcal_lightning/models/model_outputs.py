@@ -1,0 +1,270 @@
+"""P(True) and token losses from one forward pass, at the positions that ask for them and nowhere else.
+
+P(True) is read from float32 columns of the output layer, whatever the model computes in: from logits in bfloat16 it
+would come in steps of .03. Where nothing follows the output layer, logits of other positions are never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from selfcal_lightning.functional.output_layer import float32_logits, log_normaliser, negative_log_likelihood
+from selfcal_lightning.functional.prefix_trees import PrefixTree
+from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, forward_arguments, query_ids
+from selfcal_lightning.models.segment_attention import two_layers_on_meta
+from selfcal_lightning.records import ConfidenceQuery
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_ENDS: dict[str, bool] = {}  # whether nothing follows the output layer, by a model's class and configuration
+
+
+class ModelOutputs(Protocol):
+    """What a model says at the ends of B confidence queries, and at the positions that are asked for N tokens."""
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
+        ...
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
+        ...
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenOutputs:
+    """Hidden states before a frozen output layer that ends the model.
+
+    Attributes:
+        queries: At the ends of the queries, [B, d].
+        labels: At the positions that are asked for tokens, [N, d].
+        weight: Of the output layer, [V, d].
+        bias: Of it, [V], or None.
+    """
+
+    queries: Tensor
+    labels: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """See ``ModelOutputs``. A few columns of the output layer are all that ``normalised`` needs."""
+        yes, no = self._scores(query)
+        return torch.sigmoid(yes - no) if normalised else (yes - self._normaliser()).exp()
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """See ``ModelOutputs``."""
+        yes, no = self._scores(query)
+        total = self._normaliser()
+        yes_mass, no_mass = (yes - total).exp(), (no - total).exp()
+        return Confidence(torch.sigmoid(yes - no) if normalised else yes_mass, yes_mass, no_mass)
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """See ``ModelOutputs``."""
+        return negative_log_likelihood(self.labels, self.weight, token_ids, self.bias)
+
+    def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the unnormalised masses of Yes and No, float32 [B] each."""
+        ids = query_ids(query, self.queries.device)
+        return _masses(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
+
+    def _normaliser(self) -> Tensor:
+        return log_normaliser(self.queries, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class LogitOutputs:
+    """Logits, for models whose output layer is trained or adapted, or followed by something.
+
+    Attributes:
+        logits: Of the queries first, then of the other positions, [B + N, V].
+        num_queries: B.
+    """
+
+    logits: Tensor
+    num_queries: int
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """See ``ModelOutputs``. The normaliser cancels: it would only add noise to the gradient."""
+        if not normalised:
+            return self.confidence(query, normalised=False).p_true
+        yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
+        return torch.sigmoid(yes - no)
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """See ``ModelOutputs``."""
+        return confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """See ``ModelOutputs``."""
+        logits = self.logits[self.num_queries :]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return nn.functional.cross_entropy(wide, token_ids, reduction="none")
+
+
+def read_outputs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    queries: Tensor,
+    labels: Tensor,
+    query: ConfidenceQuery,
+    trees: Sequence[PrefixTree] = (),
+    position_ids: Tensor | None = None,
+) -> ModelOutputs:
+    """Run a forward pass and return what the model says at some positions of the flattened S * T tokens.
+
+    The root module is called, so that the hooks of DDP and FSDP fire.
+
+    Args:
+        model: Causal language model, an adapted one too.
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        queries: The last position of each confidence query, int64 [B].
+        labels: Positions that are asked for tokens, int64 [N].
+        query: The confidence query.
+        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
+        position_ids: Those of a packed sequence, [1, T], where they are known.
+    """
+    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
+    return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
+
+
+def run_outputs(
+    model: nn.Module, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
+) -> ModelOutputs:
+    """Do what ``read_outputs`` does with a forward pass of these arguments, among them ``input_ids`` [S, T]."""
+    head = model.get_output_embeddings()
+    positions = torch.cat((queries, labels))
+    if head is None:
+        return LogitOutputs(model(**arguments).logits.flatten(0, 1)[positions], len(queries))
+    if _is_frozen_linear(head) and ends_with_head(model.config):
+        hidden, weight, bias = _hidden_states(model, head, arguments, positions)
+        return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
+    return LogitOutputs(_logits(model, head, arguments, positions, query, len(queries)), len(queries))
+
+
+def ends_with_head(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this configuration returns what its output layer gives as it is.
+
+    Some scale the logits or cap them. It is found out on a model without memory, in under a second, once in a process.
+
+    Example:
+        >>> from transformers import Gemma2Config, LlamaConfig
+        >>> ends_with_head(LlamaConfig()), ends_with_head(Gemma2Config())
+        (True, False)
+    """
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _ENDS:
+        _ENDS[key] = _returns_what_the_head_gives(config)
+    return _ENDS[key]
+
+
+def _returns_what_the_head_gives(config: PreTrainedConfig) -> bool:
+    model = two_layers_on_meta(config, "eager")
+    head = None if model is None else model.get_output_embeddings()
+    if head is None:
+        return False
+    # A mask of four dimensions is taken as it is; making one would look at values.
+    inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 1, 3, 3)}
+    inputs = {name: value.to("meta") for name, value in inputs.items()}
+    given: list[Tensor] = []
+    seen: list[tuple[int, ...]] = []
+    with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
+        for handle in (
+            head.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2]))),
+            head.register_forward_hook(lambda _, __, output: given.append(output)),
+        ):
+            hooks.callback(handle.remove)
+        try:
+            logits = model.eval()(**inputs, use_cache=False).logits
+        except Exception:  # what depends on values cannot be run without any: then it is not known
+            return False
+    return len(given) == 1 and logits is given[0] and seen == [(1, 3)]
+
+
+def _is_frozen_linear(head: nn.Module) -> bool:
+    """Return whether the output layer is a plain one, neither adapted nor trained nor quantised."""
+    return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+
+
+def _hidden_states(
+    model: nn.Module, head: nn.Linear, arguments: dict[str, Any], positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the hidden states at ``positions`` before the output layer, [n, d], with its weight and bias.
+
+    The layer itself gets none of them. Under FSDP2 its weights are gathered when it is called, and stay so until the
+    backward pass, since they are the root module's.
+    """
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def take(module: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        rows = hidden.flatten(0, 1)
+        found.append((rows[positions], module.weight, module.bias))
+        return (rows[:0], *rest)
+
+    handle = head.register_forward_pre_hook(take)
+    try:
+        logits = model(**arguments).logits
+    finally:
+        handle.remove()
+    ((hidden, weight, bias),) = found
+    if not weight.untyped_storage().size():
+        raise RuntimeError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
+    # The output, which is empty, takes part in the loss with a 0: FSDP2 prepares its backward pass by its gradient.
+    return hidden + logits.sum(), weight, bias
+
+
+def _logits(
+    model: nn.Module,
+    head: nn.Module,
+    arguments: dict[str, Any],
+    positions: Tensor,
+    query: ConfidenceQuery,
+    num_queries: int,
+) -> Tensor:
+    """Return the logits at ``positions``, [n, V], those of Yes and No after the queries computed in float32."""
+    shape = arguments["input_ids"].shape
+    columns: list[Tensor] = []
+
+    def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        if hidden.shape[:2] != shape:
+            return inputs
+        rows = hidden.flatten(0, 1)[positions]
+        if type(module) is nn.Linear:  # its weights are gathered now, where they are cut over processes
+            ids = query_ids(query, rows.device)
+            columns.append(float32_logits(rows[:num_queries], module.weight, module.bias, token_ids=ids))
+        return (rows, *rest)
+
+    def sharpen(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        if not columns or logits.dtype in (torch.float32, torch.float64):
+            return logits
+        wide, ids = logits.float(), query_ids(query, logits.device)
+        places = torch.arange(num_queries, device=logits.device)[:, None], ids[None]
+        return wide.index_put(places, columns[0])
+
+    with ExitStack() as hooks:
+        hooks.callback(head.register_forward_pre_hook(select).remove)
+        hooks.callback(head.register_forward_hook(sharpen).remove)
+        logits = model(**arguments).logits
+    return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
+
+
+def _masses(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the unnormalised masses of Yes and of No from their columns, [B] each."""
+    num_yes = len(query.yes_ids)
+    return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)

@@ -122,6 +122,17 @@ def test_probabilities_after_a_query_are_the_adapters(tiny_model: str, adapter: 
     assert all((peft.next_probabilities(ids) - reference.next_probabilities(ids)).abs().max() > 0.02 for ids in asked)
 
 
+def test_without_its_adapter_it_is_the_base_model(tiny_model: str, adapter: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
+    asked = [(*reference.prompt(question), *reference.chat.query.suffix_ids) for question in QUESTIONS]
+    awake = engine.next_token_probabilities(asked, range(100))
+    bare = engine.next_token_probabilities(asked, range(100), with_adapter=False)
+    assert engine.next_token_probabilities(asked, range(100)) == awake, "it wakes again"
+    for row, ids in zip(bare, asked, strict=True):
+        wanted = reference.next_probabilities(ids)[:100]
+        torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), wanted, atol=1e-5, rtol=0)
+
+
 def test_half_precision(tiny_model: str, adapter: str, reference: Reference) -> None:
     requests = reference.requests(EDT, count=2)
     plain = generate(TransformersEngine(tiny_model, dtype="bfloat16", device="cpu"), requests)

@@ -124,7 +124,7 @@ def test_a_settings_record_survives_the_way_to_a_worker() -> None:
 
     settings = shares.GenerationSettings(
         "m", "s", ["t"], "train", None, None, "train", True, 2, EngineOptions("vllm", engine_args={"max_restarts": 1}),
-        SamplingSettings(), 0, "Right?", 64,
+        SamplingSettings(), 0, "Right?", 64, 3,
     )  # fmt: skip
     assert shares.GenerationSettings.from_plain(asdict(settings)) == settings
     assert generation.SSCGeneration().engine == EngineOptions()

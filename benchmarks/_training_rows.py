@@ -26,7 +26,7 @@ from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.store_shards import StoredRow
 
 MAX_LENGTH = 1024
-LORA = LoraSettings(r=32, alpha=16, dropout=0.0)
+LORA = LoraSettings(r=32, alpha=16, dropout=0.0, activated=False)
 # The output layer holds 7 % of the parameters in the two CPU sizes; "1B" is the shape of Llama-3.2-1B.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -242,6 +242,7 @@ def random_module(
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     attention: str = SEGMENTS,
+    lora: LoraSettings = LORA,
 ) -> SelfCalibrationModule:
     """Return the project's module over a Llama with random weights, made on ``device``, with LoRA on q and v.
 
@@ -256,11 +257,11 @@ def random_module(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    module = SelfCalibrationModule("bundled", lora=LORA)
+    module = SelfCalibrationModule("bundled", lora=lora)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    module.model = attach_lora(model, LORA).to(device)
+    module.model = attach_lora(model, lora).to(device)
     module.chat = chat
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():

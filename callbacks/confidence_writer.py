@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -74,10 +75,10 @@ class ConfidenceWriter(Callback):
                 f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
                 "with them. Choose another name."
             )
-        if trainer.ckpt_path is None and trainer.global_step == 0:
+        if trainer.ckpt_path is None and trainer.global_step == 0 and pl_module.exported is None:
             rank_zero_warn(
                 f"No checkpoint is loaded: {self.name!r} will be the confidence of the model as it was built. Give "
-                "`--ckpt_path` for a calibrated one."
+                "`--ckpt_path` or `--adapter` for a calibrated one."
             )
         self._annotation = Annotation(data.store_dir, self.name)
         self._origin = prediction_origin(pl_module, max_length=data.max_length)
@@ -139,13 +140,22 @@ def prediction_origin(module: SelfCalibrationModule, *, max_length: int) -> dict
     return {
         "base_model": {name: identity["base_model"][name] for name in DIGESTS},
         "trained_sha256": trained_sha256(module),
-        "lora": None if lora is None else {name: value for name, value in lora.items() if name != "dropout"},
+        "lora": None if lora is None else _what_acts(lora),
         "prompt": identity["prompt"],
         "p_true": identity["p_true"],
         "max_length": max_length,
         # Left out where there is none, so that what was written before there were any is still found.
         **({} if module.quantization is None else {"quantization": module.quantization}),
     }
+
+
+def _what_acts(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter that its confidence depends on.
+
+    That it acts on all tokens is left out, so that what was written before there was a choice is still found.
+    """
+    silent = {"dropout"} if lora["activated"] else {"dropout", "activated"}
+    return {name: value for name, value in lora.items() if name not in silent}
 
 
 def trained_sha256(module: torch.nn.Module) -> str:
@@ -167,6 +177,7 @@ def _details(trainer: Trainer, module: SelfCalibrationModule) -> dict[str, Any]:
         "model": module.base_model,
         "revision": module.revision,
         "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+        "adapter": None if module.exported is None else str(module.exported.folder),
         "precision": str(trainer.precision),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }

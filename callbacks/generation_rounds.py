@@ -111,6 +111,12 @@ def check_can_regenerate(
             "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
             "`regenerate_every_n_epochs` out."
         )
+    if module.activated:
+        raise ValueError(
+            "Expected joint training with `regenerate_every_n_epochs`, but got an activated adapter: it leaves the "
+            "generator as it is, so that a later round would be of the same model as the first. Leave "
+            "`regenerate_every_n_epochs` out, or set `lora.activated: false`."
+        )
     if way_of(trainer.strategy) == "FSDP2":
         raise ValueError(
             "Expected a whole model in every process with `regenerate_every_n_epochs`, but got a strategy that cuts it "

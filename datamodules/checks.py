@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from selfcal_lightning.datamodules.tuples import AGREEMENT, LEAVE_ONE_OUT
 from selfcal_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,11 +48,23 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def check_agreement(num_samples: int, target: str) -> None:
-    """Raise InputError where targets would be the agreement of a single response with itself."""
-    if num_samples < 2 and target in ("ssc", "consistency"):
+def check_generation_ratio(generation_ratio: float | None, *, activated: bool) -> None:
+    """Raise InputError where samples would be drawn that an activated adapter learns nothing from."""
+    if activated and generation_ratio:
         raise InputError(
-            f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: "
-            "one response always agrees with itself, so every target would be 1.0. Raise `num_samples` (the "
-            "paper uses 32), or train on `target='label'`."
+            "Expected `generation_ratio` to be 0 with an activated adapter, which has no generation loss, but got "
+            f"{generation_ratio}: these samples would train nothing. Leave it out, or set `lora.activated: false` for "
+            "joint training."
+        )
+
+
+def check_agreement(num_samples: int, target: str) -> None:
+    """Raise InputError where targets would be the agreement of a single response with itself, or with none."""
+    if num_samples < 2 and target in AGREEMENT:
+        why = "one response always agrees with itself, so every target would be 1.0"
+        if target in LEAVE_ONE_OUT:
+            why = "one response has no other to agree with, so there would be no target"
+        raise InputError(
+            f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: {why}. Raise "
+            "`num_samples` (the paper uses 32), or train on `target='label'`."
         )

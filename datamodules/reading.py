@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from selfcal_lightning.datamodules.tuples import TargetName, TupleTable
+from selfcal_lightning.datamodules.tuples import NO_OTHER, TargetName, TupleTable
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
@@ -131,6 +131,8 @@ def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: TargetName) 
 def _way_out(reasons: set[str]) -> str:
     if reasons == {"unreadable"}:
         return "Look at the texts, at the task's prompt, and whether `max_new_tokens` cuts the answers off."
+    if NO_OTHER in reasons:
+        return "Generate more samples to a question, or use `target='label'`."
     if "no label" in reasons:
         return "Use questions with references, or `target='ssc'`, which needs none."
     if "zero confidence mass" in reasons:

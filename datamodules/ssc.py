@@ -14,10 +14,16 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from selfcal_lightning.datamodules.checks import check_agreement, check_at_least, check_choice, check_shares
+from selfcal_lightning.datamodules.checks import (
+    check_agreement,
+    check_at_least,
+    check_choice,
+    check_generation_ratio,
+    check_shares,
+)
 from selfcal_lightning.datamodules.collate import SSCCollator, shares_prefix
 from selfcal_lightning.datamodules.dealing import Packing, make_dealer
-from selfcal_lightning.datamodules.mixture import Mixture, build_pools
+from selfcal_lightning.datamodules.mixture import NUM_BUCKETS, Mixture, build_pools
 from selfcal_lightning.datamodules.order import TrainingOrder, rows_per_step
 from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
@@ -39,7 +45,7 @@ from selfcal_lightning.datamodules.ssc_sampler import (
     validation_batches,
 )
 from selfcal_lightning.datamodules.summary import describe_epoch
-from selfcal_lightning.datamodules.tuples import PTrueName, TargetName, TupleDataset, TupleTable, build_table
+from selfcal_lightning.datamodules.tuples import AGREEMENT, PTrueName, TargetName, TupleDataset, TupleTable, build_table
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
@@ -51,6 +57,7 @@ from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_shards import question_digest
 
 Split = Literal["train", "validation", "test"]
+DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 # Arguments that leave the rows of an optimiser step and their targets as they are; `train` and `batch_size` count
 # otherwise (`training_settings`), and the model is in the fingerprint of every round.
 NOT_OF_THE_TRAINING = {
@@ -76,13 +83,18 @@ class SSCDataModule(LightningDataModule):
         predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
         num_samples: Responses to a question; of more, the first ones are used.
         generation_ratio: Part of the tuples that are generation samples (target above ``eta``), in [0, 1]; the others
-            are drawn evenly from 20 buckets of the target.
-        total_tuples: Tuples in an epoch.
+            are drawn evenly from buckets of the target. None is 0.7, and 0 with an activated adapter, which trains on
+            no such samples.
+        total_tuples: Tuples in an epoch. None is 100,000, and with an activated adapter as many as there are responses
+            to the training questions.
         batch_size: Rows of a process in a micro-step; on average, where rows are packed. Only rows of one micro-batch
             share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         eta: Threshold of the generation loss, strict.
-        target: "ssc", "consistency" (vote share), "p_true" (own confidence) or "label" (needs references).
+        target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
+            "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
+            references). The first two contain the response's own vote, which makes rare answers look better than they
+            are.
         p_true: Confidence that targets are made of: "normalised" Yes / (Yes + No), or "raw" Yes.
         drop_none: Whether unreadable responses stay out of targets and training; if not, they form one class.
         exact: Whether tuples of the calibration pool carry no generation loss, as in the paper.
@@ -90,7 +102,8 @@ class SSCDataModule(LightningDataModule):
             most what they hold, as in the reference (see ``Mixture``).
         max_repeats: Times that a row may occur in an epoch while other rows of its pool have room.
         num_buckets: Buckets of the target that the calibration tuples are spread over evenly; 1 leaves the targets as
-            frequent as they are.
+            frequent as they are. None is 20, and 1 with an activated adapter: with a mean target of one half, one half
+            is learnt first.
         validation_batch_size: Rows of a validation batch.
         packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch, with equal losses and
             gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
@@ -124,8 +137,8 @@ class SSCDataModule(LightningDataModule):
         test: list[QuestionSource] | None = None,
         predict_split: Split = "validation",
         num_samples: int = 32,
-        generation_ratio: float = 0.7,
-        total_tuples: int = 100_000,
+        generation_ratio: float | None = None,
+        total_tuples: int | None = None,
         batch_size: int = 1,
         max_length: int = 1024,
         eta: float = 0.75,
@@ -135,7 +148,7 @@ class SSCDataModule(LightningDataModule):
         exact: bool = False,
         fill: bool = True,
         max_repeats: int = 4,
-        num_buckets: int = 20,
+        num_buckets: int | None = None,
         validation_batch_size: int = 8,
         packing: Packing = "shared_prefix",
         group_size: int = 8,
@@ -153,18 +166,18 @@ class SSCDataModule(LightningDataModule):
         check_at_least(
             1,
             num_samples=num_samples,
-            total_tuples=total_tuples,
+            total_tuples=1 if total_tuples is None else total_tuples,
             batch_size=batch_size,
             validation_batch_size=validation_batch_size,
             max_repeats=max_repeats,
-            num_buckets=num_buckets,
+            num_buckets=1 if num_buckets is None else num_buckets,
             group_size=group_size,
             max_length=max_length,
             pad_to_multiple_of=pad_to_multiple_of,
             token_budget=1 if token_budget is None else token_budget,
         )
         check_at_least(0, seed=seed, round=round, num_workers=num_workers)
-        check_shares(generation_ratio=generation_ratio, eta=eta)
+        check_shares(generation_ratio=generation_ratio or 0.0, eta=eta)
         check_choice("target", target, TargetName)
         check_choice("p_true", p_true, PTrueName)
         check_choice("predict_split", predict_split, Split)
@@ -209,6 +222,7 @@ class SSCDataModule(LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._questions: dict[Split, list[Question]] = {}
         self._order = TrainingOrder()
+        self._planned: LightningModule | None = None
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, loaded once.
@@ -235,10 +249,15 @@ class SSCDataModule(LightningDataModule):
         check_data(self, stage, self.trainer)
         if shares_prefix(self.packing, self.base_model, revision=self.revision):
             check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
+        if stage == "fit":
+            check_generation_ratio(self.generation_ratio, activated=self._is_activated)
         check_room(self, stage)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
         """Check what needs no hub, and return the questions and the optimiser steps of a run."""
+        self._planned = module  # the trainer does not know it yet
+        if verb == "fit":
+            check_generation_ratio(self.generation_ratio, activated=self._is_activated)
         return plan_data(self, verb, trainer)
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
@@ -269,8 +288,11 @@ class SSCDataModule(LightningDataModule):
         names = [
             name for name in inspect.signature(SSCDataModule.__init__).parameters if name not in NOT_OF_THE_TRAINING
         ]
+        mixture = self.mixture(self._shares())
+        drawn = {name: getattr(mixture, name) for name in ("total_tuples", "generation_ratio", "num_buckets")}
         return {
             **{name: getattr(self, name) for name in names},
+            **drawn,
             "packing": shares_prefix(self.packing, self.base_model, revision=self.revision),
             "rows_per_step": self.rows_per_step,
             "shares": self._shares(),
@@ -279,15 +301,30 @@ class SSCDataModule(LightningDataModule):
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
         """Return the recipe of an epoch for tasks with these shares."""
+        activated = self._is_activated
+        ratio = 0.0 if activated else DEFAULT_RATIO
         return Mixture(
-            total_tuples=self.total_tuples,
-            generation_ratio=self.generation_ratio,
+            total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
+            generation_ratio=ratio if self.generation_ratio is None else self.generation_ratio,
             shares=shares,
-            exact=self.exact,
+            exact=self.exact or activated,
             fill=self.fill,
             max_repeats=self.max_repeats,
-            num_buckets=self.num_buckets,
+            num_buckets=(1 if activated else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
         )
+
+    @property
+    def _is_activated(self) -> bool:
+        """Whether what is trained is an activated adapter, which has no use for generation samples."""
+        module = self._planned if self.trainer is None else self.trainer.lightning_module
+        return getattr(module, "activated", False)
+
+    def _tuples_of_an_epoch(self) -> int:
+        if not self._is_activated:
+            return DEFAULT_TUPLES
+        named = self.sources["train"]
+        questions = self.questions("train") if named else self._store().question_ids(split="train", round=self.round)
+        return len(questions) * self.num_samples
 
     def train_dataloader(self) -> LateDataLoader:
         """Open the store and return the loader of training tuples.
@@ -308,7 +345,7 @@ class SSCDataModule(LightningDataModule):
             table.index.task.tolist(),
             confident=confident,
             tasks=mixture.shares,
-            num_buckets=self.num_buckets,
+            num_buckets=mixture.num_buckets,
         )
         sampler = self._order.sampler(
             mixture,
@@ -368,7 +405,7 @@ class SSCDataModule(LightningDataModule):
                 f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
                 f"{sum(table.dropped.values()):,} dropped for their prompt's length."
             )
-        if self.num_samples < 2 and self.target in ("ssc", "consistency"):
+        if self.num_samples < 2 and self.target in AGREEMENT:
             table = replace(table, target=np.full(len(table), np.nan))  # one response always agrees with itself
         weights = (~np.isnan(table.target)).astype(np.float64), table.confident(self.eta).astype(np.float64)
         batches = validation_batches(

@@ -48,7 +48,8 @@ def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: Epoch
         )
         missing = [max(gap, 0) for gap in _gaps(counts)]
         calibration = (sum(counts.bucket_sizes), sum(counts.bucket_drawn), sum(counts.bucket_repeated), sum(missing))
-        lines.append(_line(task, "generation", generation))
+        if draw.generation_weight.any():
+            lines.append(_line(task, "generation", generation))
         lines.append(_line(task, "calibration", calibration))
         lines.append(_bucket_line("rows", counts.bucket_sizes))
         lines.append(_bucket_line("drawn", counts.bucket_drawn))

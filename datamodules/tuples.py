@@ -15,12 +15,15 @@ from torch.utils.data import Dataset
 from selfcal_lightning.datamodules.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.mixture import BoolArray, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc_sampler import MicroBatch
-from selfcal_lightning.functional.consistency import soft_self_consistency, vote_share
+from selfcal_lightning.functional.consistency import leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
 
-TargetName = Literal["ssc", "consistency", "p_true", "label"]
+TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "p_true", "label"]
+AGREEMENT = frozenset({"ssc", "consistency", "leave_one_out", "leave_one_out_ssc"})  # need several responses
 PTrueName = Literal["normalised", "raw"]
+LEAVE_ONE_OUT = frozenset({"leave_one_out", "leave_one_out_ssc"})
+NO_OTHER = "no other readable response"
 READ_CHUNK = 1024
 
 
@@ -92,11 +95,13 @@ def compute_targets(
 
     - ``"ssc"``: soft self-consistency of the question's responses;
     - ``"consistency"``: their vote share;
+    - ``"leave_one_out"``: the share of the *other* readable responses that give the same answer;
+    - ``"leave_one_out_ssc"``: likewise, the others weighted by their confidences: "ssc" without one's own vote;
     - ``"p_true"``: the response's own confidence, not pooled (an ablation);
     - ``"label"``: whether the response is right (needs references).
 
-    A response without a confidence counts as unreadable for "ssc" and "p_true". Questions imported without masses
-    use the confidence named "p_true" in their place, or the finished value named "ssc" or "consistency".
+    A response without a confidence counts as unreadable for "ssc", "leave_one_out_ssc" and "p_true". Questions imported
+    without masses use the confidence named "p_true" in their place, or the finished value that has the target's name.
     """
     masses = index.yes_mass if p_true == "raw" else index.p_true
     values = np.full(len(index), np.nan)
@@ -115,16 +120,33 @@ def compute_targets(
             values[rows] = np.where(readable | (not drop_none), finished[rows], np.nan)
         elif target == "consistency":
             values[rows] = _floats(vote_share(answers, drop_none=drop_none))
+        elif target == "leave_one_out":
+            values[rows] = _floats(leave_one_out(answers, drop_none=drop_none))
         elif target == "p_true":
             values[rows] = np.where(readable | (not drop_none), confidence, np.nan)
         else:
             known = [None if np.isnan(value) else float(value) for value in confidence]
-            values[rows] = _floats(soft_self_consistency(answers, known, drop_none=drop_none))
-        absent = "no label" if target == "label" else "no confidence"
-        without = np.isnan(_labels(index, rows) if target == "label" else confidence)
-        reasons[rows] = np.where(~readable, "unreadable", np.where(without, absent, "zero confidence mass"))
+            pool = soft_self_consistency if target == "ssc" else leave_one_out
+            values[rows] = _floats(pool(answers, known, drop_none=drop_none))
+        reasons[rows] = _reasons(target, readable, _labels(index, rows) if target == "label" else confidence)
     reasons[~np.isnan(values)] = ""
     return values, reasons
+
+
+def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
+    """Return why each response to a question has no target, if it has none, [n].
+
+    Args:
+        target: Name of the target.
+        readable: Which responses have an answer, [n].
+        made_of: The labels or confidences that the target is made of, nan where there is none, [n].
+    """
+    if target == "leave_one_out":  # the one that is made of neither
+        return np.where(readable, NO_OTHER, "unreadable")
+    counted = (readable & ~np.isnan(made_of)).sum()
+    left = NO_OTHER if target in LEAVE_ONE_OUT and counted < 2 else "zero confidence mass"
+    absent = "no label" if target == "label" else "no confidence"
+    return np.where(~readable, "unreadable", np.where(np.isnan(made_of), absent, left))
 
 
 def build_table(

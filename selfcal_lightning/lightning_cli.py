@@ -19,7 +19,10 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.interruptions import keeping
 from selfcal_lightning.log_folders import untrained_folders_removed
+from selfcal_lightning.manifests import read_manifest
+from selfcal_lightning.model_folders import check_adapter
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO, is_address
+from selfcal_lightning.modules.exported import ExportedAdapter
 from selfcal_lightning.parsing_errors import own_sentence
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
@@ -94,6 +97,9 @@ class SelfCalibrationCLI(LightningCLI):
         if subcommand == "predict":
             parser.add_lightning_class_args(Callback, "confidence_writer", subclass_mode=True, required=False)
             parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
+            parser.add_argument(
+                "--adapter", type=str | None, help="Folder that AdapterExport wrote, instead of `--ckpt_path`."
+            )
         return parser
 
     def instantiate_classes(self) -> None:
@@ -105,6 +111,23 @@ class SelfCalibrationCLI(LightningCLI):
             if own is None:
                 raise
             raise InputError(own) from error
+
+    def before_predict(self) -> None:
+        """Let the module take the weights of ``--adapter``.
+
+        Raises:
+            ValueError: It is no adapter, or there is a checkpoint beside it.
+        """
+        settings = self.config["predict"]
+        if (adapter := settings.adapter) is None:
+            return
+        if settings.ckpt_path is not None:
+            raise InputError(
+                f"Expected either `ckpt_path` or `adapter`, but got {settings.ckpt_path!r} and {adapter!r}."
+            )
+        check_adapter(adapter)
+        manifest = read_manifest(Path(adapter))
+        self.model.exported = ExportedAdapter(Path(adapter), None if manifest is None else manifest["base_model"])
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""

@@ -84,6 +84,8 @@ class ModelIdentity:
         weights_sha256: Hash of the weight files, None where unknown. Where it is known it decides, and a model may
             move to another folder.
         adapter_sha256: Likewise of a LoRA adapter, None without one.
+        activated_adapter_sha256: Likewise of an adapter that is awake at the confidence query alone: confidences are
+            its own, texts and their log-probabilities those of the model without it.
         quantization: How the weights were quantised as they were read, such as "nf4"; None where they were not.
         head_dtype: What the output layer computes in for P(True), where that differs from the model's dtype; else None.
         further: What else tells models apart, as plain JSON types.
@@ -93,6 +95,7 @@ class ModelIdentity:
     revision: str | None = None
     weights_sha256: str | None = None
     adapter_sha256: str | None = None
+    activated_adapter_sha256: str | None = None
     quantization: str | None = None
     head_dtype: str | None = None
     further: Mapping[str, Any] = field(default_factory=dict)
@@ -104,12 +107,12 @@ class ModelIdentity:
         return cls(**known, further={name: value for name, value in content.items() if name not in known})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the identity as plain JSON types, without a quantisation or a dtype that is None.
+        """Return the identity as plain JSON types, without what came later and is None.
 
         So the identities of stores that were written before there were any are still found.
         """
         known = {name: getattr(self, name) for name in _names(type(self))}
-        for name in ("quantization", "head_dtype"):
+        for name in ("activated_adapter_sha256", "quantization", "head_dtype"):
             if known[name] is None:
                 del known[name]
         return {**known, **self.further}

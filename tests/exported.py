@@ -14,7 +14,7 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
 def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
     """A module as if it had been trained: the adapter, or all weights, moved at random."""
-    arguments = {"lora": LoraSettings(r=4), "torch_dtype": "float32", **settings}
+    arguments = {"lora": LoraSettings(r=4, activated=False), "torch_dtype": "float32", **settings}
     module = SelfCalibrationModule(tiny_model, **arguments)
     module.configure_model()
     generator = torch.Generator().manual_seed(1)

@@ -17,7 +17,7 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Message
 
-NO_DROPOUT = LoraSettings(r=4, alpha=8, dropout=0.0)
+NO_DROPOUT = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,18 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rop
 LATENT |= {"v_head_dim": 8, "head_dim": 4}
 EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+NO_GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES = {
     "llama": SIZES,
     "qwen2": SIZES,
     "qwen3": SIZES,
     "phi3": SIZES,
     "mistral": {**SIZES, "sliding_window": None},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **NO_GPT2_DROPOUT},
     "deepseek_v3": {**SIZES, **LATENT, **EXPERTS},
 }
+# The linear layers of each family's attention, where they are not called as in a Llama.
+PROJECTIONS = {"phi3": ("qkv_proj", "o_proj"), "gpt2": ("c_attn", "c_proj"), "deepseek_v3": ("q_b_proj", "o_proj")}
 # Families whose attention never sees the trees of a packed row, or cannot do with its mask of no size.
 CANNOT_PACK = {"nemotron": SIZES, "doge": SIZES}
 

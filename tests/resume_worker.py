@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=1)
     parser.add_argument("--linger", type=float, default=0.0)
+    parser.add_argument("--activated", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -204,7 +205,7 @@ def main() -> None:
         batch_size=ROWS_PER_STEP // (processes * arguments.accumulate),
         num_workers=arguments.num_workers,
     )
-    module = module_of(arguments.model, lora=LoraSettings(r=4, dropout=0.2), lr=5e-3)
+    module = module_of(arguments.model, lora=LoraSettings(r=4, dropout=0.2, activated=arguments.activated), lr=5e-3)
     trainer.fit(module, datamodule=data, ckpt_path="last")
 
 

@@ -48,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.kill_after is not None and int(os.environ.get("LOCAL_RANK", "0")) == options.devices - 1:
         kill_after(options.kill_after)
-    module = module_of(options.model, lora=LoraSettings(r=4, dropout=0.2))
+    module = module_of(options.model, lora=LoraSettings(r=4, dropout=0.2, activated=False))
     settings: dict[str, Any] = {"max_new_tokens": 60, "questions_per_shard": 1, "shard_by_shard": True}
     checkpoints = ModelCheckpoint(options.folder / "checkpoints", filename="{step}", every_n_train_steps=2)
     trainer = Trainer(

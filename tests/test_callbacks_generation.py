@@ -160,7 +160,7 @@ class Keep(Callback):
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(
     tiny_model: str, filled: Path, tmp_path: Path
 ) -> None:
-    settings = {"lora": LoraSettings(r=4, dropout=0.3)}
+    settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     rows = {"total_tuples": 24, "batch_size": 4}
     torch.manual_seed(1)
@@ -186,7 +186,7 @@ def test_processes_and_micro_batches_do_not_change_the_trajectory(
         run = {"devices": devices, "accumulate_grad_batches": accumulate, "max_epochs": 2}
         strategy = {"strategy": "ddp_fork"} if devices > 1 else {}
         trainer_with(Keep(folder), **run, **strategy).fit(
-            module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.0), lr=5e-4),
+            module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.0, activated=False), lr=5e-4),
             datamodule=data_module(tiny_model, filled, total_tuples=24, batch_size=batch_size),
         )
         states.append(torch.load(folder / "trained.pt"))

@@ -25,7 +25,7 @@ from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
 from selfcal_lightning.pipelines.round_adapters import adapter_folder, checkpoint_file
 from selfcal_lightning.store import SampleStore
 
-LORA = LoraSettings(r=4, dropout=0.2)
+LORA = LoraSettings(r=4, dropout=0.2, activated=False)
 
 
 class Keep(Callback):

@@ -64,10 +64,11 @@ def test_all_configs_are_found() -> None:
         "train/llama-3.1-8b-instruct-torchrun.yaml",
         "train/llama-3.1-8b-instruct.yaml",
         "train/llama-3.3-70b-instruct-fsdp8.yaml",
+        "train/qwen2.5-7b-instruct-activated.yaml",
         "train/qwen2.5-7b-instruct.yaml",
         "train/slurm-llama-3.3-70b-instruct.yaml",
     }
-    assert len(TRAINING) == 9
+    assert len(TRAINING) == 10
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -97,6 +98,7 @@ def test_training_config_instantiates(
     trained_in = (cli.model.quantization, cli.model.optimizer_name)
     assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
+    assert cli.model.activated == ("activated" in path.name)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
     if path.name in PUBLISHED:
@@ -110,7 +112,7 @@ def test_training_config_instantiates(
         assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == rows
         assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
-        assert model.lora == LoraSettings(r=32, alpha=16, dropout=0.05, target_modules=("q_proj", "v_proj"))
+        assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
         assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
         assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)

@@ -45,6 +45,10 @@ def test_targets_are_soft_self_consistency_by_hand(pool: Pool) -> None:
         ("ssc", "raw", True): [0.8, 0.8, 0.2],
         ("ssc", "raw", False): [0.4 / 0.9, 0.4 / 0.9, 0.1 / 0.9, 0.4 / 0.9],
         ("consistency", "normalised", True): [2 / 3, 2 / 3, 1 / 3],
+        ("leave_one_out", "normalised", True): [0.5, 0.5, 0.0],
+        ("leave_one_out", "normalised", False): [1 / 3, 1 / 3, 0.0, 0.0],
+        ("leave_one_out_ssc", "normalised", True): [0.5 / 0.75, 0.75, 0.0],
+        ("leave_one_out_ssc", "raw", True): [0.5, 0.75, 0.0],
         ("p_true", "normalised", True): [0.75, 0.5, 0.25],
         ("p_true", "raw", True): [0.3, 0.1, 0.1],
         ("label", "normalised", True): [1.0, 1.0, 0.0],
@@ -187,6 +191,12 @@ def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, 
         (pool.write("sure", one(yes_mass=0.0)), {}, "got none: zero confidence mass"),
         (store_dir, {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", one())}, "no label"),
         (pool.write("single", lambda q, rng: one()(q, rng)[:1]), {}, "at least 2 responses"),
+        (
+            pool.write("alone", lambda q, rng: [*one()(q, rng)[:1], *one(answer=None)(q, rng)[:2]]),
+            {"target": "leave_one_out"},
+            "got none: no other readable response and unreadable. Generate more samples",
+        ),
+        (store_dir, {"target": "leave_one_out", "num_samples": 1}, "no other to agree with"),
     ]
     for path, settings, message in cases:
         path = settings.pop("store", path)

@@ -30,17 +30,20 @@ class Runner:
         store: Samples that all runs share, but those that test sampling.
         strategy: Of the Trainer.
         processes: How many; several come from torchrun.
+        activated: Whether the adapter is awake at the query alone.
     """
 
     model: str
     store: Path
     strategy: str = "auto"
     processes: int = 1
+    activated: bool = False
 
     def start(self, folder: Path, *options: str) -> tuple[int, str]:
         """Run the worker on ``folder`` and return its status and all that it said."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
         arguments = [str(WORKER), self.model, str(folder), "--store", str(self.store), "--strategy", self.strategy]
+        arguments += ["--activated"] if self.activated else []
         done = subprocess.run(
             [sys.executable, *(launcher if self.processes > 1 else []), *arguments, *options],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -86,7 +89,7 @@ def samples(store: Path) -> dict[str, Any]:
     return {group.question.id: group.samples for group in SampleStore(store).samples()}
 
 
-Pair = Callable[[str], tuple[Runner, Path]]
+Pair = Callable[..., tuple[Runner, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +97,10 @@ def pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return the runner of a strategy and the folder of its unbroken run, which also fills the store; made once."""
 
     @cache
-    def of(strategy: str) -> tuple[Runner, Path]:
+    def of(strategy: str, *, activated: bool = False) -> tuple[Runner, Path]:
         folder = tmp_path_factory.mktemp("runs")
-        runner = Runner(tiny_model, folder / "store", strategy=strategy, processes=1 if strategy == "auto" else 2)
+        processes = 1 if strategy == "auto" else 2
+        runner = Runner(tiny_model, folder / "store", strategy=strategy, processes=processes, activated=activated)
         whole = runner.unbroken(folder / strategy)
         assert len(first_and_second(whole)) == MICRO_BATCHES
         return runner, whole
@@ -135,6 +139,21 @@ def test_after_sigkill(pair: Pair, tmp_path: Path, place: str, number: int, seen
     assert status == -9, said
     one.unbroken(tmp_path / "run", *options)
     assert len(first_and_second(tmp_path / "run")) == MICRO_BATCHES + seen_again
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2"])
+def test_an_activated_adapter_after_sigkill_in_the_middle_of_an_optimiser_step(
+    pair: Pair, tmp_path: Path, strategy: str
+) -> None:
+    runner, whole = pair(strategy, activated=True)
+    last = runner.processes - 1
+    options = ("--strike", "SIGKILL", "--rank", str(last), "--number", "5")
+    status, said = runner.start(tmp_path / "run", *options)
+    assert status != 0, said
+    runner.unbroken(tmp_path / "run", *options)
+    assert len(first_and_second(tmp_path / "run", rank=last)) == MICRO_BATCHES + 1
     assert_same_end(tmp_path / "run", whole)
 
 

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfcal_lightning.functional.consistency import consistency_bucket, soft_self_consistency, vote_share
+from selfcal_lightning.functional.consistency import (
+    consistency_bucket,
+    leave_one_out,
+    soft_self_consistency,
+    vote_share,
+)
 from selfcal_lightning.records import normalised_p_true
 
 Vectors = Callable[[str], dict[str, Any]]
@@ -137,6 +142,67 @@ def test_impossible_confidences_are_refused(confidence: float) -> None:
         soft_self_consistency(["a"], [confidence])
     with pytest.raises(ValueError, match="same length"):
         soft_self_consistency(["a"], [0.1, 0.2])
+
+
+def test_leave_one_out_by_hand() -> None:
+    answers = ["7", "7", "8", None, "7"]
+    assert leave_one_out(answers) == [2 / 3, 2 / 3, 0.0, None, 2 / 3]
+    # Of the fourth's three others .5 say 7, of the first's .25 + .25 of .75 do.
+    weighted = leave_one_out(answers, [0.5, 0.25, 0.25, 0.9, 0.25])
+    assert weighted == pytest.approx([0.5 / 0.75, 0.75, 0.0, None, 0.75])
+    assert leave_one_out(answers, drop_none=False) == [0.5, 0.5, 0.0, 0.0, 0.5]
+    assert leave_one_out(["7", None, None], drop_none=False) == [0.0, 0.5, 0.5]
+
+
+def test_leave_one_out_is_unknown_without_others() -> None:
+    assert leave_one_out([]) == []
+    assert leave_one_out(["7"]) == [None]
+    assert leave_one_out(["7", None]) == [None, None]
+    assert leave_one_out(["7", "7"], [0.5, None]) == [None, None]
+    # The first has others without mass; theirs is the first.
+    assert leave_one_out(["7", "7", "8"], [0.5, 0.0, 0.0]) == [None, 1.0, 0.0]
+    assert leave_one_out(["7", "8"], [1.0, 1e-20]) == [0.0, 0.0]
+
+
+def test_leave_one_out_refuses_what_soft_self_consistency_refuses() -> None:
+    with pytest.raises(ValueError, match="same length"):
+        leave_one_out(["7", "8"], [0.5])
+    with pytest.raises(ValueError, match="Expected `confidences` to be finite and at least 0, but got -1"):
+        leave_one_out(["7", "8"], [0.5, -1.0])
+
+
+@settings(deadline=None)
+@given(POOL, st.booleans())
+def test_leave_one_out_is_soft_self_consistency_without_the_own_vote(
+    pool: list[tuple[str | None, float | None]], drop_none: bool
+) -> None:
+    answers, confidences = [answer for answer, _ in pool], [confidence for _, confidence in pool]
+    scores = leave_one_out(answers, confidences, drop_none=drop_none)
+    for i, score in enumerate(scores):
+        muted = [0.0 if j == i and own is not None else own for j, own in enumerate(confidences)]
+        expected = soft_self_consistency(answers, muted, drop_none=drop_none)[i]
+        assert score == (None if expected is None else pytest.approx(expected, abs=1e-12))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([None, "1", "2", "3"]), max_size=12))
+def test_leave_one_out_estimates_that_two_samples_agree(answers: list[str | None]) -> None:
+    """Its mean is the share of ordered pairs of readable responses that agree; the vote share's is above it."""
+    scores = [score for score in leave_one_out(answers) if score is not None]
+    readable = [answer for answer in answers if answer is not None]
+    if len(readable) < 2:
+        assert scores == []
+        return
+    pairs = [one == other for i, one in enumerate(readable) for j, other in enumerate(readable) if i != j]
+    assert sum(scores) / len(scores) == pytest.approx(sum(pairs) / len(pairs))
+    assert all(
+        loo <= share + 1e-12
+        for loo, share in zip(leave_one_out(answers), vote_share(answers), strict=True)
+        if loo is not None and share is not None
+    )
+    assert leave_one_out(answers, [0.3] * len(answers)) == [
+        None if score is None else pytest.approx(score) for score in leave_one_out(answers)
+    ]
 
 
 @settings(deadline=None)

@@ -34,7 +34,7 @@ def model(tiny_model: str, tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(tiny_model: str, tmp_path: Path) -> Path:
     """An adapter as PEFT writes it, without a manifest."""
-    save_adapter(attach_lora(load_causal_lm(tiny_model), LoraSettings(r=4)), tmp_path / "adapter")
+    save_adapter(attach_lora(load_causal_lm(tiny_model), LoraSettings(r=4, activated=False)), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 

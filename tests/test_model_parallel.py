@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrateg
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
 State = dict[str, torch.Tensor]
-UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"))
+UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"), activated=False)
 
 
 class Record(Callback):
@@ -76,6 +77,7 @@ def both(*arguments: Any) -> Any:
 # In bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of that.
 CASES = {
     "lora": ({"lora": NO_DROPOUT}, {}, 1e-4),
+    "activated": ({"lora": replace(NO_DROPOUT, activated=True)}, {}, 1e-4),
     # A rank that two processes cannot share evenly, in float32 on a base in bfloat16, with activations recomputed.
     "uneven-bfloat16-base": ({"lora": UNEVEN, "torch_dtype": "bfloat16", "gradient_checkpointing": True}, {}, 0.1),
     # Clipped to far less than the norm is. Adam would not show a wrong norm: `norms` does.

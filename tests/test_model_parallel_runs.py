@@ -30,6 +30,7 @@ from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.store import SampleStore
 
 ROWS_PER_MICRO_STEP = 4
+ACTIVATED = LoraSettings(r=4, alpha=8, dropout=0.0)
 WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}
 ONE_QUESTION = [QuestionSource("word_problems", split="validation", limit=1)]
 
@@ -67,6 +68,15 @@ class Run:
         )
         return {"losses": record.losses, "state": gather_trained(module)}
 
+    def fit_activated(self) -> dict[str, Any]:
+        """Packed rows, and a validation in which a process has no question."""
+        record, module = Record(), module_of(self.pool.model, lora=ACTIVATED)
+        data = self.data(packing="shared_prefix", group_size=4, validation=ONE_QUESTION, generation_ratio=0.0)
+        trainer = self.trainer(callbacks=[record])
+        trainer.fit(module, datamodule=data)
+        ece = trainer.callback_metrics["val/calibration/ECE"].item()
+        return {"losses": record.losses, "state": gather_trained(module), "ece": ece}
+
     def fit(self, ckpt_path: Path | None = None) -> dict[str, Any]:
         record, module = Record(), module_of(self.pool.model)
         export = AdapterExport(str(self.folder / f"{self.name}-adapter"), monitor="val/calibration/ECE")
@@ -86,6 +96,7 @@ def runs_of_two(pool: Pool, store_dir: str, folder: Path) -> dict[str, Any]:
             "before": run.validate(),
             "one question": run.validate(validation=ONE_QUESTION),
             "packed": run.fit_packed(),
+            "activated": run.fit_activated(),
             **run.fit(),
         }
     for source in ("ddp", "fsdp2"):
@@ -105,6 +116,7 @@ def one(pool: Pool, store_dir: str, folder: Path) -> dict[str, Any]:
         "before": run.validate(),
         "one question": run.validate(validation=ONE_QUESTION),
         "packed": run.fit_packed(),
+        "activated": run.fit_activated(),
         **run.fit(),
     }
 
@@ -131,10 +143,13 @@ def test_uneven_processes_train_and_measure_like_one(one: dict[str, Any], two: l
     assert one["metrics"]["val/calibration/ECE"] != one["before"]["val/calibration/ECE"]
 
 
+@pytest.mark.parametrize("way", ["packed", "activated"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_packed_rows_train_alike(one: dict[str, Any], two: list[dict[str, Any]], name: str) -> None:
+def test_packed_rows_train_alike(one: dict[str, Any], two: list[dict[str, Any]], name: str, way: str) -> None:
     """Adapters as a whole: where a gradient is nearly nothing, Adam makes steps of the last bits of its sum."""
-    packed, alone = two[0][name]["packed"], one["packed"]
+    packed, alone = two[0][name][way], one[way]
+    if way == "activated":
+        assert two[1][name][way]["ece"] == packed["ece"] == pytest.approx(alone["ece"], rel=1e-4)
     assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert len(packed["losses"]) == 6
     difference = sum((packed["state"][key] - value).square().sum() for key, value in alone["state"].items())
@@ -294,7 +309,7 @@ def load_other(pool: Pool, store_dir: str, folder: Path) -> list[str]:
     messages = []
     for path in (folder / "fsdp2" / "step=4.ckpt", folder):
         run = Run(pool, store_dir, folder, "fsdp2")
-        module = module_of(pool.model, lora=LoraSettings(r=3, alpha=8, dropout=0.0))
+        module = module_of(pool.model, lora=LoraSettings(r=3, alpha=8, dropout=0.0, activated=False))
         with pytest.raises(ValueError, match="Expected") as caught:
             run.trainer().fit(module, datamodule=run.data(), ckpt_path=path, weights_only=True)
         messages.append(str(caught.value))

@@ -223,7 +223,7 @@ def test_selfcal_predict_in_its_own_process(
                            "init_args": {"max_new_tokens": 60}}],
         },
         "model": {"class_path": "selfcal_lightning.modules.self_calibration.SelfCalibrationModule",
-                  "init_args": {"base_model": tiny_model, "lora": {"r": 4}}},
+                  "init_args": {"base_model": tiny_model, "lora": {"r": 4, "activated": False}}},
         "data": {"class_path": "selfcal_lightning.datamodules.ssc.SSCDataModule",
                  "init_args": {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]}},
     }  # fmt: skip

@@ -38,7 +38,7 @@ class Run(NamedTuple):
 def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("qlora")
     module = module_of(
-        tiny_model, lora=LoraSettings(r=32), quantization="nf4", optimizer="paged_adamw_8bit",
+        tiny_model, lora=LoraSettings(r=32, activated=False), quantization="nf4", optimizer="paged_adamw_8bit",
         gradient_checkpointing=True, lr=3e-3,
     )  # fmt: skip
     trainer = trainer_with(generation(), AdapterExport(str(folder / "adapter")), max_epochs=3)

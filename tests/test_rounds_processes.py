@@ -56,7 +56,7 @@ def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
     tiny_model: str, tmp_path: Path, engine: str
 ) -> None:
     store = tmp_path / "store"
-    lora = LoraSettings(r=4, dropout=0.0)
+    lora = LoraSettings(r=4, dropout=0.0, activated=False)
     strategy = DDPStrategy(
         start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
     )

@@ -91,7 +91,7 @@ def test_layers_that_the_model_has_not_are_refused_before_anything_is_sampled(
     tiny_model: str, tmp_path: Path, targets: tuple[str, ...], message: str
 ) -> None:
     trainer = quiet_trainer(callbacks=[generation()])
-    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=targets))
+    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=targets, activated=False))
     with pytest.raises(ValueError, match=rf"Expected `target_modules` .*{message}"):
         trainer.fit(module, datamodule=data_module(tiny_model, tmp_path / "store"))
     assert not (tmp_path / "store").exists()

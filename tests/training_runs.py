@@ -35,7 +35,7 @@ def generation(**settings: Any) -> SSCGeneration:
 
 def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
     """A small adapter that learns fast."""
-    return SelfCalibrationModule(tiny_model, **{"lora": LoraSettings(r=4), "lr": 1e-2, **settings})
+    return SelfCalibrationModule(tiny_model, **{"lora": LoraSettings(r=4, activated=False), "lr": 1e-2, **settings})
 
 
 def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:

@@ -28,6 +28,7 @@ from selfcal_lightning.engines.openai_wire import (
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.adapter_files import check_always_awake
 from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.records import Request, Response
 
@@ -120,6 +121,7 @@ class OpenAIEngine:
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        check_always_awake(adapter, engine="openai")
         if adapter is not None and served_model is None:
             raise ValueError(
                 f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "

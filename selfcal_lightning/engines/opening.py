@@ -108,6 +108,7 @@ def serve_model(
     source: str,
     adapter_sha256: str | None,
     quantization: str | None = None,
+    query_ids: tuple[int, ...] | None = None,
 ) -> TransformersEngine:
     """Return the transformers engine over a model that is in memory already.
 
@@ -118,6 +119,7 @@ def serve_model(
         source: Folder or hub name of its base weights.
         adapter_sha256: Hash of the adapter that it carries; None where it carries none.
         quantization: How its base weights were quantised; None where they were not.
+        query_ids: Tokens of the query that wakes its adapter, asleep now; None where it never sleeps.
 
     Raises:
         InputError: If one of ``engine_args`` says what the model in memory has decided.
@@ -132,6 +134,7 @@ def serve_model(
         revision=options.revision,
         adapter_sha256=adapter_sha256,
         quantization=quantization,
+        query_ids=query_ids,
         max_batch=options.max_batch,
         **options.engine_args,
     )

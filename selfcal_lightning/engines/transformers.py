@@ -12,8 +12,10 @@ import torch
 
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 from selfcal_lightning.engines.transformers_rows import SlotRows
+from selfcal_lightning.engines.transformers_sleep import check_query, check_sleep, ends_with_query
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Dtype, Request, Response
 
@@ -46,7 +48,8 @@ class TransformersEngine:
         model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
         revision: Revision on the hub.
         adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept beside them
-            in half precision, where merging would round it.
+            in half precision, where merging would round it. An activated one is kept beside them: the engine samples
+            with the base model alone, and reads the confidence query with the adapter over the same cache.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         device: "auto" is the GPU where there is one.
         max_batch: Number of slots; None is 64. When a GPU runs out of memory it is halved, down to 1, and the work
@@ -73,6 +76,7 @@ class TransformersEngine:
         self._source, self._revision, self._adapter = model, revision, adapter
         self._adapter_sha256: str | None = None
         self._quantization: str | None = None
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
         self._start(network, chat, max_batch=max_batch, max_context=max_context, borrowed=False)
 
     @classmethod
@@ -87,6 +91,7 @@ class TransformersEngine:
         revision: str | None = None,
         adapter_sha256: str | None = None,
         quantization: str | None = None,
+        query_ids: tuple[int, ...] | None = None,
     ) -> TransformersEngine:
         """Serve a model that is in memory already, such as the one in training, on its device and in its dtype.
 
@@ -102,10 +107,12 @@ class TransformersEngine:
             revision: Revision of ``source``.
             adapter_sha256: Hash of what it carries on top of ``source``, if anything.
             quantization: How the weights of ``source`` were quantised, such as "nf4"; None where they were not.
+            query_ids: Tokens of the query that wakes the adapter of ``model``, asleep now; None where it never sleeps.
         """
         engine = cls.__new__(cls)
         engine._source, engine._revision, engine._adapter = source, revision, None
         engine._adapter_sha256, engine._quantization = adapter_sha256, quantization
+        engine._query_ids = query_ids
         engine._start(model, chat, max_batch=max_batch, max_context=max_context, borrowed=True)
         return engine
 
@@ -136,6 +143,10 @@ class TransformersEngine:
         self._end_ids = torch.tensor(sorted(ends), device=self._model.device)
         self._waiting: dict[str, Request] = {}
         self._rows = SlotRows(max_batch, self._end_ids)
+        if self._query_ids is not None:
+            check_query(chat.query.suffix_ids, self._query_ids)
+            with torch.no_grad(), self._model.evaluation():
+                check_sleep(self._model, self._query_ids)
 
     @property
     def batch_size(self) -> int:
@@ -156,6 +167,8 @@ class TransformersEngine:
         if repeated:
             raise ValueError(f"Expected ids to be unique among the requests in flight, but got {repeated[:5]} again.")
         for request in requests:
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
             if not request.prompt_ids or self._limit(request) < 1:
                 raise ValueError(
                     f"Expected the prompt of request {request.id!r} to hold at least 1 token and to leave room for a "
@@ -193,6 +206,8 @@ class TransformersEngine:
     ) -> list[list[float]]:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
+        An activated adapter reads the query that a prompt ends with, and no other token.
+
         Raises:
             ValueError: Where a prompt is empty or longer than ``max_context``, or the adapter was merged.
         """
@@ -201,14 +216,17 @@ class TransformersEngine:
             if not 0 < len(prompt) <= self.max_context:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        asked = {i for i in order if with_adapter and ends_with_query(prompts[i], self._query_ids)}
         wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
         table: dict[int, list[float]] = {}
         bare = nullcontext() if with_adapter else self._without_adapter(model)
         with torch.no_grad(), model.evaluation(), bare:
-            for chunk in _chunks(order, [len(prompts[i]) for i in order], self.max_batch):
-                logits = model.next_token_logits([prompts[i] for i in chunk])
-                p = logits.double().softmax(-1)[:, wanted].tolist()
-                table.update(zip(chunk, p, strict=True))
+            for awake in (False, True):
+                members = [i for i in order if (i in asked) == awake]
+                for chunk in _chunks(members, [len(prompts[i]) for i in members], self.max_batch):
+                    logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
+                    p = logits.double().softmax(-1)[:, wanted].tolist()
+                    table.update(zip(chunk, p, strict=True))
         return [table[i] for i in range(len(prompts))]
 
     def describe(self) -> dict[str, Any]:
@@ -219,13 +237,16 @@ class TransformersEngine:
         else:
             weights = weights_sha256(self._source, revision=self._revision)
         adapter = self._adapter_sha256 if self._adapter is None else weights_sha256(self._adapter)
+        activated = self._query_ids is not None
         return {
             "engine": "transformers",
             "model": self._source,
             "revision": self._revision,
             "dtype": str(model.dtype).removeprefix("torch."),
             "weights_sha256": weights,
-            "adapter_sha256": adapter,
+            # Texts and their log-probabilities are the base model's where the adapter is activated.
+            "adapter_sha256": None if activated else adapter,
+            "activated_adapter_sha256": adapter if activated else None,
             "quantization": self._quantization,
             "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         }
@@ -239,6 +260,8 @@ class TransformersEngine:
     def _without_adapter(self, model: CachedModel) -> AbstractContextManager[Any]:
         from peft import PeftModel
 
+        if self._query_ids is not None:  # asleep as it is
+            return nullcontext()
         if isinstance(model.network, PeftModel):
             return model.network.disable_adapter()
         if self._adapter is None and self._adapter_sha256 is None:
@@ -338,6 +361,10 @@ class TransformersEngine:
         where = torch.tensor(slots, device=model.device)
         pending, stopped = rows.pending[where].tolist(), rows.stopped[where].tolist()
         queries = [rows.requests[slot].query for slot in slots]
+        awake = self._query_ids is not None
+        if awake:
+            rows.position[where] += self._read_last_tokens(model, where)
+            stopped = [True] * len(slots)
         inputs = [
             list(query.suffix_ids) if ended else [last, *query.suffix_ids]
             for query, last, ended in zip(queries, pending, stopped, strict=True)
@@ -348,7 +375,7 @@ class TransformersEngine:
         width = int(starts.max()) + longest
         model.reserve(max(slots) + 1, width)
         lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
-        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True)
+        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
         p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
         masses = {}
         for query in dict.fromkeys(queries):
@@ -357,6 +384,20 @@ class TransformersEngine:
             no = p[members][:, list(query.no_ids)].sum(1).tolist()
             masses |= {slots[i]: pair for i, pair in zip(members, zip(yes, no, strict=True), strict=True)}
         return masses
+
+    def _read_last_tokens(self, model: CachedModel, where: torch.Tensor) -> torch.Tensor:
+        """Let the base model read the last tokens of responses that were cut, and return how many each has, [rows].
+
+        They are not in the cache yet, where those of a response that ended are, and are no tokens of the query.
+        """
+        rows = self._rows
+        cut = where[~rows.stopped[where]]
+        if len(cut):
+            starts = rows.position[cut]
+            width = int(starts.max()) + 1
+            model.reserve(int(cut.max()) + 1, width)
+            model.extend(cut, starts, rows.pending[cut][:, None], width)
+        return (~rows.stopped[where]).long()
 
     def _restart_with_half(self) -> None:
         """Put what is in flight back into the queue, give the cache back and go on with half the slots."""

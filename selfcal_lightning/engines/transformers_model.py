@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_folders import check_adapter, check_model_folder, local_adapter, refusal_of_code
+from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
@@ -196,6 +198,7 @@ class CachedModel:
         leading: bool = False,
         keep: Tensor | None = None,
         in_float32: bool = False,
+        awake: bool = False,
     ) -> Tensor:
         """Append tokens to slots and return logits [rows, kept, vocabulary].
 
@@ -207,19 +210,55 @@ class CachedModel:
             leading: Whether ``slots`` are 0, 1, 2, ....
             keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
             in_float32: Whether the output layer computes in float32, as for P(True).
+            awake: Whether an activated adapter reads these tokens; the base model alone reads all others.
         """
+        exact = exact_head(self.network) if in_float32 else nullcontext()
+        with exact, adapter_asleep(self.network, asleep=False) if awake else nullcontext():
+            return self._extend(self._cache, slots, starts, ids, read_width, leading=leading, keep=keep)
+
+    def query_logits(
+        self, contexts: Sequence[Sequence[int]], query_ids: Sequence[int], *, awake: bool = True
+    ) -> Tensor:
+        """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
+
+        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``. The output
+        layer computes in float32.
+        """
+        rows = torch.arange(len(contexts), device=self.device)
+        lengths = torch.tensor([len(ids) for ids in contexts], device=self.device)
+        longest = max(map(len, contexts))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in contexts], device=self.device)
+        query = torch.tensor(query_ids, device=self.device).repeat(len(contexts), 1)
+        cache, width = SlotCache(), longest + len(query_ids)
+        cache.reserve(len(contexts), width)
+        self._extend(cache, rows, torch.zeros_like(lengths), ids, longest, leading=True)
+        with exact_head(self.network), adapter_asleep(self.network, asleep=not awake):
+            return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
+
+    def _extend(
+        self,
+        cache: SlotCache,
+        slots: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        read_width: int,
+        *,
+        leading: bool,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
         read_width = _rounded(read_width)
-        self._cache.plan(slots, columns, read_width, leading=leading)
-        keys = torch.arange(read_width, device=self.device)
-        with exact_head(self.network) if in_float32 else nullcontext():
-            return self._run(ids, columns, keys, self._cache, keep)
+        cache.plan(slots, columns, read_width, leading=leading)
+        return self._run(ids, columns, torch.arange(read_width, device=self.device), cache, keep)
 
-    def next_token_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def next_token_logits(self, sequences: Sequence[Sequence[int]], query_ids: Sequence[int] | None = None) -> Tensor:
         """Return the logits after each sequence, [sequences, vocabulary], from an output layer in float32.
 
-        The slots are not touched.
+        The slots are not touched. With ``query_ids``, which all sequences end with, an activated adapter reads these;
+        see ``query_logits``.
         """
+        if query_ids is not None:
+            return self.query_logits([ids[: -len(query_ids)] for ids in sequences], query_ids)
         width = max(map(len, sequences))
         padding = torch.tensor([width - len(ids) for ids in sequences], device=self.device)
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences], device=self.device)
@@ -287,6 +326,8 @@ def _rounded(width: int) -> int:
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
+    An activated adapter lies beside it, asleep.
+
     Raises:
         InputError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded.
     """
@@ -309,6 +350,8 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
             refusal_of_code(model, error)
             or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
         ) from error
+    if adapter is not None and read_invocation_ids(adapter) is not None:
+        return load_sleeping_adapter(network.to(device).eval(), adapter).eval()
     if adapter is not None:
         from peft import PeftModel
 

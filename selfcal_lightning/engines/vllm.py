@@ -30,6 +30,7 @@ from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.model_folders import check_model_folder
+from selfcal_lightning.models.adapter_files import check_always_awake
 from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -115,6 +116,7 @@ class VLLMEngine:
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        check_always_awake(adapter, engine="vllm")
         model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._settings: dict[str, Any] = {

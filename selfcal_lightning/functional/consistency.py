@@ -38,19 +38,7 @@ def soft_self_consistency(
     Reference:
         Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 4.
     """
-    if len(answers) != len(confidences):
-        raise ValueError(
-            "Expected `answers` and `confidences` to have the same length, "
-            f"but got {len(answers)} and {len(confidences)}."
-        )
-    for confidence in confidences:
-        if confidence is not None and not (math.isfinite(confidence) and confidence >= 0.0):
-            raise ValueError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
-    classes = [
-        _UNREADABLE if answer is None or confidence is None else answer
-        for answer, confidence in zip(answers, confidences, strict=True)
-    ]
-    masses = [0.0 if confidence is None else float(confidence) for confidence in confidences]
+    classes, masses = _weighed_classes(answers, confidences)
     return _class_shares(classes, masses, drop_none=drop_none)
 
 
@@ -74,6 +62,47 @@ def vote_share(answers: Sequence[str | None], *, drop_none: bool = True) -> list
     return _class_shares(classes, [1.0] * len(classes), drop_none=drop_none)
 
 
+def leave_one_out(
+    answers: Sequence[str | None], confidences: Sequence[float | None] | None = None, *, drop_none: bool = True
+) -> list[float | None]:
+    r"""Compute how far each response to one question agrees with the *others*, in [0, 1]: SSC without one's own vote.
+
+    ``L(y_i) = sum_{j != i: y_j = y_i} c_j / sum_{j != i} c_j``; without confidences every ``c_j`` is 1. Unlike SSC and
+    the vote share, it is an unbiased estimate of the chance that another sample agrees: a response that nobody repeats
+    gets 0, not 1 / N.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable. None
+            weighs all alike.
+        drop_none: Unreadable responses leave both sums and get None. If False they form one class of their own.
+
+    Returns:
+        N scores; None for unreadable responses that were dropped, and where there is no other response, or none with
+        any mass.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+
+    Example:
+        >>> leave_one_out(["7", "7", "7", "8", "9", None])
+        [0.5, 0.5, 0.5, 0.0, 0.0, None]
+        >>> leave_one_out(["7", "7", "8"], [0.5, 0.25, 0.75])
+        [0.25, 0.4, 0.0]
+        >>> leave_one_out(["7", None])
+        [None, None]
+    """
+    classes, masses = _weighed_classes(answers, [1.0] * len(answers) if confidences is None else confidences)
+    present = [i for i, label in enumerate(classes) if not (drop_none and label is _UNREADABLE)]
+    scores: list[float | None] = [None] * len(classes)
+    for i in present:
+        others = [j for j in present if j != i]
+        total = math.fsum(masses[j] for j in others)
+        if total > 0.0:
+            scores[i] = min(math.fsum(masses[j] for j in others if classes[j] == classes[i]) / total, 1.0)
+    return scores
+
+
 def consistency_bucket(target: float, num_buckets: int = 20) -> int:
     """Return the bucket of a target in [0, 1] among ``num_buckets`` equal ones; 1.0 belongs to the last.
 
@@ -94,6 +123,29 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
     if not -1e-9 <= target <= 1.0 + 1e-9:
         raise ValueError(f"Expected `target` to lie in [0, 1], but got {target}.")
     return min(max(math.floor(target * num_buckets + 1e-9 * num_buckets), 0), num_buckets - 1)
+
+
+def _weighed_classes(
+    answers: Sequence[str | None], confidences: Sequence[float | None]
+) -> tuple[list[object], list[float]]:
+    """Return the class of every response and its mass; without an answer or a confidence it is unreadable.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+    """
+    if len(answers) != len(confidences):
+        raise ValueError(
+            "Expected `answers` and `confidences` to have the same length, "
+            f"but got {len(answers)} and {len(confidences)}."
+        )
+    for confidence in confidences:
+        if confidence is not None and not (math.isfinite(confidence) and confidence >= 0.0):
+            raise ValueError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
+    classes = [
+        _UNREADABLE if answer is None or confidence is None else answer
+        for answer, confidence in zip(answers, confidences, strict=True)
+    ]
+    return classes, [0.0 if confidence is None else float(confidence) for confidence in confidences]
 
 
 def _class_shares(classes: Sequence[object], masses: Sequence[float], *, drop_none: bool) -> list[float | None]:

@@ -44,17 +44,51 @@ class PrefixTree(NamedTuple):
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
-    """Raise ValueError unless ``trees`` stand one behind the other from the start of a row of ``width`` tokens."""
+    """Raise ValueError unless ``trees`` stand one behind the other from the start of a row of ``width`` tokens.
+
+    A branch may be empty: a response without a token, once its query is cut off.
+    """
     stop = 0
     for tree in trees:
-        if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 1:
+        if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
             raise ValueError(
-                f"Expected `trees` to follow one another, each with a prompt and branches of at least one token, but "
-                f"got {tree} where a tree should start at {stop}."
+                f"Expected `trees` to follow one another, each with a prompt of at least one token and with branches, "
+                f"but got {tree} where a tree should start at {stop}."
             )
         stop = tree.stop
     if stop > width:
         raise ValueError(f"Expected `trees` to fit a row of {width} tokens, but got {stop}.")
+
+
+def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
+    """Return the trees without the last ``tail`` tokens of every branch, and which tokens of the row they keep.
+
+    Args:
+        trees: Trees that stand one behind the other.
+        tail: Tokens to leave out, such as those of a query that every branch ends with.
+
+    Returns:
+        The shorter trees, one behind the other, and the indices of their tokens in the longer row, int64, [T].
+
+    Raises:
+        ValueError: A branch is shorter than ``tail``.
+
+    Example:
+        >>> cut_branches([PrefixTree(0, 2, (3, 2)), PrefixTree(7, 1, (4,))], 2)
+        ([PrefixTree(start=0, prompt=2, branches=(1, 0)), PrefixTree(start=3, prompt=1, branches=(2,))], \
+tensor([0, 1, 2, 7, 8, 9]))
+    """
+    shorter: list[PrefixTree] = []
+    kept: list[Tensor] = []
+    for tree in trees:
+        if min(tree.branches) < tail:
+            raise ValueError(f"Expected every branch to end with {tail} tokens of a query, but got {tree}.")
+        start = shorter[-1].stop if shorter else 0
+        shorter.append(PrefixTree(start, tree.prompt, tuple(length - tail for length in tree.branches)))
+        kept.append(torch.arange(tree.start, tree.start + tree.prompt))
+        for own, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            kept.append(torch.arange(own, own + length - tail))
+    return shorter, torch.cat(kept)
 
 
 def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -125,13 +125,30 @@ def logits_at(
         Logits in the dtype of the model, [n, V].
     """
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees)
+    return selected_logits(model, head, arguments, positions)
+
+
+def selected_logits(
+    model: nn.Module, head: nn.Module | None, arguments: Mapping[str, Any], positions: Tensor
+) -> Tensor:
+    """Run ``model`` and return the logits at the given positions only; see ``logits_at``.
+
+    Args:
+        model: Causal language model, an adapted one too.
+        head: Its output layer, or None to select from the full logits.
+        arguments: Of the forward pass, among them ``input_ids`` [S, T].
+        positions: Positions to read in the flattened S * T tokens, int64, [n]; may be none.
+
+    Returns:
+        Logits in the dtype of the model, [n, V].
+    """
     if head is None:
         return model(**arguments).logits.flatten(0, 1)[positions]
+    shape = arguments["input_ids"].shape
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = inputs
-        fits = hidden.shape[:2] == arguments["input_ids"].shape
-        return (hidden.flatten(0, 1)[positions], *rest) if fits else inputs
+        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == shape else inputs
 
     handle = head.register_forward_pre_hook(select)
     try:

@@ -1,7 +1,8 @@
-"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is in this file."""
+"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is here and in ``activation``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.model_folders import ADAPTER_WEIGHTS, check_adapter
+from selfcal_lightning.models.adapter_files import CONFIG_FILE, invoked_by
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -28,15 +30,20 @@ class LoraSettings:
         alpha: Scale of the update, divided by ``r``.
         dropout: Chance in [0, 1) that an input of A is dropped in training.
         target_modules: Last part of the names of the linear layers that are adapted.
+        activated: Whether the adapter's weights act on the tokens of the confidence query alone: prompt and response
+            are read by the base model, which so generates what it always did. If not, they act on every token (joint
+            training, which tunes the generator too).
 
     Reference:
-        Hu et al., LoRA (arXiv 2106.09685); the defaults are those of Self-Calibration (arXiv 2503.00031).
+        Hu et al., LoRA (arXiv 2106.09685); the sizes are those of Self-Calibration (arXiv 2503.00031). Greenewald et
+        al., Activated LoRA (arXiv 2504.12397).
     """
 
     r: int = 32
     alpha: int = 16
     dropout: float = 0.05
     target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    activated: bool = True
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -118,10 +125,22 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+def save_adapter(
+    model: PeftModel,
+    directory: Path,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    revision: str | None = None,
+    invocation_ids: Sequence[int] | None = None,
+) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything.
 
-    ``state`` holds the adapter's parameters by name where those of ``model`` are cut over processes.
+    Args:
+        model: The adapted model.
+        directory: Where to.
+        state: The adapter's parameters by name where those of ``model`` are cut over processes.
+        revision: Of the base model on the hub.
+        invocation_ids: Tokens from whose first one on the adapter is awake; None where it always is.
     """
     model.save_pretrained(
         str(directory),
@@ -129,6 +148,11 @@ def save_adapter(model: PeftModel, directory: Path, *, state: Mapping[str, Tenso
         save_embedding_layers=False,
         state_dict=None if state is None else dict(state),
     )
+    file = directory / CONFIG_FILE
+    config = json.loads(file.read_text()) | {"revision": revision}
+    if invocation_ids is not None:
+        config |= invoked_by(invocation_ids)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:

@@ -139,6 +139,13 @@ def read_outputs(
         position_ids: Those of a packed sequence, [1, T], where they are known.
     """
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
+    return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
+
+
+def run_outputs(
+    model: nn.Module, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
+) -> ModelOutputs:
+    """Do what ``read_outputs`` does with a forward pass of these arguments, among them ``input_ids`` [S, T]."""
     head = model.get_output_embeddings()
     positions = torch.cat((queries, labels))
     if head is None:

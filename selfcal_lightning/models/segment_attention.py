@@ -8,7 +8,7 @@ FlexAttention the same rule is a block mask.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,41 @@ class TreeMasks:
             self._masks[queries, keys] = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         return self._masks[queries, keys]
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+        """Attend within each prompt, and from each branch to its prompt and itself; shapes as in `segment_attention`.
+
+        Returns:
+            [1, H, T, D_v].
+        """
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        attend = attention_kernel(query)
+        # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
+        lengths = self.lengths(query.shape[2])
+        pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+        outputs: list[Tensor] = []
+        for tree in self.trees:
+            queries, *shared = next(pieces)
+            # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
+            # half precision the error of the sum would grow with the branches.
+            prompt_keys, prompt_values = (_widened(states) for states in shared)
+            mask = self.branch_mask(tree.prompt, tree.prompt, query.device)
+            keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
+            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+            for length in tree.branches:
+                queries, own_keys, own_values = next(pieces)
+                if length == 0:
+                    continue
+                keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
+                values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
+                mask = self.branch_mask(length, tree.prompt + length, query.device)
+                outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+        _, _, padding = next(pieces)
+        outputs.append(torch.zeros_like(padding))
+        self.num_calls += 1
+        return torch.cat(outputs, dim=2)
+
 
 def segment_attention(
     module: nn.Module,
@@ -114,32 +149,13 @@ def segment_attention(
         )
     # Under autocast, rotated queries and keys may be float32 beside values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    attend = _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
-    # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
-    lengths = prefix_trees.lengths(query.shape[2])
-    pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs: list[Tensor] = []
-    for tree in prefix_trees.trees:
-        queries, *shared = next(pieces)
-        # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
-        # half precision the error of the sum would grow with the branches.
-        prompt_keys, prompt_values = (_widened(states) for states in shared)
-        mask = prefix_trees.branch_mask(tree.prompt, tree.prompt, query.device)
-        keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
-        outputs.append(attend(queries, keys, values, mask, scaling, dropout))
-        for length in tree.branches:
-            queries, own_keys, own_values = next(pieces)
-            keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
-            values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
-            mask = prefix_trees.branch_mask(length, tree.prompt + length, query.device)
-            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
-    _, _, padding = next(pieces)
-    outputs.append(torch.zeros_like(padding))
-    prefix_trees.num_calls += 1
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    output = prefix_trees.attend(query, key, value, scaling=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attention_kernel(query: Tensor) -> Callable[..., Tensor]:
+    """Return what attends by (query, key, value, mask, scaling, dropout) in the dtype of ``query``, on its device."""
+    return _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
 
 
 def _widened(states: Tensor) -> Tensor:
@@ -366,8 +382,8 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
 
     Args:
         model: Causal language model, an adapted one too, in the attention that it will be trained with.
-        tolerance: Largest mean difference of the logits, in units of their standard deviation. None is 0.001 where all
-            is computed in float32, whose rounding gives about 1e-6, else 0.05: bfloat16 gives about 0.01.
+        tolerance: Largest mean difference of the logits, in units of their standard deviation; None is that of
+            ``logit_tolerance``.
 
     Raises:
         PackingError: They differ by more, or the packed row does not get through.
@@ -381,11 +397,7 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
     model.eval()
     try:
         packed = _packed_logits(model, tree, ids)
-        if tolerance is None:
-            # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
-            exact = {packed.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
-            exact &= not torch.is_autocast_enabled(device.type)
-            tolerance = 1e-3 if exact and torch.get_float32_matmul_precision() == "highest" else 0.05
+        tolerance = logit_tolerance(model, packed) if tolerance is None else tolerance
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
             own = slice(start, start + length)
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False).logits[0]
@@ -397,6 +409,17 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
                 )
     finally:
         model.train(mode)
+
+
+def logit_tolerance(model: PreTrainedModel, logits: Tensor) -> float:
+    """Return by how much two ways to compute ``logits`` may differ in the mean, in units of their standard deviation.
+
+    0.001 where all is computed in float32, whose rounding gives about 1e-6, else 0.05: bfloat16 gives about 0.01.
+    """
+    # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
+    exact = {logits.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
+    exact &= not torch.is_autocast_enabled(logits.device.type)
+    return 1e-3 if exact and torch.get_float32_matmul_precision() == "highest" else 0.05
 
 
 def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Tensor:

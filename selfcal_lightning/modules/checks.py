@@ -11,6 +11,7 @@ from torch import Tensor
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.identity import same_base_model
 
+DEFAULT_OMEGA = 0.1  # of the paper
 # Where the model lies, and how its layers are computed: not what is learned.
 INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing", "recompute_above"})
 
@@ -37,6 +38,40 @@ def check_optimizer_settings(*, lr: float, weight_decay: float, seed: int) -> No
         raise InputError(f"Expected `weight_decay` to be a number of at least 0, but got {weight_decay}.")
     if seed < 0:
         raise InputError(f"Expected `seed` to be at least 0, but got {seed}.")
+
+
+def generation_settings(
+    *, activated: bool, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
+) -> dict[str, Any]:
+    """Return `omega` and `generation_loss` with what was left out as what it stands for.
+
+    Args:
+        activated: Whether the adapter is awake at the confidence query alone.
+        omega: Weight of the generation loss; None is 0.1, and 0 with an activated adapter.
+        generation_loss: Whether there is one; None is yes, and no with an activated adapter.
+        gradient_checkpointing: Whether activations are recomputed.
+
+    Raises:
+        ValueError: An activated adapter is asked for what it has no use for.
+    """
+    if not activated:
+        return {
+            "omega": DEFAULT_OMEGA if omega is None else omega,
+            "generation_loss": True if generation_loss is None else generation_loss,
+        }
+    way_out = "leave it out, or set `lora.activated: false` for joint training"
+    for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
+        if value:
+            raise ValueError(
+                f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
+                f"{value}: {way_out}."
+            )
+    if gradient_checkpointing:
+        raise ValueError(
+            "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
+            f"responses, but got True: {way_out}."
+        )
+    return {"omega": 0.0, "generation_loss": False}
 
 
 def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -> None:
@@ -119,5 +154,7 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with those of the adapter beside the others, as ``lora.r``."""
     lora = settings.get("lora") or {}
+    if lora:  # what was trained before there were activated adapters was trained jointly
+        lora = {"activated": False, **lora}
     adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
     return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}

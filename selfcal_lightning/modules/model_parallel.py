@@ -153,7 +153,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         with torch.no_grad():
             for name, parameter in self.lightning_module.named_parameters():
                 if name in checkpoint["state_dict"]:
-                    parameter.copy_(_shard_like(checkpoint["state_dict"][name], parameter))
+                    parameter.copy_(shard_like(checkpoint["state_dict"][name], parameter))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the states of ``optimizer``, in full, on the first process; every process has to call it."""
@@ -174,7 +174,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             cut = {
                 index: {
-                    name: _shard_like(value, parameters[index])
+                    name: shard_like(value, parameters[index])
                     if isinstance(value, Tensor) and value.shape == parameters[index].shape
                     else value
                     for name, value in entry.items()
@@ -234,16 +234,22 @@ def gather_trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in gathered.items() if value is not None}
 
 
-def join_forward(model: nn.Module, device: torch.device) -> None:
-    """Take part in a forward pass for which this process has no row: one token goes through, and is forgotten.
+def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> None:
+    """Take part in forward passes for which this process has no row: one token goes through, and is forgotten.
 
     Under FSDP2 every layer is gathered from all processes; one that stayed out would leave the others waiting.
+
+    Args:
+        model: The model.
+        device: Where it computes.
+        passes: Forward passes that the others make.
     """
     if not is_sharded(model):
         return
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     with torch.no_grad():
-        model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+        for _ in range(passes):
+            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
 
 
 def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
@@ -252,7 +258,7 @@ def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
     return whole.cpu() if keep else None
 
 
-def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this process's part of ``whole``, which every process has; nothing is sent."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter)

@@ -15,17 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.attention_backends import exclude_cudnn
-from selfcal_lightning.functional.losses import (
-    calibration_loss,
-    row_means,
-    share_of_step,
-    squared_calibration_loss,
-)
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.model_folders import check_model_folder
 from selfcal_lightning.model_names import check_model
+from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
 from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
@@ -49,7 +44,10 @@ from selfcal_lightning.modules.checks import (
     check_optimizer_settings,
     check_recomputation,
     check_trained,
+    generation_settings,
 )
+from selfcal_lightning.modules.exported import ExportedAdapter
+from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.plan import plan_module
 from selfcal_lightning.modules.random_states import dropout_stream
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
-PAPER_LORA = LoraSettings()
+DEFAULT_LORA = LoraSettings()
 IDENTITY_KEY = "base_model_identity"
 
 
@@ -85,14 +83,19 @@ class SelfCalibrationModule(LightningModule):
     ``L = sum(w_cal * l(P(Yes | x, y, query), c)) / sum(w_cal) + omega * sum(w_gen * mean_t NLL) / sum(w_gen)``
     with l the SmoothL1 of width beta, w the weights and their sums over the step that every batch carries.
 
+    An *activated* adapter (the default) acts on the tokens of the query alone: the base model reads x and y without
+    autograd, and the query runs forward and backward over the keys and values that it left. There is no generation loss
+    then, and what the model generates stays what it was, to the last bit. Without ``lora.activated``, training is
+    *joint*, as in the paper: one pass over x, y and query carries both losses, and tunes the generator too.
+
     Args:
         base_model: Folder or hub name of the model to calibrate; "bundled" is the small one that comes along.
         revision: Branch, tag or commit of a hub model.
-        lora: The adapter; None trains all weights.
-        omega: Weight of the generation loss.
+        lora: The adapter; None trains all weights, jointly.
+        omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
         beta: Width of the quadratic part of SmoothL1.
         loss: "smooth_l1", or "squared" for the ablation.
-        generation_loss: False drops the generation loss (the ablation): omega 0.
+        generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
             extra `qlora`); embeddings, norms and the output layer are not. Round 0 is sampled from, and an export is
@@ -105,8 +108,8 @@ class SelfCalibrationModule(LightningModule):
         warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
         torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
             float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
-        gradient_checkpointing: Recompute activations in the backward pass, for a forward pass more: with a frozen base
-            half as much time again.
+        gradient_checkpointing: Recompute activations in the backward pass of joint training, for a forward pass more:
+            with a frozen base half as much time again.
         recompute_above: Where activations are recomputed, those of micro-batches of more tokens than this. Below they
             are kept: about 6 MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
         attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
@@ -124,11 +127,11 @@ class SelfCalibrationModule(LightningModule):
         base_model: str,
         *,
         revision: str | None = None,
-        lora: LoraSettings | None = PAPER_LORA,
-        omega: float = 0.1,
+        lora: LoraSettings | None = DEFAULT_LORA,
+        omega: float | None = None,
         beta: float = 0.25,
         loss: Literal["smooth_l1", "squared"] = "smooth_l1",
-        generation_loss: bool = True,
+        generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",
         quantization: Quantization | None = None,
         optimizer: OptimizerName = "adamw",
@@ -145,16 +148,25 @@ class SelfCalibrationModule(LightningModule):
         plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
         super().__init__()
         if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
-            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
+            # One of before there were activated adapters does not say so, and was trained jointly.
+            lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        self.activated = lora is not None and lora.activated
+        plain |= generation_settings(
+            activated=self.activated,
+            omega=omega,
+            generation_loss=generation_loss,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        omega = plain["omega"]
         check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
-        self.omega, self.beta = (omega if generation_loss else 0.0), beta
+        self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
         self.loss, self.p_true = loss, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
@@ -163,6 +175,7 @@ class SelfCalibrationModule(LightningModule):
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
         self.chat: ChatFormat | None = None
+        self.exported: ExportedAdapter | None = None  # whose weights the adapter starts with, set before it is built
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
@@ -237,16 +250,22 @@ class SelfCalibrationModule(LightningModule):
                 model.enable_input_require_grads()
             self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
             keep_quantized_gradients(self.model)
+        if self.exported is not None:
+            self.exported.load_into(self)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 
     def _check_packing(self) -> None:
-        """Hold packed rows against separate ones, once; where the weights are and all processes come along."""
+        """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
         packing = getattr(self.trainer.datamodule, "packing", "off")
-        if packing == "off" or self._packing_is_checked or not runs_packed_rows(self.model):
+        packed = packing != "off" and runs_packed_rows(self.model)
+        if self._packing_is_checked or not (packed or self.activated):
             return
         with self.trainer.precision_plugin.forward_context():
-            check_packed_equals_separate(self.model)
+            if packed:
+                check_packed_equals_separate(self.model)
+            if self.activated:
+                check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
 
     def on_fit_start(self) -> None:
@@ -268,8 +287,16 @@ class SelfCalibrationModule(LightningModule):
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
-        outputs = self._outputs(batch, batch.label_position[:0])
+        outputs = self._query_outputs(batch)
         return outputs.confidence(self.chat.query, normalised=self.p_true == "normalised")
+
+    def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
+        """Return what the model says after every row's query, in two passes where the adapter is activated."""
+        if not self.activated:
+            return self._outputs(batch, batch.label_position[:0])
+        tail = len(self.chat.query.suffix_ids)
+        contexts = read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
+        return ask(self.model, contexts, self.chat.query)
 
     def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
         return read_outputs(
@@ -301,21 +328,17 @@ class SelfCalibrationModule(LightningModule):
         return (calibration + self.omega * generation) * scale
 
     def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of the calibration and generation loss (scalars) and P(True) [B], from one forward pass."""
-        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
-        outputs = self._outputs(batch, batch.label_position if asks else batch.label_position[:0])
-        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
-        weight = batch.calibration_weight
-        target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))  # 0 * nan would be nan
-        loss = squared_calibration_loss if self.loss == "squared" else partial(calibration_loss, beta=self.beta)
-        calibration = share_of_step(loss(confidence, target), weight, batch.calibration_total)
+        """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
 
+        Joint training has both from one forward pass.
+        """
+        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
+        outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
+        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
+        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta)
         if not asks:
             return calibration, torch.zeros_like(calibration), confidence
-        losses = outputs.token_losses(batch.label_id)
-        nll = row_means(losses, batch.label_row, num_rows=batch.batch_size)
-        generation = share_of_step(nll, batch.generation_weight, batch.generation_total)
-        return calibration, generation, confidence
+        return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
@@ -388,14 +411,14 @@ class SelfCalibrationModule(LightningModule):
     def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
         """Return the confidence of every row."""
         if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device)
+            join_forward(self.model, self.device, passes=2 if self.activated else 1)
             nothing = torch.empty(0, device=self.device)
             return ScoredRows(batch.row, batch.question_index, nothing, nothing, nothing)
         return ScoredRows(batch.row, batch.question_index, *self.confidence(batch))
 
     def _update_metrics(self, metrics: CalibrationMetrics, batch: SSCBatch) -> None:
         if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device)
+            join_forward(self.model, self.device, passes=2 if self.activated else 1)
             return
         confidence = self.confidence(batch)
         metrics.update(
@@ -449,6 +472,7 @@ class SelfCalibrationModule(LightningModule):
             "base_model": dict(self.identity),
             "prompt": self.chat.describe(),
             "p_true": self.p_true,
+            "activated": self.activated,
             "quantization": self.quantization,
             "hyper_parameters": dict(self.hparams),
         }

@@ -129,13 +129,23 @@ def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) ->
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())
     console = Console()
-    console.print(comparison_table(rows, title="Each model on its own samples; 95 % bootstrap over questions"))
+    on = "The same responses, scored by both" if _same_responses(pairs) else "Each model on its own samples"
+    console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     for test, pair in pairs.items():
         pools = pair.before, pair.after
         console.print(_sample_line(test, *(summarise(pool, name=pair.name) for pool in pools)))
         errors = (debiased_error(pool, pair.name) for pool in pools)
         console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
     return result_keys(changes, by_side, names=names)
+
+
+def _same_responses(pairs: Mapping[str, _Pair]) -> bool:
+    """Return whether both sides are judged on the same texts, as with an activated adapter."""
+    return all(_texts(pair.before) == _texts(pair.after) for pair in pairs.values())
+
+
+def _texts(pool: Pool) -> list[list[str]]:
+    return [[sample.text for sample in entry.samples] for entry in pool]
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:

@@ -17,7 +17,6 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
-from selfcal_lightning.pipelines.comparison import SIDES
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
 from selfcal_lightning.pipelines.evaluation_folder import RESULTS, check_evaluation_folder, open_evaluation_folder
 from selfcal_lightning.pipelines.evaluation_inputs import (
@@ -36,6 +35,7 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
     write_strategies,
 )
 from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_share, plan_models, plan_pools
+from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
@@ -51,8 +51,6 @@ from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
-MODEL_SIDE = "model"
-
 
 def run_evaluate(
     before: str | None = None,
@@ -61,6 +59,7 @@ def run_evaluate(
     tests: list[TestSet] | None = None,
     *,
     model: str | None = None,
+    adapter: str | None = None,
     pools: dict[str, str] | list[PoolSource] | None = None,
     task: str | None = None,
     calibration: TestSet | None = None,
@@ -104,6 +103,8 @@ def run_evaluate(
     Args:
         before: Folder or hub name of the base model, or "bundled".
         after: Folder or hub name of the calibrated (merged) model.
+        adapter: Folder of a LoRA adapter on `before`, in the place of `after`; or on `model`. An activated one leaves
+            the generator as it is: it scores the responses of `before` again, and none are sampled for it.
         output_dir: Where results.json, tables, figures, fitted files and samples go; those of an earlier evaluation are
             replaced, and no other files.
         tests: The test sets to sample from models.
@@ -169,7 +170,7 @@ def run_evaluate(
         check_one_confidence(confidences)
     folder = Path(output_dir)
     if pools is not None:
-        _refuse("pools", before=before, after=after, model=model, tests=tests, calibration=calibration)
+        _refuse("pools", before=before, after=after, model=model, adapter=adapter, tests=tests, calibration=calibration)
         check_share(calibration_share)
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
         plan = plan_pools(*sources, folder)
@@ -177,7 +178,8 @@ def run_evaluate(
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
-        sampled = ModelInputs(_models(before, after, model), tests or [], calibration, folder, options)
+        sides = model_sides(before, after, model, adapter, engine=engine)
+        sampled = ModelInputs(sides, tests or [], calibration, folder, options)
         plan = plan_models(sampled)
     check_evaluation_folder(folder)
     if check:
@@ -188,7 +190,7 @@ def run_evaluate(
         inputs = read_pools(*sources)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        inputs = sample_models(sampled.models, sampled.tests, calibration, folder, **options)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, **options)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
@@ -243,23 +245,6 @@ def _run_strategies(
 
 def _save_scorers(calibrated: Calibrated, folder: Path) -> list[str]:
     return [] if calibrated.first_half is None else save_scorers(calibrated.scorers, folder)
-
-
-def _models(before: str | None, after: str | None, model: str | None) -> dict[str, str]:
-    """Return the models by side."""
-    if model is not None and before is None and after is None:
-        return {MODEL_SIDE: model}
-    if model is None and before is not None and after is not None:
-        return dict(zip(SIDES, (before, after), strict=True))
-    raise InputError(
-        "Expected two models (`before` and `after`), one (`model`), or recorded `pools`, but got "
-        f"{_given(before=before, after=after, model=model)}."
-    )
-
-
-def _given(**options: str | None) -> str:
-    found = [f"`{name}` {value!r}" for name, value in options.items() if value is not None]
-    return " and ".join(found) or "none of them"
 
 
 def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:

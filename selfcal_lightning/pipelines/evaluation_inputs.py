@@ -11,6 +11,7 @@ from typing import Any
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.path_names import check_path_name
+from selfcal_lightning.pipelines.evaluation_sides import ModelSide, score_again
 from selfcal_lightning.pipelines.pools import RecordedPool, check_place, load_recorded_pool
 from selfcal_lightning.records import Question, question_hash
 from selfcal_lightning.tasks.registry import load_some
@@ -187,12 +188,12 @@ def check_inputs(inputs: Inputs) -> Inputs:
 
 
 def sample_models(
-    models: Mapping[str, str], tests: Sequence[TestSet], calibration: TestSet | None, folder: Path, **options: Any
+    sides: Mapping[str, ModelSide], tests: Sequence[TestSet], calibration: TestSet | None, folder: Path, **options: Any
 ) -> Inputs:
     """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
 
     Args:
-        models: Folder or hub name by side.
+        sides: The models by side; one that is judged on the responses of another comes after that one.
         tests: The test sets.
         calibration: The calibration questions, or None.
         folder: The stores go under ``folder/samples/SIDE``.
@@ -202,12 +203,16 @@ def sample_models(
     if calibration is not None:
         _check_questions(tests, calibration)
     found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
-    for side, model in models.items():
-        store = folder / "samples" / side
+    for side, model in sides.items():
+        store = folder / "samples" / (model.responses_of or side)
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
-            _sample(side, model, test, name, store, options)
-            found.setdefault(name, {})[side] = load_recorded_pool(store, split=name)
+            if model.responses_of is None:
+                _sample(side, model, test, name, store, options)
+                pool = load_recorded_pool(store, split=name)
+            else:
+                pool = score_again(model, store, name, options)
+            found.setdefault(name, {})[side] = pool
     return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}))
 
 
@@ -223,12 +228,13 @@ def check_names(tests: Sequence[TestSet]) -> None:
         raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
 
 
-def _sample(side: str, model: str, test: TestSet, name: str, store: Path, options: Mapping[str, Any]) -> None:
+def _sample(side: str, model: ModelSide, test: TestSet, name: str, store: Path, options: Mapping[str, Any]) -> None:
     from selfcal_lightning.pipelines.generate import run_generate
 
-    sys.stdout.write(f"Sampling {name} from {side} ({model})\n")
+    sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
     run_generate(
-        model=model,
+        model=model.model,
+        adapter=model.adapter,
         store_dir=str(store),
         task=[test.task],
         split=test.split,

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.checking import check_engine
 from selfcal_lightning.engines.opening import EngineOptions
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.pipelines.evaluation_inputs import CALIBRATION, PoolSource, TestSet, check_names, check_pools
+from selfcal_lightning.pipelines.evaluation_sides import ModelSide
 from selfcal_lightning.pipelines.generate import plan_run
 from selfcal_lightning.pipelines.shares import GenerationSettings
 from selfcal_lightning.plan import Place, Plan, check_places, merge_plans
@@ -23,14 +25,14 @@ class ModelInputs:
     """Models that are sampled now.
 
     Attributes:
-        models: Folder or hub name by side.
+        sides: The models by side.
         tests: Test sets to sample.
         calibration: Calibration questions to sample, or None.
         folder: The stores go under ``folder/samples/SIDE``.
         options: Arguments of ``run_generate`` that are the same for all.
     """
 
-    models: Mapping[str, str]
+    sides: Mapping[str, ModelSide]
     tests: Sequence[TestSet]
     calibration: TestSet | None
     folder: Path
@@ -43,7 +45,10 @@ def plan_models(inputs: ModelInputs) -> Plan:
     named = [(test.name, test) for test in inputs.tests]
     named += [] if inputs.calibration is None else [(CALIBRATION, inputs.calibration)]
     plans = []
-    for side, model in inputs.models.items():
+    for side, model in inputs.sides.items():
+        if model.responses_of is not None:
+            check_engine(EngineOptions(adapter=model.adapter), model.model)
+            continue
         for name, test in named:
             settings = _settings(inputs, side, model, name, test)
             settings.check()
@@ -68,11 +73,11 @@ def check_share(share: float | None) -> None:
         raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
 
 
-def _settings(inputs: ModelInputs, side: str, model: str, name: str, test: TestSet) -> GenerationSettings:
+def _settings(inputs: ModelInputs, side: str, model: ModelSide, name: str, test: TestSet) -> GenerationSettings:
     options = inputs.options
     drawn = ("temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens")
     return GenerationSettings(
-        model=resolve_model(model),
+        model=resolve_model(model.model),
         store_dir=str(inputs.folder / "samples" / side),
         task=[test.task],
         split=test.split,
@@ -82,7 +87,9 @@ def _settings(inputs: ModelInputs, side: str, model: str, name: str, test: TestS
         store_split=name,
         chain_of_thought=test.chain_of_thought,
         num_samples=options["num_samples"],
-        engine=EngineOptions(options["engine"], dtype=options["dtype"], max_batch=options["max_batch"]),
+        engine=EngineOptions(
+            options["engine"], adapter=model.adapter, dtype=options["dtype"], max_batch=options["max_batch"]
+        ),
         sampling=SamplingSettings(**{name: options[name] for name in drawn}),
         seed=options["seed"],
         query=options["query"],

@@ -20,6 +20,7 @@ from selfcal_lightning.manifests import FORMAT, MANIFEST, list_files, read_manif
 from selfcal_lightning.model_folders import ADAPTER_CONFIG, check_adapter
 from selfcal_lightning.model_names import check_model
 from selfcal_lightning.overwriting import check_apart
+from selfcal_lightning.pipelines.activated_card import activated_usage
 from selfcal_lightning.pipelines.export_folders import check_output, place_aside, reasons_to_keep, replacing
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
@@ -46,11 +47,13 @@ def run_export(
     overwrite: bool = False,
     push: str | None = None,
     private: bool = True,
+    merge: bool = True,
 ) -> str:
     """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
 
     An adapter that was trained on a quantised base (QLoRA) is merged into the base as it is stored: merged into four
-    bits, the update would be rounded away. The manifest and the model card say what it was trained on.
+    bits, the update would be rounded away. The manifest and the model card say what it was trained on. An activated
+    adapter acts on the confidence query alone and cannot be merged: it is used beside its base model, by --adapter.
 
     Args:
         adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
@@ -61,22 +64,34 @@ def run_export(
         push: Hub repository ("owner/name") to upload to; the token is read from the environment variable HF_TOKEN.
             Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
         private: Whether a repository that `push` creates is private.
+        merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
 
     Returns:
         The folder that was written.
 
     Raises:
         InputError: If the output folder holds something or is where the adapter or its base model lies, the adapter
-            is damaged or was trained on another base model, or a token is missing.
+            is activated, damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
-    check_output(target, kinds=("merged",), overwrite=overwrite)
+    check_output(target, kinds=("merged" if merge else "adapter",), overwrite=overwrite)
     token = _token() if push else None
+    if not merge:
+        _write_adapter(adapter, target, base_model, dtype)
+    else:
+        _write_merged(adapter, target, base_model, dtype)
+    if push:
+        _push(target, push, private=private, token=token)
+    return str(target)
+
+
+def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str) -> None:
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise InputError(
             f"Expected `adapter` to be a checkpoint file or a folder with an {ADAPTER_CONFIG}, but got {adapter!r}."
         )
+    _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
     read = _from_checkpoint if is_checkpoint else _from_adapter
     model, base, manifest = read(adapter, base_model, dtype, target)
@@ -88,9 +103,38 @@ def run_export(
         into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
         facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": _now()}
         _describe(folder, {**manifest, **facts})
-    if push:
-        _push(target, push, private=private, token=token)
-    return str(target)
+
+
+def _write_adapter(checkpoint: str, target: Path, base_model: str | None, dtype: str) -> None:
+    """Write the adapter that a checkpoint of the Trainer holds."""
+    if not Path(checkpoint).is_file() or _hyper_parameters(checkpoint)["lora"] is None:
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
+            "folder is an adapter already, and a checkpoint of all weights has none."
+        )
+    if dtype != "auto":
+        raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
+    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16")  # of the base, which is not written
+    say(f"Writing the adapter to {target}")
+    write_export(module, target, described=_as_trained(stored))
+
+
+def _check_can_merge(adapter: str) -> None:
+    """Raise InputError for an activated adapter, saying how it is used instead."""
+    if Path(adapter).is_file():
+        lora = _hyper_parameters(adapter)["lora"] or {}
+        activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
+    else:
+        from selfcal_lightning.models.adapter_files import read_invocation_ids
+
+        activated, folder = read_invocation_ids(adapter) is not None, "this folder"
+    if activated:
+        raise InputError(
+            f"Expected an adapter of joint training to merge, but got an activated one in {adapter!r}: it acts on the "
+            "tokens of the confidence query alone. Merged, it would act on all tokens and change what the model "
+            f"generates. Use it beside its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
+            "and predict; or by PEFT alone, as the README.md in an exported adapter says."
+        )
 
 
 def write_export(
@@ -102,6 +146,7 @@ def write_export(
     run: str | None = None,
     training: Mapping[str, Any] | None = None,
     state: Mapping[str, Tensor] | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
 
@@ -116,12 +161,14 @@ def write_export(
         run: Name of the training, the same after a resume.
         training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
         state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
+        described: Parts of the manifest that differ from what ``module`` says of itself.
     """
     from selfcal_lightning.models.lora import save_adapter
 
     manifest = {
         "kind": "model" if module.lora is None else "adapter",
         **module.describe(),
+        **(described or {}),
         "store": None if store is None else dict(store),
         # JSON has no nan: what is not defined is left out.
         "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
@@ -136,7 +183,8 @@ def write_export(
         if module.lora is None:
             module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
         else:
-            save_adapter(module.model, folder, state=state)
+            query_ids = module.chat.query.suffix_ids if module.activated else None
+            save_adapter(module.model, folder, state=state, revision=module.revision, invocation_ids=query_ids)
         module.chat.tokenizer.save_pretrained(folder)
         _describe(folder, manifest)
     if kept is not None:
@@ -157,7 +205,7 @@ def _from_adapter(
     """Return the merged model, the base model's name and revision, and the manifest.
 
     Raises:
-        ValueError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
+        InputError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
     """
     from selfcal_lightning.models.causal_lm import load_causal_lm
     from selfcal_lightning.models.identity import base_model_identity, same_base_model
@@ -168,7 +216,7 @@ def _from_adapter(
     trained_on = manifest["base_model"] if manifest else named
     base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
     if base[0] is None:
-        raise ValueError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
+        raise InputError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
     check_apart(target, {"adapter": adapter, "base model": resolve_model(base[0])}, option="output_dir")
     check_model(base[0], revision=base[1], option="base_model")
     model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
@@ -192,22 +240,32 @@ def _from_checkpoint(
 
     from selfcal_lightning.models.causal_lm import load_config
     from selfcal_lightning.models.lora import merge_adapter
+
+    place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
+    places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
+    check_apart(target, places, option="output_dir")
+    if dtype == "auto":
+        config = load_config(place["base_model"], revision=place["revision"])
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    module, stored = _module_of(path, base_model, dtype=dtype)
+    merged = module.model if module.lora is None else merge_adapter(module.model)
+    return merged, (module.base_model, module.revision), module.describe() | _as_trained(stored)
+
+
+def _module_of(path: str, base_model: str | None, *, dtype: str) -> tuple[SelfCalibrationModule, dict[str, Any]]:
+    """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    stored = _hyper_parameters(path) | place
-    places = {"checkpoint": path, "base model": resolve_model(stored["base_model"])}
-    check_apart(target, places, option="output_dir")
-    if dtype == "auto":
-        config = load_config(stored["base_model"], revision=stored["revision"])
-        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     module = SelfCalibrationModule.load_from_checkpoint(
         path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
     )
-    merged = module.model if module.lora is None else merge_adapter(module.model)
-    # What it was trained with, not what it was loaded with to be merged.
-    trained = {"quantization": stored.get("quantization"), "hyper_parameters": stored}
-    return merged, (module.base_model, module.revision), module.describe() | trained
+    return module, _hyper_parameters(path) | place
+
+
+def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
+    return {"quantization": stored.get("quantization"), "hyper_parameters": dict(stored)}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
@@ -286,6 +344,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
             f"of the next token. The token ids are in `{MANIFEST}`.",
             "",
         ]
+    if manifest.get("activated"):
+        lines += activated_usage(manifest)
     if manifest.get("metrics"):
         before = " before it was merged" if kind == "merged" and manifest.get("quantization") else ""
         lines += [f"Scores on validation responses of the base model{before}:", "", "| metric | value |", "|---|---|"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder
+from selfcal_lightning.models.adapter_files import adapter_identity
 from selfcal_lightning.pipelines.sampling import missing_questions, select_share
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore, StoreFingerprint
@@ -59,7 +60,7 @@ def open_existing(
         model,
         revision,
         weights_sha256=weights_sha256(model, revision=revision),
-        adapter_sha256=None if adapter is None else weights_sha256(adapter),
+        **adapter_identity(adapter),
         quantization=quantization,
         head_dtype=head_dtype,
     )

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
 
 QUEUE_BATCHES = 2
+MODEL_FACTS = tuple(one.name for one in fields(ModelIdentity) if one.name != "further")
 COMMIT_SECONDS = 300.0
 
 
@@ -193,14 +194,7 @@ def generate_samples(
 def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int) -> StoreFingerprint:
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
-    model = ModelIdentity(
-        described["model"],
-        described["revision"],
-        described["weights_sha256"],
-        described["adapter_sha256"],
-        described.get("quantization"),
-        described.get("head_dtype"),
-    )
+    model = ModelIdentity(**{name: described.get(name) for name in MODEL_FACTS})
     return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed)
 
 

@@ -12,6 +12,7 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import EngineOptions, expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import StoreFingerprint
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.confidence.forward import TokenReader
     from selfcal_lightning.prompts import ChatFormat
+
+ACTIVATED = "activated_adapter_sha256"
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,10 @@ class ScoringModel:
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {
             "weights_sha256": weights_sha256(self.source, revision=self.revision),
-            "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+            **adapter_identity(adapter),
         }
-        if self.settings.model is None and adapter is None and not self._sampled_the_store(found):
+        named = self.settings.model is not None or found["adapter_sha256"] is not None
+        if not named and not self._sampled_the_store(found):
             raise ValueError(
                 f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
                 "`model` to score with them all the same, or another one."
@@ -107,15 +111,17 @@ class ScoringModel:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
         if not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes, and what the output layer computes in.
+        # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
+        # computes in.
         if estimator_class(name).reads != "engine":
             return True
-        asked = PromptIdentity.from_json(self.chat.describe()), self._head_dtype
-        return asked == (self._prompt, self._sampled.head_dtype)
+        asked = PromptIdentity.from_json(self.chat.describe()), self.identity.get(ACTIVATED), self._head_dtype
+        return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
+        """Return whether the texts of the store are this model's."""
         sampled = self._sampled.as_json()
-        return all(sampled[name] == value for name, value in identity.items())
+        return all(sampled[name] == value for name, value in identity.items() if name != ACTIVATED)
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -132,10 +138,12 @@ class ScoringModel:
         if reads == "pool":
             return origin
         prompt = self.chat.describe()
+        if reads == "engine":
+            read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
+            return {**origin, "model": self.identity | read_by, "prompt": prompt}
         # Statistics of the response's own tokens do not depend on the query that may follow it.
-        kept = prompt if reads == "engine" else {"template_sha256": prompt["template_sha256"]}
-        model = self.identity | ({"head_dtype": self._head_dtype} if reads == "engine" and self._head_dtype else {})
-        return {**origin, "model": model, "prompt": kept}
+        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
+        return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
 
     @property
     def _head_dtype(self) -> str | None:
@@ -166,7 +174,8 @@ class ScoringModel:
                 self._open_network(),
                 chat=self.chat,
                 source=self.source,
-                adapter_sha256=self.identity["adapter_sha256"],
+                adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
+                query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
             )
         else:
             self._engine = open_engine(options, self.source, chat=self.chat)

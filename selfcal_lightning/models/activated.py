@@ -1,0 +1,242 @@
+"""An adapter that is awake at the confidence query alone: contexts are read without it, queries are asked with it.
+
+Two passes. The first reads prompts and responses with the adapter asleep, in evaluation mode and without autograd, and
+leaves keys and values; so the context is the base model's to the last bit, and nothing of it is kept for a backward
+pass. The second runs the tokens of the queries over what the first one left, with the adapter awake.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.functional.prefix_trees import PrefixTree, cut_branches
+from selfcal_lightning.models.activation import adapter_asleep
+from selfcal_lightning.models.causal_lm import selected_logits
+from selfcal_lightning.models.evaluation_mode import evaluation_mode
+from selfcal_lightning.models.model_outputs import ModelOutputs, run_outputs
+from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
+from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, logit_tolerance, packed_inputs
+from selfcal_lightning.records import ConfidenceQuery
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers.cache_utils import Cache, DynamicLayer
+
+_WAY_OUT = "an activated adapter cannot be trained on it. Set `lora.activated: false` for joint training."
+
+
+@dataclass(frozen=True)
+class PackedContexts:
+    """Prompts and responses that were read in one packed row; any number of queries may be asked over them.
+
+    Attributes:
+        trees: Where they lie, a branch being a response.
+        states: Keys and values of every layer, [1, H_kv, T, D] each.
+        lengths: Tokens of prompt and response of every row, int64, [B].
+    """
+
+    trees: tuple[PrefixTree, ...]
+    states: tuple[States, ...]
+    lengths: Tensor
+
+    def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of the forward pass that asks a query of S tokens after every row: one row of B * S."""
+        rows, tokens = len(self.lengths), len(query_ids)
+        following = self.lengths[:, None] + torch.arange(tokens, device=query_ids.device)
+        return {
+            "input_ids": query_ids.repeat(rows)[None],
+            "position_ids": following.flatten()[None],
+            "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=query_ids.device),
+            "prefix_trees": QueryMasks(self.trees, self.states, tokens),
+            "use_cache": False,
+        }
+
+
+@dataclass(frozen=True)
+class PaddedContexts:
+    """Prompts and responses that were read in sequences of their own, padded on the left.
+
+    Attributes:
+        cache: Keys and values of every layer.
+        attention_mask: 1 at real tokens, int64, [B, L].
+        lengths: Tokens of prompt and response of every row, int64, [B].
+    """
+
+    cache: Cache
+    attention_mask: Tensor
+    lengths: Tensor
+
+    def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of the forward pass that asks a query of S tokens after every row: B rows of S."""
+        rows, tokens = len(self.lengths), len(query_ids)
+        return {
+            "input_ids": query_ids.repeat(rows, 1),
+            "position_ids": self.lengths[:, None] + torch.arange(tokens, device=query_ids.device),
+            "attention_mask": torch.cat((self.attention_mask, self.attention_mask.new_ones(rows, tokens)), dim=1),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+
+Contexts = PackedContexts | PaddedContexts
+
+
+def read_contexts(
+    model: PeftModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    tail: int,
+    trees: Sequence[PrefixTree] = (),
+) -> Contexts:
+    """Run the first pass over a batch whose rows end with a query, which is left out.
+
+    The root module is called, so that the hooks of DDP and FSDP fire.
+
+    Args:
+        model: Causal language model with an adapter; its output layer sees no position here.
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        tail: Tokens at the end of every row to leave out.
+        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
+    """
+    with torch.no_grad(), adapter_asleep(model), evaluation_mode(model):
+        if trees:
+            return _read_packed(model, input_ids, trees, tail)
+        return _read_padded(model, input_ids, attention_mask, tail)
+
+
+def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOutputs:
+    """Run the second pass and return what the model says after the query of every row.
+
+    Every call adds its query to the same contexts: several may be asked, one after the other.
+
+    Args:
+        model: The model that read the contexts, its adapter awake.
+        contexts: What the first pass left.
+        query: The query, of at least one token.
+    """
+    ids, ends = _queries(contexts, query.suffix_ids)
+    return run_outputs(model, contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
+
+
+def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids of a query, [S], and where those of all rows end in the flattened tokens of the pass, [B]."""
+    ids = torch.tensor(query_ids, device=contexts.lengths.device)
+    return ids, torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
+
+
+@torch.no_grad()
+def check_two_passes(model: PeftModel, *, packed: bool) -> None:
+    """Hold queries asked over contexts against whole sequences, so that no model is trained wrongly in silence.
+
+    The adapter sleeps in both, since it would see other tokens in whole sequences.
+
+    Args:
+        model: Causal language model with an adapter, in the attention that it will be trained with.
+        packed: Whether its rows are packed.
+
+    Raises:
+        PackingError: They differ, or a pass does not get through.
+    """
+    config, name = model.config.get_text_config(), type(model.get_base_model()).__name__
+    device = next(model.parameters()).device
+    # The first response is long: where positions ran on behind it instead of restarting, the others would be far off.
+    tree, tail = PrefixTree(0, 6, (64 + 4, 3 + 4, 5 + 4)), 4
+    ids = torch.arange(tree.stop, device=device) % config.vocab_size
+    spans = [(start, start + length) for start, length in zip(tree.branch_starts(), tree.branches, strict=True)]
+    query = torch.arange(1, tail + 1) % config.vocab_size
+    rows = [torch.cat((ids[: tree.prompt], ids[start : stop - tail], query.to(device))) for start, stop in spans]
+    with adapter_asleep(model), evaluation_mode(model):
+        asked = _asked_logits(model, ids, rows, tree if packed else None, query.tolist())
+        whole = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -1] for row in rows])
+        error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
+        if not error <= logit_tolerance(model, asked):
+            raise PackingError(
+                f"Expected {name} to give a query the same logits over cached keys and values as in a whole sequence, "
+                f"but they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"
+            )
+
+
+def _asked_logits(
+    model: PeftModel, ids: Tensor, rows: Sequence[Tensor], tree: PrefixTree | None, query: list[int]
+) -> Tensor:
+    """Return the logits after the query of each row, in two passes, [B, V]."""
+    try:
+        if tree is None:
+            width = max(map(len, rows))
+            padded = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+            mask = torch.stack([torch.arange(width, device=ids.device) < len(row) for row in rows]).long()
+            contexts = read_contexts(model, padded, mask, tail=len(query))
+        else:
+            contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=len(query), trees=[tree])
+        asked, ends = _queries(contexts, query)
+        return selected_logits(model, model.get_output_embeddings(), contexts.query_inputs(asked), ends)
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PackingError(
+            f"Expected {type(model.get_base_model()).__name__} to read a query over cached keys and values, but got "
+            f"{type(error).__name__}: {error}: {_WAY_OUT}"
+        ) from error
+
+
+def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation != SEGMENTS:
+        raise ValueError(
+            f'Expected `attn_implementation` to be None or "{SEGMENTS}" for packed rows of an activated adapter, but '
+            f"got {implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
+        )
+    shorter, kept = cut_branches(trees, tail)
+    arguments = packed_inputs(shorter, input_ids[:, kept.to(input_ids.device)], implementation)
+    keeping = ContextTrees(shorter)
+    _run_without_logits(model, {**arguments, "prefix_trees": keeping, "use_cache": False})
+    lengths = torch.tensor([tree.prompt + length for tree in shorter for length in tree.branches])
+    return PackedContexts(tuple(shorter), tuple(keeping.states), lengths.to(input_ids.device))
+
+
+def _read_padded(model: PeftModel, input_ids: Tensor, attention_mask: Tensor, tail: int) -> PaddedContexts:
+    lengths = attention_mask.sum(1) - tail
+    width = input_ids.shape[1] - tail
+    # On the left, so that every query follows its response at once.
+    positions = torch.arange(width, device=input_ids.device) - (width - lengths)[:, None]
+    real = (positions >= 0).long()
+    positions = positions.clamp(min=0)
+    cache = _context_cache()
+    arguments = {"input_ids": input_ids.gather(1, positions), "position_ids": positions, "attention_mask": real}
+    _run_without_logits(model, {**arguments, "past_key_values": cache, "use_cache": True})
+    return PaddedContexts(cache, real, lengths)
+
+
+def _run_without_logits(model: PeftModel, arguments: dict[str, Any]) -> None:
+    nowhere = torch.empty(0, dtype=torch.int64, device=arguments["input_ids"].device)
+    selected_logits(model, model.get_output_embeddings(), arguments, nowhere)
+
+
+def _context_cache() -> Cache:
+    from transformers.cache_utils import Cache
+
+    return Cache(layer_class_to_replicate=_context_layer())
+
+
+@functools.cache
+def _context_layer() -> type[DynamicLayer]:
+    """Return the class of a layer that keeps what it is given first, and hands it to later passes without growing."""
+    from transformers.cache_utils import DynamicLayer
+
+    class ContextLayer(DynamicLayer):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> States:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+                self.keys, self.values = key_states, value_states
+                return key_states, value_states
+            return torch.cat((self.keys, key_states), dim=2), torch.cat((self.values, value_states), dim=2)
+
+    return ContextLayer

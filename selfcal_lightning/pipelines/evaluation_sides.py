@@ -1,0 +1,89 @@
+"""The sides of an evaluation: which model, with which adapter, and whose responses it is judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.models.adapter_files import check_always_awake, read_invocation_ids
+from selfcal_lightning.pipelines.comparison import SIDES
+from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
+from selfcal_lightning.records import Sample
+
+MODEL_SIDE = "model"
+OPTIONS_OF_SCORING = ("query", "dtype", "max_batch")
+
+
+@dataclass(frozen=True)
+class ModelSide:
+    """A model as an evaluation sees it.
+
+    Attributes:
+        model: Folder or hub name.
+        adapter: Folder of a LoRA adapter on it.
+        responses_of: The side whose responses it is judged on; None samples its own.
+    """
+
+    model: str
+    adapter: str | None = None
+    responses_of: str | None = None
+
+
+def model_sides(
+    before: str | None, after: str | None, model: str | None, adapter: str | None, *, engine: str
+) -> dict[str, ModelSide]:
+    """Return the sides that the options of ``selfcal evaluate`` name.
+
+    Raises:
+        ValueError: They name no model, or too many; or an adapter that the engine cannot use.
+    """
+    if adapter is not None and engine != "transformers":
+        check_always_awake(adapter, engine=engine)
+    if model is not None and before is None and after is None:
+        return {MODEL_SIDE: ModelSide(model, adapter)}
+    if model is None and before is not None and (after is None) != (adapter is None):
+        first, second = SIDES
+        if after is not None:
+            return {first: ModelSide(before), second: ModelSide(after)}
+        activated = adapter is not None and read_invocation_ids(adapter) is not None
+        return {first: ModelSide(before), second: ModelSide(before, adapter, first if activated else None)}
+    raise ValueError(
+        "Expected two models (`before` and `after`, or `before` and an `adapter` on it), one (`model`, perhaps with an "
+        f"`adapter`) or recorded `pools`, but got before={before!r}, after={after!r}, model={model!r}, "
+        f"adapter={adapter!r}."
+    )
+
+
+def score_again(side: ModelSide, store: Path, split: str, options: Mapping[str, Any]) -> RecordedPool:
+    """Return recorded responses with the P(True) of ``side`` in the place of their own.
+
+    The scores stay beside the rows as an annotation, so that a second run finds them.
+
+    Args:
+        side: Whose P(True).
+        store: The sampled responses.
+        split: Split of the store.
+        options: Those of the evaluation, of which scoring takes its own.
+    """
+    from selfcal_lightning.pipelines.score import run_score
+
+    name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
+    taken = {option: options[option] for option in OPTIONS_OF_SCORING}
+    run_score(P_TRUE, str(store), model=side.model, adapter=side.adapter, name=name, split=split, **taken)
+    pool = load_recorded_pool(store, split=split, confidences=[name])
+    entries = tuple(
+        replace(entry, samples=tuple(_with_p_true(sample, name) for sample in entry.samples)) for entry in pool.entries
+    )
+    return replace(pool, entries=entries)
+
+
+def _with_p_true(sample: Sample, name: str) -> Sample:
+    """Return the sample with its confidence ``name`` as its P(True), and no other one."""
+    others = {known: value for known, value in sample.confidences.items() if known not in (name, P_TRUE)}
+    value = sample.confidences.get(name)
+    own = {} if value is None else {P_TRUE: value}
+    return replace(sample, yes_mass=None, no_mass=None, confidences={**others, **own})

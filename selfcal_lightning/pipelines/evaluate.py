@@ -44,6 +44,7 @@ from selfcal_lightning.pipelines.strategy_jobs import PLANS
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
+from selfcal_lightning.pipelines.vote_comparison import compare_votes
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
@@ -197,6 +198,9 @@ def run_evaluate(
     else:
         inputs = check_inputs(inputs)
         results = compare_calibration(inputs.tests, folder, num_resamples=num_resamples) | results
+        results |= compare_votes(
+            inputs.tests, folder, num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed
+        )
         if strategies != []:
             results |= _run_strategies(
                 inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"

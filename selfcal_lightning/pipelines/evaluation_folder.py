@@ -14,8 +14,8 @@ FORMAT = "selfcal_lightning.evaluation"
 RESULTS = "results.json"
 # Everything that an evaluation writes beside the samples, whose stores look after themselves.
 WRITTEN = (
-    ARGUMENTS, RESULTS, "results.csv", "results.md", "reliability.png", "strategies.md", "curves.csv",
-    "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",
+    ARGUMENTS, RESULTS, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png", "strategies.md",
+    "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",
 )  # fmt: skip
 
 

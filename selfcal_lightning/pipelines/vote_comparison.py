@@ -1,0 +1,117 @@
+"""Votes before and after: the accuracy of the majority of k samples, counted and weighted by confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from selfcal_lightning.files import write_atomically
+from selfcal_lightning.functional.base import Floats, Integers
+from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+from selfcal_lightning.pipelines.calibration_comparison import own_confidence
+from selfcal_lightning.pipelines.comparison import SIDES
+from selfcal_lightning.pipelines.pools import RecordedPool
+from selfcal_lightning.pipelines.reshuffles import Reshuffles
+from selfcal_lightning.reports.figure_files import save_figure
+from selfcal_lightning.reports.vote_reports import VoteRow, votes_figure, votes_markdown, votes_table
+from selfcal_lightning.strategies.curves import leaders_at, votes_of
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+
+KEYS = {False: "votes", True: "weighted_votes"}
+
+
+def compare_votes(
+    tests: Mapping[str, Mapping[str, RecordedPool]],
+    folder: Path,
+    *,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    num_resamples: int = 1000,
+    seed: int = SEED,
+) -> dict[str, Any]:
+    """Compare the votes of the first two sides of every test set, print them, and write votes.md and votes.png.
+
+    Weights are P(True), or where it was not asked the first probability that the samples of both sides carry; without
+    any, and with one side alone, there is nothing to compare.
+
+    Args:
+        tests: Samples by test set, then by side; the sides have the same questions in one order.
+        folder: Where the files go.
+        num_reshuffles: Random orders of each question's samples; 0 takes the recorded order alone.
+        num_resamples: Bootstrap resamples of the questions.
+        seed: Of the orders.
+
+    Returns:
+        ``own.{test}.votes_{k}.{before|after}`` and ``own.{test}.weighted_votes_{k}.{before|after}`` with ``.low`` and
+        ``.high``, for k = 1, 2, 4 ..., and ``own.{test}.same_texts``.
+    """
+    keys: dict[str, Any] = {}
+    rows: list[VoteRow] = []
+    for test, sides in tests.items():
+        name = own_confidence(list(sides.values()))
+        if len(sides) != len(SIDES) or name is None:
+            continue
+        pools = list(sides.values())
+        keys[f"own.{test}.same_texts"] = have_same_texts(*pools)
+        widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
+        for side, pool in zip(SIDES, pools, strict=True):
+            orders = Reshuffles(pool, [None, name], width=widths[-1], num_reshuffles=num_reshuffles, seed=seed)
+            for is_weighted, hits in vote_hits(orders, name, widths).items():
+                means = hits @ resample_weights(hits.shape[1], num_resamples=num_resamples)
+                row = VoteRow(test, side, is_weighted, tuple(widths), tuple(estimate_of(line) for line in means))
+                rows.append(row)
+                keys |= _row_keys(row)
+    if rows:
+        Console().print(votes_table(rows))
+        write_atomically(folder / "votes.md", (votes_markdown(rows) + "\n").encode())
+        save_figure(votes_figure(rows), folder / "votes.png", dpi=120)
+    return keys
+
+
+def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dict[bool, Floats]:
+    """Return how often the winner among the first k samples of a random order is right [widths, Q], by weighing.
+
+    Args:
+        orders: The pool, with the confidence and with None.
+        confidence: What weighs the votes where they are weighed.
+        widths: k.
+    """
+    budgets: Integers = np.asarray(widths, dtype=np.int64)
+    sums = {is_weighted: np.zeros((len(budgets), orders.num_questions)) for is_weighted in (False, True)}
+    for block in orders.blocks():
+        rows = np.arange(len(block.right))
+        for is_weighted, total in sums.items():
+            votes = votes_of(block.pools[confidence if is_weighted else None], weighted=is_weighted)
+            # -1, no answer, takes the last column of `right`, which never is.
+            is_right = block.right[rows, leaders_at(votes, budgets)]
+            total += is_right.reshape(len(budgets), block.num_orders, -1).sum(axis=1)
+    return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 ... up to ``most``.
+
+    Example:
+        >>> powers_of_two(9)
+        [1, 2, 4, 8]
+    """
+    return [1 << power for power in range(most.bit_length())]
+
+
+def have_same_texts(before: RecordedPool, after: RecordedPool) -> bool:
+    """Return whether every response of one side is that of the other, as with an activated adapter."""
+    return all(
+        [sample.text for sample in one.samples] == [sample.text for sample in other.samples]
+        for one, other in zip(before.entries, after.entries, strict=True)
+    )
+
+
+def _row_keys(row: VoteRow) -> dict[str, float | None]:
+    keys: dict[str, float | None] = {}
+    for width, found in zip(row.widths, row.accuracy, strict=True):
+        key = f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}"
+        keys |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+    return keys

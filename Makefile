@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm demo test test-slow report lint model clean
+.PHONY: help setup setup-vllm demo test test-slow report lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -40,6 +40,10 @@ report: $(VENV)/.ready  ## the README's table: 1,000 + 500 questions x 16, three
 lint: $(VENV)/.ready  ## ruff, check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(VENV)/.ready  ## build the documentation into site/, every broken link an error
+	$(PIP) --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 model: $(VENV)/.ready  ## make the bundled model anew (up to an hour on two cores)
 	$(BIN)/python scripts/make_bundled_model.py

@@ -1,4 +1,4 @@
-"""What the README says can be typed: targets, verbs, files, and its Python."""
+"""What README and documentation say can be typed: targets, verbs, files, links, and their Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
 from selfcal_lightning.tasks.registry import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = "\n".join(page.read_text() for page in PAGES)
+PYTHON_BLOCKS = list(dict.fromkeys(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)))
 
 BASH = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
-COMMANDS = [line for line in BASH.splitlines() if line.startswith("selfcal ")]
+COMMANDS = list(dict.fromkeys(line for line in BASH.splitlines() if line.startswith("selfcal ")))
 
 
 def test_make_targets_exist() -> None:
@@ -33,6 +34,18 @@ def test_files_exist() -> None:
     files = set(re.findall(r"(?:configs|benchmarks|tests|scripts)/[\w./-]+\.(?:yaml|py|sh|sbatch|md|json)\b", README))
     assert len(files) >= 12
     assert {file for file in files if not (ROOT / file).is_file()} == set()
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 180
+    links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
+    assert len(links) >= 15
+    assert {link for link in links if not (ROOT / link).is_file()} == set()
+
+
+def test_nothing_refers_to_files_that_a_clone_does_not_have() -> None:
+    assert "../shared" not in README
 
 
 def test_verbs_exist() -> None:

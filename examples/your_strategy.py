@@ -1,0 +1,43 @@
+"""A strategy of one's own, live over an engine: stop at the first answer that was given twice.
+
+python examples/your_strategy.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+import selfcal_lightning as sc
+from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
+
+
+@dataclass(frozen=True)
+class FirstTwice:
+    """Draw one response at a time until an answer was given twice, or the budget is spent."""
+
+    name: ClassVar[str] = "first_twice"
+
+    max_samples: int = 6
+    confidence: str | None = None
+
+    def solve(self, question: sc.Question) -> Solving:
+        """Return the answer that came twice, else the most frequent one."""
+        seen: list[sc.Sample] = []
+        votes: Counter[str] = Counter()
+        while len(seen) < self.max_samples and max(votes.values(), default=0) < 2:
+            drawn = yield Ask(1)
+            seen += drawn
+            votes.update(sample.answer for sample in drawn if sample.answer is not None)
+        answer = votes.most_common(1)[0][0] if votes else None
+        return make_verdict(question, seen, answer, confidence=None, stopped_early=len(seen) < self.max_samples)
+
+
+if __name__ == "__main__":
+    engine = sc.TransformersEngine("bundled")
+    questions = sc.get_task("word_problems").load("test_id", limit=4)
+    source = sc.EngineSource(engine, engine.chat, sampling=sc.SamplingSettings(max_new_tokens=120), seed=0)
+    for verdict in sc.run_strategy(FirstTwice(), questions, source):
+        print(verdict.answer, verdict.samples_used, "samples", "right" if verdict.correct else "wrong")
+    engine.close()

@@ -34,7 +34,7 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
     show_strategies,
     write_strategies,
 )
-from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_share, plan_models, plan_pools
+from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_sampled, check_share, plan_models, plan_pools
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
@@ -162,8 +162,7 @@ def run_evaluate(
         **({} if thresholds is None else {"thresholds": thresholds}),
     )
     given = load_scorers(scorers or [])
-    for path in fitted_thresholds or []:
-        FittedThreshold.load(path)
+    chosen = [FittedThreshold.load(path) for path in fitted_thresholds or []]
     if protocol == "paper":
         check_one_confidence(confidences)
     folder = Path(output_dir)
@@ -177,6 +176,7 @@ def run_evaluate(
         names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
         sampled = ModelInputs(_models(before, after, model), tests or [], calibration, folder, options)
+        check_sampled(sampled, settings, given, chosen)
         plan = plan_models(sampled)
     check_evaluation_folder(folder)
     if check:

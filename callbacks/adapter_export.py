@@ -6,13 +6,13 @@ import hashlib
 import json
 import math
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.datamodules.ssc import SSCDataModule
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import read_manifest
@@ -27,6 +27,13 @@ from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
 
 TRAINED = ("adapter", "model")  # kinds of exports that a training writes
+
+
+@runtime_checkable
+class _Sourced(Protocol):
+    """A data module that knows the sources of its questions, by split."""
+
+    sources: Mapping[str, Sequence[Any]]
 
 
 class AdapterExport(Callback):
@@ -92,7 +99,7 @@ class AdapterExport(Callback):
     def _check_monitor(self, data: LightningDataModule | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
-        if self.monitor is None or key is None or not isinstance(data, SSCDataModule):
+        if self.monitor is None or key is None or not isinstance(data, _Sourced):
             return
         task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
         tasks = [source.task for source in data.sources["validation"]]

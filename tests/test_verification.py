@@ -165,6 +165,28 @@ def test_a_slow_pair_is_undecided_and_the_next_one_is_answered(caplog: pytest.Lo
     pool.close()
 
 
+def test_undecided_pairs_together_have_a_limit_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file full of bombs: once they have taken too long in all, each of the others is given up sooner."""
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time; print('{\"ready\": true}', flush=True); time.sleep(600)")
+    monkeypatch.setattr(math_pool, "_WORKER", sleeper)
+    monkeypatch.setattr(math_pool, "HURRIED_SECONDS", 0.1)
+    pool = MathPool(num_workers=1, wall_seconds=0.3, patience_seconds=0.5)
+    limits: list[float] = []
+    real = pool._limit
+    monkeypatch.setattr(pool, "_limit", lambda: limits.append(real()) or limits[-1])
+    with caplog.at_level(logging.WARNING):
+        assert pool.equal([(f"x+{number}", "y") for number in range(4)]) == [None] * 4
+    pool.close()
+    assert limits[0] == 0.3
+    assert limits[-2:] == [0.1, 0.1]
+    hurried = [record.getMessage() for record in caplog.records if "from here on" in record.getMessage()]
+    assert len(hurried) == 1, "said once"
+    assert " pairs could not be decided" in hurried[0]
+
+
 def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import time; print('{\"ready\": true}', flush=True); time.sleep(600)")

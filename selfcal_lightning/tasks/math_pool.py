@@ -18,6 +18,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _WORKER = Path(__file__).with_name("math_worker.py")
+HURRIED_SECONDS = 2.0
 
 
 class MathWorker:
@@ -74,6 +75,8 @@ class MathPool:
         wall_seconds: Wall time after which a pair is given up at the latest.
         max_memory_bytes: Address space of each process.
         cache_size: Decisions that are remembered.
+        patience_seconds: Wall time that undecided pairs may take in all; the pairs after that have
+            ``HURRIED_SECONDS`` each, so that a file full of bombs does not take days.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class MathPool:
         wall_seconds: float = 30.0,
         max_memory_bytes: int = 2**31,
         cache_size: int = 100_000,
+        patience_seconds: float = 120.0,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"Expected `num_workers` to be a positive integer, but got {num_workers}.")
@@ -94,7 +98,9 @@ class MathPool:
         self.wall_seconds = wall_seconds
         self.max_memory_bytes = max_memory_bytes
         self.cache_size = cache_size
+        self.patience_seconds = patience_seconds
         self.num_undecided = 0
+        self._spent = 0.0  # wall time on undecided pairs
         self._cache: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
         self._idle: list[MathWorker] = []
         self._owner = os.getpid()
@@ -125,17 +131,18 @@ class MathPool:
             while waiting or selector.get_map():
                 while waiting and len(selector.get_map()) < self.num_workers:
                     worker = self._send(waiting[0])
-                    deadline = time.monotonic() + self.wall_seconds
-                    task = (worker, waiting.popleft(), deadline)
+                    deadline = time.monotonic() + self._limit()
+                    task = (worker, waiting.popleft(), deadline, time.monotonic())
                     selector.register(worker.process.stdout, selectors.EVENT_READ, task)  # type: ignore[arg-type]
                 tasks = [key.data for key in selector.get_map().values()]
                 ready = selector.select(max(0.0, min(task[2] for task in tasks) - time.monotonic()))
                 finished = [key.data for key, _ in ready]
                 late = [task for task in tasks if task not in finished and task[2] <= time.monotonic()]
                 for task in finished + late:
-                    worker, pair, _ = task
+                    worker, pair, _, started = task
                     selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
-                    decided[pair] = self._receive(worker, pair, is_late=task in late)
+                    seconds = time.monotonic() - started
+                    decided[pair] = self._receive(worker, pair, is_late=task in late, seconds=seconds)
         return decided
 
     def _send(self, pair: tuple[str, str]) -> MathWorker:
@@ -153,7 +160,21 @@ class MathPool:
         worker.ask(*pair)
         return worker
 
-    def _receive(self, worker: MathWorker, pair: tuple[str, str], *, is_late: bool) -> bool | None:
+    def _limit(self) -> float:
+        """Return the wall time of the next pair."""
+        return self.wall_seconds if self._spent < self.patience_seconds else min(HURRIED_SECONDS, self.wall_seconds)
+
+    def _lose_patience(self, seconds: float) -> None:
+        """Count the time of an undecided pair, and say when from here on pairs have less."""
+        was_patient = self._spent < self.patience_seconds
+        self._spent += seconds
+        if was_patient and self._spent >= self.patience_seconds:
+            logger.warning(
+                "%d pairs could not be decided, and took %.0f s in all: from here on each pair has %g s.",
+                self.num_undecided, self._spent, HURRIED_SECONDS,
+            )  # fmt: skip
+
+    def _receive(self, worker: MathWorker, pair: tuple[str, str], *, is_late: bool, seconds: float) -> bool | None:
         equal, lives = (None, False) if is_late else worker.read_reply()
         if lives:
             self._idle.append(worker)
@@ -162,6 +183,7 @@ class MathPool:
         if equal is None:
             self.num_undecided += 1
             logger.warning("Could not decide within the limits whether %r equals %r; it counts as different.", *pair)
+            self._lose_patience(seconds)
         return equal
 
 

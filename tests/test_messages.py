@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from ssc_pools import Pool
 
 from selfcal_lightning.cli import run
@@ -81,7 +83,7 @@ def test_an_adapter_that_was_never_trained_is_not_scored_in_silence(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    samples = "[{task: word_problems, split: validation, limit: 5}]"
+    samples = "[{task: word_problems, split: test_id, limit: 5}]"
     arguments = [
         "--config",
         config_path("demo.yaml"),
@@ -90,7 +92,8 @@ def test_an_adapter_that_was_never_trained_is_not_scored_in_silence(
         "--data.num_samples",
     ]
     arguments += ["8", "--trainer.logger", "false", "--data.test", samples]
-    monkeypatch.setattr("lightning.pytorch.Trainer." + verb, lambda *_, **__: [{}])
+    scored = functools.wraps(getattr(Trainer, verb))(lambda *_, **__: [{}])  # its options are those of the verb
+    monkeypatch.setattr(Trainer, verb, scored)
     assert run([verb, *arguments]) == 0
     shown = " ".join(capsys.readouterr().err.split())
     assert f"No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never" in shown

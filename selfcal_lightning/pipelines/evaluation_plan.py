@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.confidence.base import STORED
+from selfcal_lightning.confidence.fitted import FittedScorer
+from selfcal_lightning.confidence.fusion import FUSED
+from selfcal_lightning.confidence.scaling import SCALER_KINDS
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.checking import check_engine
 from selfcal_lightning.engines.opening import EngineOptions
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.pipelines.evaluated_test import check_budgets
 from selfcal_lightning.pipelines.evaluation_inputs import CALIBRATION, PoolSource, TestSet, check_names, check_pools
 from selfcal_lightning.pipelines.evaluation_sides import ModelSide
 from selfcal_lightning.pipelines.generate import plan_run
 from selfcal_lightning.pipelines.shares import GenerationSettings
+from selfcal_lightning.pipelines.strategy_settings import StrategySettings
 from selfcal_lightning.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,39 @@ def plan_models(inputs: ModelInputs) -> Plan:
     plan = merge_plans([*plans, Plan(places=(_results(inputs.folder),))])
     check_places(plan)
     return plan
+
+
+def check_sampled(
+    inputs: ModelInputs,
+    settings: StrategySettings,
+    scorers: Sequence[FittedScorer],
+    thresholds: Sequence[FittedThreshold],
+) -> None:
+    """Refuse settings that samples of a model cannot serve: what they bring with them is known before they are drawn.
+
+    Raises:
+        InputError: A confidence is asked for that nothing will compute, or more samples than are drawn.
+    """
+    known = [*STORED, *(scorer.name for scorer in scorers)]
+    if inputs.calibration is not None:
+        known += [FUSED, *(f"{name}_{kind}" for name in STORED for kind in SCALER_KINDS)]
+    for name in settings.confidences or ():
+        if name not in known:
+            raise unknown_name("confidences", name, known)
+    drawn = inputs.options["num_samples"]
+    width = settings.max_samples or drawn
+    for fitted in thresholds:
+        if fitted.fields.get("max_samples", 0) > width:
+            raise InputError(
+                f"Expected `num_samples` to be at least {fitted.fields['max_samples']}, the budget of {fitted.name!r}, "
+                f"but got {width}. Sample more responses, or fit a threshold for fewer."
+            )
+    if width > drawn:
+        raise InputError(
+            f"Expected `max_samples` to be at most {drawn}, the responses that are sampled to each question, but got "
+            f"{width}. Lower it, or raise `num_samples`."
+        )
+    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
 
 
 def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], folder: Path) -> Plan:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from selfcal_lightning.confidence.fitted import FittedScorer, scorer_digests
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.curves import best_setting_within, cheapest_setting_reaching
 from selfcal_lightning.functional.risk_control import Certificate, certify_threshold
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 
-class NoThresholdError(ValueError):
+class NoThresholdError(InputError):
     """No threshold keeps the risk with the confidence asked for.
 
     Attributes:

@@ -126,7 +126,7 @@ def calibrate(options: argparse.Namespace, variant: str, seed: int) -> None:
 
 def configuration(options: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
     """Return the demo's configuration with this seed, the report's sizes and the variant's one change."""
-    config = yaml.safe_load(Path(config_path("demo.yaml")).read_text())
+    config = yaml.safe_load(Path(config_path("demo-joint.yaml")).read_text())
     config = deepcopy(config)
     folder = folder_of(options, variant, seed)
     config["seed_everything"] = seed

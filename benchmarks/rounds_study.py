@@ -154,7 +154,7 @@ def copy_atomically(source: Path, target: Path) -> None:
 
 def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     """Return the demo's configuration with this seed, the study's sizes and the arm's rounds."""
-    config = yaml.safe_load(Path(config_path("demo.yaml")).read_text())
+    config = yaml.safe_load(Path(config_path("demo-joint.yaml")).read_text())
     folder, (rounds, rule) = folder_of(options, arm, seed), ARMS.get(arm, (1, "replace"))
     config["seed_everything"] = seed
     config["trainer"] |= {"enable_progress_bar": False, "max_epochs": rounds, "reload_dataloaders_every_n_epochs": 1}

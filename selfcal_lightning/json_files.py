@@ -44,7 +44,7 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
         return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
     except json.JSONDecodeError as error:
         where = "" if error.lineno == 1 else f"line {error.lineno}, "
-        reason, line = f"{error.msg} at {where}column {error.colno}", error.lineno
+        reason, line = f"{error.msg.removesuffix(' at')} at {where}column {error.colno}", error.lineno
     except UnicodeDecodeError as error:
         reason = f"text that is not UTF-8 ({error.reason} at byte {error.start})"
     except RecursionError:

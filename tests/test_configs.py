@@ -19,7 +19,8 @@ from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path == ROOT / "configs" / "demo.yaml"]
+DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
+TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
     "llama-3.1-70b-instruct-qlora.yaml": (100_000, 0.7, 1, 0.65, 64),
@@ -56,7 +57,9 @@ def _command(path: Path) -> list[str]:
 
 def test_all_configs_are_found() -> None:
     assert {path.relative_to(ROOT / "configs").as_posix() for path in CONFIGS} == {
+        "demo-joint.yaml",
         "demo.yaml",
+        "evaluate/demo-joint.yaml",
         "evaluate/demo.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
@@ -68,7 +71,7 @@ def test_all_configs_are_found() -> None:
         "train/qwen2.5-7b-instruct.yaml",
         "train/slurm-llama-3.3-70b-instruct.yaml",
     }
-    assert len(TRAINING) == 10
+    assert len(TRAINING) == 11
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -98,7 +101,7 @@ def test_training_config_instantiates(
     trained_in = (cli.model.quantization, cli.model.optimizer_name)
     assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
-    assert cli.model.activated == ("activated" in path.name)
+    assert cli.model.activated == ("activated" in path.name or path.name == "demo.yaml")
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
     if path.name in PUBLISHED:

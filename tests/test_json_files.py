@@ -13,7 +13,7 @@ from selfcal_lightning.store import SampleStore
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5_000
-GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "responses": [{"text": "It is 7."}]}'
+GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "It is 7."}]}'
 BROKEN = {
     "deep": (f'{{"id": "b", "question": {DEEP}}}', "nested too deeply"),
     "digits": (f'{{"id": "b", "reference": {DIGITS}}}', "a number that is too long"),
@@ -33,6 +33,7 @@ def test_a_line_of_a_pool_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert run(arguments) == 1
         shown = capsys.readouterr().err
+        shown = shown[shown.index("selfcal ") :]  # reading says how far it is
         assert shown.startswith(f"selfcal {arguments[0]}: error: {path}:2: Expected a JSON object"), shown[:300]
         assert reason in shown
         assert len(shown) < 1_000

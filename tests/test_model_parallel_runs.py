@@ -319,7 +319,7 @@ def load_other(pool: Pool, store_dir: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path) -> None:
     """As the shipped settings do it: torchrun, sampling by every process, checkpoints, export, then one process."""
-    config = yaml.safe_load((Path(__file__).resolve().parents[1] / "configs" / "demo.yaml").read_text())
+    config = yaml.safe_load((Path(__file__).resolve().parents[1] / "configs" / "demo-joint.yaml").read_text())
     trainer, data = config["trainer"], config["data"]["init_args"]
     strategy = "selfcal_lightning.modules.model_parallel.AdapterModelParallelStrategy"
     trainer |= {
@@ -329,7 +329,7 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
         "enable_model_summary": True,
     }
     trainer["callbacks"][0]["init_args"]["max_new_tokens"] = 30
-    keep = {"dirpath": "runs/demo/checkpoints", "every_n_train_steps": 1, "save_last": True}
+    keep = {"dirpath": "runs/demo-joint/checkpoints", "every_n_train_steps": 1, "save_last": True}
     trainer["callbacks"].append({"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep})
     data |= {"num_samples": 4, "total_tuples": 64, "batch_size": 8}
     data["train"][0]["limit"], data["validation"][0]["limit"] = 8, 3
@@ -352,10 +352,10 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
 
     said = run(*launcher, *fit, "two.yaml")
     assert "FSDP2: each of 2 processes loads its rows; the first loaded 1.2 MiB of 2.4 MiB." in said
-    assert (tmp_path / "runs/demo/adapter/adapter_model.safetensors").is_file()
-    first = load_file(tmp_path / "runs/demo/adapter/adapter_model.safetensors")
+    assert (tmp_path / "runs/demo-joint/adapter/adapter_model.safetensors").is_file()
+    first = load_file(tmp_path / "runs/demo-joint/adapter/adapter_model.safetensors")
     said = run(*fit, "one.yaml", "--ckpt_path", "last")
     assert "samples of all 11 questions are reused" in said
-    second = load_file(tmp_path / "runs/demo/adapter/adapter_model.safetensors")
+    second = load_file(tmp_path / "runs/demo-joint/adapter/adapter_model.safetensors")
     assert first.keys() == second.keys()
     assert largest_difference(first, second) > 1e-4, "the second epoch was trained"

@@ -238,7 +238,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         task.load("test", path="/no/where.jsonl")
     with pytest.raises(ValueError, match=r"to end in .jsonl, .ndjson, .json or .parquet"):
         task.load("test", path=write_lines(tmp_path / "a.csv", row))
-    with pytest.raises(ValueError, match=r"b.jsonl, line 3, to be a JSON object, but got: "):
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3, to be JSON, but got "):
         task.load("test", path=write_lines(tmp_path / "b.jsonl", row, "", '{"question": "cut'))
     with pytest.raises(ValueError, match=r"c.jsonl, line 1, to be a JSON object, but got list"):
         task.load("test", path=write_lines(tmp_path / "c.jsonl", [1]))

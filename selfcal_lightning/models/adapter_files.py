@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.fingerprints import weights_sha256
+from selfcal_lightning.json_files import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 INVOCATION = "alora_invocation_tokens"
@@ -30,7 +30,7 @@ def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
     """
     if Path(adapter).is_dir():
         file = Path(adapter) / CONFIG_FILE
-        config = json.loads(file.read_text()) if file.is_file() else {}
+        config = read_json_object(file, what="the configuration of an adapter") if file.is_file() else {}
     else:
         from peft import PeftConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, read_invocation_ids
 from selfcal_lightning.models.lora import read_adapter_state
 from selfcal_lightning.modules.checks import check_base_model, check_trained
@@ -45,13 +45,16 @@ class ExportedAdapter:
         # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
         names = {name: name.removeprefix("model.").replace(".default.", ".") for name in trained}
         state = {name: written[names[name]] for name in trained if names[name] in written}
-        check_trained(state, trained, lora=json.loads((self.folder / CONFIG_FILE).read_text()))
+        check_trained(state, trained, lora=self._configuration())
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(shard_like(state[name], parameter))
 
+    def _configuration(self) -> dict[str, Any]:
+        return read_json_object(self.folder / CONFIG_FILE, what="the configuration of an adapter")
+
     def _check_settings(self, module: SelfCalibrationModule) -> None:
-        config = json.loads((self.folder / CONFIG_FILE).read_text())
+        config = self._configuration()
         lora, query_ids = module.lora, read_invocation_ids(str(self.folder))
         theirs = {
             "r": config["r"],

@@ -90,7 +90,8 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
         fitted: The threshold; where it does not know, nothing is checked.
         fingerprint: Of the samples that the engine will draw.
     """
-    facts = {"model": fingerprint.model, "prompt": fingerprint.prompt, "sampling": fingerprint.sampling}
+    plain = fingerprint.as_json()
+    facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
         raise ValueError(
             f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}. "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfcal_lightning.errors import RunError
 from selfcal_lightning.interruptions import INTERRUPTION
-from selfcal_lightning.locations import config_path
+from selfcal_lightning.locations import BUNDLED_NAME, config_path
 from selfcal_lightning.plan import free_bytes, show_bytes
 
 NEEDED_BYTES = 100 * 2**20
@@ -21,9 +21,9 @@ LARGER = "train/qwen2.5-7b-instruct.yaml"
 
 
 def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
-    """Return the arguments of ``selfcal`` for each step: calibrate, export, evaluate."""
+    """Return the arguments of ``selfcal`` for each step: calibrate, evaluate."""
     folder = Path(output_dir)
-    adapter, merged = str(folder / "adapter"), str(folder / "calibrated")
+    adapter = str(folder / "adapter")
     return [
         [
             "fit", "--config", config_path("demo.yaml"),
@@ -31,10 +31,9 @@ def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
             "--trainer.logger.init_args.save_dir", str(folder),
             "--trainer.callbacks.output_dir", adapter,
         ],
-        ["export", "--adapter", adapter, "--output_dir", merged, "--overwrite", "true"],
         [
             "evaluate", "--config", config_path("evaluate/demo.yaml"),
-            "--after", merged, "--output_dir", str(folder / "evaluation"),
+            "--adapter", adapter, "--output_dir", str(folder / "evaluation"),
         ],
     ]  # fmt: skip
 
@@ -43,7 +42,7 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     """Calibrate the bundled model and compare it with itself before, on questions that it has not seen.
 
     Args:
-        output_dir: Where samples, adapter, merged model, figures, tables and TensorBoard logs go. What is there from
+        output_dir: Where samples, adapter, figures, tables and TensorBoard logs go. What is there from
             an earlier demo is reused where it still fits, and replaced where it does not.
 
     Raises:
@@ -55,8 +54,9 @@ def run_demo(output_dir: str = "runs/demo") -> None:
             f"{show_bytes(free_bytes(output_dir))}. Free some, or name another folder by `--output_dir`."
         )
     started = time.monotonic()
-    for step, arguments in enumerate(demo_commands(output_dir), start=1):
-        sys.stdout.write(f"\n[{step}/3] {shlex.join(['selfcal', *arguments])}\n")
+    commands = demo_commands(output_dir)
+    for step, arguments in enumerate(commands, start=1):
+        sys.stdout.write(f"\n[{step}/{len(commands)}] {shlex.join(['selfcal', *arguments])}\n")
         sys.stdout.flush()
         status = run_step(arguments)
         if status:
@@ -87,14 +87,16 @@ def run_step(arguments: Sequence[str]) -> int:
 
 def what_next(folder: Path) -> str:
     """Return where the results lie, and commands that this machine can run."""
-    merged = folder / "calibrated"
+    adapter = folder / "adapter"
     return (
         "What to look at, and what to type next:\n"
         f"  {folder}/evaluation/reliability.png    reliability before and after\n"
+        f"  {folder}/evaluation/votes.png          votes of 1, 2, 4 ... samples, counted and weighted by confidence\n"
         f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png beside it\n"
         f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
-        f'  selfcal answer --model {merged} --question "Tom has 3 boxes of 4 pens. How many pens has he?"\n'
+        f"  selfcal answer --model {BUNDLED_NAME} --adapter {adapter} "
+        f'--question "Tom has 3 boxes of 4 pens. How many pens has he?"\n'
         f"{larger_model_lines()}"
     )
 

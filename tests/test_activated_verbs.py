@@ -201,12 +201,6 @@ def test_predict_states_what_the_engine_does_in_every_layout(
 # ---- what an activated adapter cannot
 
 
-def test_a_server_refuses_it(tiny_model: str, adapter: str, tmp_path: Path) -> None:
-    more = {"engine_args": {"served_model": "a"}, "edt_scale": None}
-    with pytest.raises(ValueError, match=r"with the engine openai, but got the activated one .* here it would change"):
-        run_generate(tiny_model, str(tmp_path / "store"), engine="openai", adapter=adapter, **OPTIONS, **more)
-
-
 def test_later_rounds_are_refused_with_the_reason(tiny_model: str, tmp_path: Path) -> None:
     data = data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1)
     trainer = trainer_with(generation(), max_epochs=2, reload_dataloaders_every_n_epochs=1)

@@ -31,6 +31,8 @@ _FIELDS = {
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 }  # fmt: skip
 
+ADAPTER = "confidence"  # the server's name for an adapter, which is asked and samples nothing
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -97,7 +99,7 @@ class FakeServer:
     """Serves ``model`` on a free port of 127.0.0.1 until ``close``.
 
     Attributes:
-        models: Names of the models that it says it has; it has the first.
+        models: Names of the models that it says it has; it has the first, and the adapter where there is one.
         faults: What to do instead of answering, for the next requests to /v1/completions.
         exchanges: All requests that came in.
         abandoned: How many requests the client gave up while they were worked on.
@@ -114,10 +116,12 @@ class FakeServer:
         key: str | None = None,
         knows_edt: bool = True,
         writes_ids: bool = True,
+        adapter: Model | None = None,
     ) -> None:
+        self._adapter = adapter
         self._model, self._tokenizer, self._max_model_len, self._key = model, tokenizer, max_model_len, key
         self._knows_edt, self._writes_ids = knows_edt, writes_ids
-        self.models = ["tiny"]
+        self.models = ["tiny"] if adapter is None else ["tiny", ADAPTER]
         self.faults: deque[Fault] = deque()
         self.exchanges: list[Exchange] = []
         self.abandoned = self.busy = self.busiest = 0
@@ -190,9 +194,10 @@ class FakeServer:
             exchange.error(401, "Unauthorized")
         elif exchange.path == "/v1/models":
             limit = {} if self._max_model_len is None else {"max_model_len": self._max_model_len}
-            exchange.json(
-                {"object": "list", "data": [{"id": name, "object": "model", **limit} for name in self.models]}
-            )
+            cards = [{"id": name, "object": "model", "parent": None, **limit} for name in self.models]
+            if self._adapter is not None:
+                cards[-1] |= {"max_model_len": None, "parent": "tiny"}
+            exchange.json({"object": "list", "data": cards})
         elif exchange.path == "/version":
             exchange.json({"version": "0.fake"})
         elif exchange.path == "/tokenize":
@@ -210,7 +215,7 @@ class FakeServer:
         """Return what vLLM says to a request that it does not take."""
         ids, scored, edt = body.get("prompt"), body.get("logprob_token_ids"), body.get("vllm_xargs", {}).get("edt")
         size, limit = len(self._tokenizer), self._max_model_len or 512
-        if body.get("model") != self.models[0]:
+        if body.get("model") not in {self.models[0], ADAPTER if self._adapter is not None else None}:
             return 404, f"The model `{body.get('model')}` does not exist."
         wrong = {
             f"unknown fields {set(body) - _FIELDS}": bool(set(body) - _FIELDS),
@@ -242,7 +247,8 @@ class FakeServer:
 
     async def _complete_score(self, exchange: Exchange) -> None:
         ids = tuple(exchange.body["logprob_token_ids"])
-        logprobs = await self._wait(self._model.score(tuple(exchange.body["prompt"]), ids))
+        model = self._adapter if exchange.body["model"] == ADAPTER else self._model
+        logprobs = await self._wait(model.score(tuple(exchange.body["prompt"]), ids))
         top = {self._write(token): logprob for token, logprob in zip(ids, logprobs, strict=True)}
         token, logprob = max(top.items(), key=lambda item: item[1])
         found = {"tokens": [token], "token_logprobs": [logprob], "top_logprobs": [top]}
@@ -250,6 +256,7 @@ class FakeServer:
 
     async def _complete_sample(self, exchange: Exchange) -> None:
         body = exchange.body
+        assert body["model"] == self.models[0], "nothing is sampled by the adapter's name"
         completion = await self._wait(self._model.sample(body))
         size = len(completion.token_ids) if not body.get("stream") else body.get("stream_interval", 1)
         for start in range(0, len(completion.token_ids), size):
@@ -301,8 +308,8 @@ class CannedModel:
 class RealModel:
     """The transformers engine, in a thread that works on all requests together; what was asked before is remembered."""
 
-    def __init__(self, path: str, *, max_batch: int = 64) -> None:
-        self._engine = TransformersEngine(path, dtype="float32", device="cpu", max_batch=max_batch)
+    def __init__(self, path: str, *, max_batch: int = 64, adapter: str | None = None) -> None:
+        self._engine = TransformersEngine(path, dtype="float32", device="cpu", max_batch=max_batch, adapter=adapter)
         self._network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._ends = self._engine.chat.end_of_turn_ids
         self._end_id = min(self._ends)

@@ -201,20 +201,6 @@ def test_predict_states_what_the_engine_does_in_every_layout(
 # ---- what an activated adapter cannot
 
 
-@pytest.mark.parametrize("engine", ["vllm", "openai"])
-def test_other_engines_refuse_it(engine: str, tiny_model: str, adapter: str, tmp_path: Path) -> None:
-    if engine == "vllm":
-        pytest.importorskip("vllm")
-    more = {"engine_args": {"served_model": "a"}, "edt_scale": None} if engine == "openai" else {}
-    with pytest.raises(
-        ValueError, match=f"with the engine {engine}, but got the activated one .* here it would change"
-    ):
-        run_generate(tiny_model, str(tmp_path / "store"), engine=engine, adapter=adapter, **OPTIONS, **more)
-    if engine == "vllm":
-        with pytest.raises(ValueError, match="with the engine vllm"):
-            run_evaluate(before=tiny_model, adapter=adapter, engine="vllm", tests=[TestSet("id", "word_problems")])
-
-
 def test_later_rounds_are_refused_with_the_reason(tiny_model: str, tmp_path: Path) -> None:
     data = data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1)
     trainer = trainer_with(generation(), max_epochs=2, reload_dataloaders_every_n_epochs=1)

@@ -154,7 +154,8 @@ class Engine(Protocol):
         """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
 
         Where the weights are quantised as they are read, ``quantization`` says how. Where P(True) is read from an
-        output layer in another dtype than the model's, ``head_dtype`` names it.
+        output layer in another dtype than the model's, ``head_dtype`` names it. ``activated_adapter_sha256`` names an
+        adapter that reads the confidence query alone: texts and their log-probabilities are the base model's.
         """
         ...
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from selfcal_lightning.engines.activated_probe import make_probe, query_settings
+from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
+from selfcal_lightning.engines.openai_adapter import try_adapter
 from selfcal_lightning.engines.openai_address import check_base_url, presentable, read_key
 from selfcal_lightning.engines.openai_facts import ServerFacts, inspect_server
 from selfcal_lightning.engines.openai_jobs import BackgroundJobs
@@ -28,11 +31,12 @@ from selfcal_lightning.engines.openai_wire import (
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.models.adapter_files import check_always_awake
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.records import Request, Response
 
 _DEFAULT_BATCH = 64
+T = TypeVar("T")
 
 
 class OpenAIEngine:
@@ -59,7 +63,10 @@ class OpenAIEngine:
         revision: Revision of the model on the hub.
         weights: Folder or hub name of the server's weights on this machine, hashed by ``describe``. A server does not
             tell its weights: None leaves them unknown.
-        adapter: Folder of the LoRA adapter that ``served_model`` names, likewise only to be hashed.
+        adapter: Folder of the LoRA adapter that ``served_model`` names, likewise only to be hashed. With an activated
+            one, which needs our plugin in the server, the model below it samples and the adapter reads the query; a
+            self-test at the start holds both, and the confidences against those of transformers where ``weights`` are
+            here and ``dtype`` is float32.
         dtype: Data type that the server runs in, for ``describe`` likewise; None or "auto" is unknown.
         max_context: Longest prompt + response + query in tokens; None takes one less than the server's limit, which
             counts one token more.
@@ -121,7 +128,6 @@ class OpenAIEngine:
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
-        check_always_awake(adapter, engine="openai")
         if adapter is not None and served_model is None:
             raise ValueError(
                 f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "
@@ -133,6 +139,7 @@ class OpenAIEngine:
         self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
         self._served_model, self._tokenizer = served_model, tokenizer or model
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
         self._max_context, self._chat = max_context, chat
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
         self._vocabulary = 0
@@ -172,6 +179,8 @@ class OpenAIEngine:
         self._in_flight.check_new(requests)
         for request in requests:
             check_sampling(request.sampling, server_edt=self._server_edt)
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
             response_room(request, self._facts.max_context)
         flights = {next(self._numbers): Flight(request) for request in requests}
         self._flights |= flights
@@ -212,22 +221,24 @@ class OpenAIEngine:
     ) -> list[list[float] | None]:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
-        Samples in flight go on meanwhile; what finishes is kept for ``poll``.
+        Samples in flight go on meanwhile; what finishes is kept for ``poll``. An activated adapter reads the query that
+        a prompt ends with, and no other token.
 
         Raises:
-            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter, which it
-                calls by one name with its base model.
+            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter that is
+                always awake, which it calls by one name with its base model.
             RequestsFailedError: When prompts could not be scored.
         """
         self._ensure_started()
-        if not with_adapter and self._identity["adapter"] is not None:
+        if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
             raise ValueError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.max_context:
                 raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         numbers = [next(self._numbers) for _ in prompts]
         self._in_flight.expect_scores(numbers)
-        jobs = [(n, partial(self._score, tuple(p), tuple(token_ids))) for n, p in zip(numbers, prompts, strict=True)]
+        score = partial(self._score, token_ids=tuple(token_ids), with_adapter=with_adapter)
+        jobs = [(n, partial(score, tuple(p))) for n, p in zip(numbers, prompts, strict=True)]
         self._jobs.add(jobs, first=True)
         try:
             while self._in_flight.awaits_any(numbers):
@@ -251,7 +262,7 @@ class OpenAIEngine:
             "model": self.model,
             "revision": known["revision"],
             "weights_sha256": None if weights is None else weights_sha256(weights, revision=known["revision"]),
-            "adapter_sha256": None if adapter is None else weights_sha256(adapter),
+            **adapter_identity(adapter),
         }
 
     def close(self) -> None:
@@ -296,7 +307,9 @@ class OpenAIEngine:
         )
         jobs, started = BackgroundJobs(limit=self._max_batch), False
         try:
-            self._facts = jobs.run(self._inspect(transport))
+            self._facts = jobs.run(self._presentably(self._inspect(transport)))
+            if self._query_ids is not None:
+                self._try_adapter(jobs, transport)
             started = True
         finally:
             if not started:
@@ -304,21 +317,43 @@ class OpenAIEngine:
         self._jobs, self._transport = jobs, transport
 
     async def _inspect(self, transport: Transport) -> ServerFacts:
+        return await inspect_server(
+            transport,
+            served_model=self._served_model,
+            default_model=self.model,
+            is_activated=self._query_ids is not None,
+            max_context=self._max_context,
+            chat=self._chat,
+            vocabulary=self._vocabulary,
+            server_edt=self._server_edt,
+            key_name=self._api_key_env,
+            deadline=self._time_limit(),
+        )
+
+    async def _presentably(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await inspect_server(
-                transport,
-                served_model=self._served_model,
-                default_model=self.model,
-                max_context=self._max_context,
-                chat=self._chat,
-                vocabulary=self._vocabulary,
-                server_edt=self._server_edt,
-                key_name=self._api_key_env,
-                deadline=self._time_limit(),
-            )
+            return await work
         except (ServerError, ValueError) as error:  # what the server wrote may stand in it
             kind = ServerError if isinstance(error, ServerError) else ValueError
             raise kind(presentable(str(error), key=self._key)) from None
+
+    def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
+        """Hold an activated adapter against the base model, and where that can be against the training module."""
+        settings = query_settings(self._chat.query, self._query_ids)
+        sizes = {"vocabulary": self._facts.vocabulary, "longest": self._facts.max_context}
+        probe = make_probe(settings["query"], settings["token_ids"], **sizes)
+        exact, weights = self._identity["dtype"] == "float32", self._identity["weights"]
+
+        async def ask(prompt: tuple[int, ...], by_adapter: bool) -> list[float]:
+            name = self._facts.adapter if by_adapter else self._facts.served_model
+            return await self._ask(transport, name, prompt, probe.token_ids, self._time_limit())
+
+        awake = jobs.run(self._presentably(try_adapter(ask, probe, exact=exact)))
+        if exact and weights is not None:
+            from selfcal_lightning.engines.transformers_sleep import hold_against_module
+
+            origin = {"model": weights, "revision": self._identity["revision"], "adapter": self._identity["adapter"]}
+            hold_against_module(awake, probe.contexts, settings, engine="the server", **origin)
 
     def _time_limit(self) -> float:
         return asyncio.get_running_loop().time() + self._deadline
@@ -342,15 +377,24 @@ class OpenAIEngine:
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
         return replace(response, yes_mass=math.fsum(yes), no_mass=math.fsum(no))
 
-    async def _score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[float]:
-        return await self._probabilities(prompt, token_ids, self._time_limit())
+    async def _score(self, prompt: tuple[int, ...], *, token_ids: tuple[int, ...], with_adapter: bool) -> list[float]:
+        return await self._probabilities(prompt, token_ids, self._time_limit(), with_adapter=with_adapter)
 
-    async def _probabilities(self, prompt: Sequence[int], token_ids: Sequence[int], deadline: float) -> list[float]:
+    async def _probabilities(
+        self, prompt: Sequence[int], token_ids: Sequence[int], deadline: float, *, with_adapter: bool = True
+    ) -> list[float]:
+        awake = with_adapter and ends_with_query(prompt, self._query_ids)
+        name = self._facts.adapter if awake else self._facts.served_model
+        return await self._ask(self._transport, name, prompt, token_ids, deadline)
+
+    async def _ask(
+        self, transport: Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
+    ) -> list[float]:
         found: list[float] = []
         for start in range(0, len(token_ids), MAX_SCORED_IDS):
             chunk = token_ids[start : start + MAX_SCORED_IDS]
-            body = {"model": self._facts.served_model, **score_body(prompt, chunk)}
-            found += read_probabilities(await self._transport.post("completions", body, deadline=deadline), chunk)
+            body = {"model": name, **score_body(prompt, chunk)}
+            found += read_probabilities(await transport.post("completions", body, deadline=deadline), chunk)
         return found
 
     def _work(self) -> None:

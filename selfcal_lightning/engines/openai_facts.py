@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from selfcal_lightning.engines.openai_adapter import base_of
 from selfcal_lightning.engines.openai_retries import ServerError
 from selfcal_lightning.engines.openai_transport import StatusError, Transport
 from selfcal_lightning.engines.openai_wire import EDT_ARG, EDT_PROCESSOR, choose_model, edt_probe_body
@@ -24,12 +25,14 @@ class ServerFacts:
         max_context: Longest prompt + response + query, in tokens.
         version: Version of vLLM; None where it does not tell.
         vocabulary: Number of token ids that it may send.
+        adapter: Its name for the activated adapter on that model; None without one.
     """
 
     served_model: str
     max_context: int
     version: str | None
     vocabulary: int
+    adapter: str | None = None
 
 
 async def inspect_server(
@@ -37,6 +40,7 @@ async def inspect_server(
     *,
     served_model: str | None,
     default_model: str,
+    is_activated: bool,
     max_context: int | None,
     chat: ChatFormat,
     vocabulary: int,
@@ -50,6 +54,7 @@ async def inspect_server(
         transport: The way to it.
         served_model: The name that the user gave, or None.
         default_model: The name to take where the server has it and none was given.
+        is_activated: Whether the name that was given is an activated adapter's, whose base model samples.
         max_context: The limit that the user gave, or None.
         chat: The chat format that prompts are rendered with.
         vocabulary: Number of the model's token ids.
@@ -67,14 +72,16 @@ async def inspect_server(
         if error.status in _KEY_IS_WRONG:
             raise ServerError(f"{error} Expected the key in the environment variable {key_name}.") from None
         raise ServerError(f"{error} Expected `base_url` to be the address before `/models`, such as .../v1.") from None
-    name, limit = choose_model(answer, wanted=served_model, default=default_model)
+    adapter = served_model if is_activated else None
+    wanted = served_model if adapter is None else base_of(answer, adapter)
+    name, limit = choose_model(answer, wanted=wanted, default=default_model)
     root = transport.base_url.removesuffix("/v1")
     version = (await _offered(transport, f"{root}/version", None, deadline)).get("version")
     await _check_tokenizer(transport, root, name, chat, deadline)
     if server_edt:
         await _check_edt(transport, name, chat, deadline)
     told = version if isinstance(version, str) else None
-    return ServerFacts(name, _context(max_context, limit), told, vocabulary)
+    return ServerFacts(name, _context(max_context, limit), told, vocabulary, adapter)
 
 
 def _context(wanted: int | None, limit: int | None) -> int:

@@ -208,10 +208,7 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
         ServerError: When the answer is not a list of models.
         ValueError: When the server has not the model, or several and none was named.
     """
-    try:
-        limits: Mapping[str, Any] = {str(item["id"]): item.get("max_model_len") for item in _listed(answer["data"])}
-    except _NOT_AS_AGREED as error:
-        raise _garbage("a list of models", answer, error) from None
+    limits = {name: item.get("max_model_len") for name, item in list_models(answer).items()}
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
         if name in limits:
@@ -219,6 +216,21 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
     raise ValueError(
         f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
     )
+
+
+def list_models(answer: Any) -> dict[str, Mapping[str, Any]]:
+    """Return what a server says of each of its models, by name, from its answer to ``GET /models``.
+
+    Raises:
+        ServerError: When it is not a list of models.
+    """
+    try:
+        models = {str(item["id"]): item for item in _listed(answer["data"])}
+        if not all(isinstance(item, dict) for item in models.values()):
+            raise TypeError
+    except _NOT_AS_AGREED as error:
+        raise _garbage("a list of models", answer, error) from None
+    return models
 
 
 def _token_id(token: str, vocabulary: int = LARGEST_ID) -> int:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 from selfcal_lightning.engines.transformers_rows import SlotRows
-from selfcal_lightning.engines.transformers_sleep import check_query, check_sleep, ends_with_query
+from selfcal_lightning.engines.transformers_sleep import check_sleep
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.adapter_files import read_invocation_ids

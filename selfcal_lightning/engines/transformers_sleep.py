@@ -1,26 +1,13 @@
-"""What the transformers engine asks of an activated adapter before it works with one."""
+"""What the transformers engine asks of an activated adapter before it works with one, and what others are held to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from selfcal_lightning.engines.transformers_model import CachedModel
-
-
-def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
-    """Raise ValueError unless ``given`` is the query that the adapter was trained on, both in token ids."""
-    if tuple(given) != tuple(query_ids):
-        raise ValueError(
-            f"Expected the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids, "
-            f"but got {list(given)}. Set `query` to the text in the adapter's manifest, and `model` to its base model."
-        )
-
-
-def ends_with_query(prompt: Sequence[int], query_ids: Sequence[int] | None) -> bool:
-    """Return whether ``prompt`` is a query behind something, so that an activated adapter reads its end."""
-    return query_ids is not None and len(prompt) > len(query_ids) and tuple(prompt[-len(query_ids) :]) == query_ids
+from selfcal_lightning.engines.activated_probe import Table, check_equals_module
+from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 
 
 def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
@@ -46,3 +33,30 @@ def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
             f"{'one that never wakes' if torch.equal(awake, silent) else 'one that stays awake'}. Is it one that "
             "`selfcal fit` exported, and its weights not all zero?"
         )
+
+
+def hold_against_module(
+    awake: Table, contexts: Sequence[Sequence[int]], activated: Mapping[str, Sequence[int]], *, model: str,
+    revision: str | None, adapter: str, engine: str,
+) -> float:  # fmt: skip
+    """Return the largest difference of an engine's probabilities from those of the training module, both in float32.
+
+    The module's are read on the CPU; the model is in memory for as long as this takes.
+
+    Args:
+        awake: What the engine says after ``contexts`` with the query, [contexts][tokens].
+        contexts: Token ids.
+        activated: The ``query`` and the ``token_ids`` that were asked for.
+        model: Folder or hub name of the base model.
+        revision: Its revision on the hub.
+        adapter: Folder of the activated adapter.
+        engine: Name of the engine, for the message.
+
+    Raises:
+        ValueError: They differ by more than 1e-4.
+    """
+    cached = CachedModel(load_network(model, revision=revision, adapter=adapter, dtype="float32", device="cpu"))
+    with torch.no_grad():
+        logits = torch.cat([cached.query_logits([context], activated["query"]) for context in contexts])
+    module = logits.double().softmax(-1)[:, list(activated["token_ids"])].tolist()
+    return check_equals_module(awake, module, engine=engine)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.engines.activated_probe import query_settings
+from selfcal_lightning.engines.activated_queries import check_query
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
@@ -30,7 +32,7 @@ from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.model_folders import check_model_folder
-from selfcal_lightning.models.adapter_files import check_always_awake
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 
@@ -53,7 +55,9 @@ class VLLMEngine:
     Args:
         model: Folder or hub name of the model, or "bundled".
         revision: Its revision on the hub.
-        adapter: Folder of a LoRA adapter to sample with.
+        adapter: Folder of a LoRA adapter to sample with. With an activated one the engine samples with the base model
+            alone, and reads the confidence query with the adapter over the same cache; a self-test at the start holds
+            both, and in float32 the confidences against those of transformers, for which the model is loaded once more.
         dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. In half precision
             the output layer computes in float32 all the same, for P(True).
         max_context: Longest prompt + response + query in tokens; None is the model's own limit, or, with a warning,
@@ -116,9 +120,9 @@ class VLLMEngine:
         for name, value, least in limits:
             if value < least:
                 raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
-        check_always_awake(adapter, engine="vllm")
         model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
         self._settings: dict[str, Any] = {
             "dtype": None if dtype == "auto" else dtype,
             "max_context": max_context,
@@ -168,6 +172,8 @@ class VLLMEngine:
         self._ensure_started()
         self._in_flight.check_new(requests)
         for request in requests:
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
             self._check_ids(f"the prompt of request {request.id!r}", request.prompt_ids)
             self._room(request)
         numbers = self._book.add(
@@ -207,7 +213,8 @@ class VLLMEngine:
         """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
 
         Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
-        the engine, or that vLLM refuses.
+        the engine, or that vLLM refuses. An activated adapter reads the query that a prompt ends with, and no other
+        token.
 
         Raises:
             ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
@@ -247,7 +254,7 @@ class VLLMEngine:
             "model": self.model,
             "revision": self.revision,
             "weights_sha256": weights_sha256(self.model, revision=self.revision),
-            "adapter_sha256": None if self.adapter is None else weights_sha256(self.adapter),
+            **adapter_identity(self.adapter),
         }
 
     def close(self) -> None:
@@ -291,15 +298,22 @@ class VLLMEngine:
         folder = model_folder(self.model, revision=self.revision)
         rank = None if self.adapter is None else lora_rank(self.adapter)
         settings = {**self._settings, "model": str(folder), "adapter": self.adapter, "lora_rank": rank}
+        activated = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
+        settings["activated"] = activated
         timeout = self._start_timeout
         if timeout is None:
             timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / START_BYTES_A_SECOND
         environment = worker_environment(
-            os.environ, on_cpu=is_cpu_build(), devices=self._devices, num_threads=self._num_threads
+            os.environ,
+            on_cpu=is_cpu_build(),
+            devices=self._devices,
+            num_threads=self._num_threads,
+            activated_adapter=self.adapter if self._query_ids else None,
         )
         self._owner = os.getpid()
         self._tally.add(starts=1)
         self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
+        is_first = not self._limits
         try:
             self._limits = self._process.start(settings, timeout=timeout)
         except (EOFError, OSError) as error:
@@ -309,6 +323,19 @@ class VLLMEngine:
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
             _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)
         self._settings["max_context"] = self._limits["max_context"]  # the same after a restart
+        if is_first and activated is not None and self._limits["dtype"] == "float32":
+            self._check_against_module(activated)
+
+    def _check_against_module(self, activated: dict[str, Any]) -> None:
+        """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
+        from selfcal_lightning.engines.transformers_sleep import hold_against_module
+
+        told, origin = self._limits["probe"], {"model": self.model, "revision": self.revision, "adapter": self.adapter}
+        try:
+            hold_against_module(told["awake"], told["contexts"], activated, engine="vLLM", **origin)
+        except ValueError:
+            self.close()
+            raise
 
     def _work(self) -> None:
         """Feed the child, wait for what it says and take it in."""

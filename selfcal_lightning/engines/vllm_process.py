@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
 from selfcal_lightning.engines.vllm_channel import Channel
 
 WORKER_MODULE = "selfcal_lightning.engines.vllm_worker"
@@ -132,7 +133,12 @@ def way_out(report: str) -> str:
 
 
 def worker_environment(
-    parent: Mapping[str, str], *, on_cpu: bool, devices: Sequence[int] | None = None, num_threads: int | None = None
+    parent: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    devices: Sequence[int] | None = None,
+    num_threads: int | None = None,
+    activated_adapter: str | None = None,
 ) -> dict[str, str]:
     """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs.
 
@@ -141,6 +147,7 @@ def worker_environment(
         on_cpu: Whether vLLM is the CPU build.
         devices: GPUs of this rank as the parent counts them; None leaves the parent's choice.
         num_threads: OpenMP threads; None takes one on CPU (more are slower on shared cores) and the parent's on GPU.
+        activated_adapter: Folder of an adapter that wakes at its query, for our plugin in the child's own children.
 
     Raises:
         ValueError: When ``devices`` names a GPU that the parent does not see.
@@ -158,6 +165,9 @@ def worker_environment(
     }
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the child steps the engine itself
     environment["VLLM_NO_USAGE_STATS"] = "1"
+    environment.pop(ADAPTER_VARIABLE, None)
+    if activated_adapter is not None:
+        environment[ADAPTER_VARIABLE] = str(Path(activated_adapter).resolve())
     # All processes of an engine are on this machine: its address in a network may lead through a firewall.
     environment.setdefault("VLLM_HOST_IP", "127.0.0.1")
     package_root = str(Path(__file__).resolve().parents[2])

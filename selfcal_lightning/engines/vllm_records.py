@@ -30,6 +30,8 @@ class VLLMStatistics:
         prompt_cached_tokens: Those that the prefix cache held.
         query_tokens: Tokens of the P(True) passes (prompt + response + suffix).
         query_cached_tokens: Those that the prefix cache held.
+        score_tokens: Tokens of the prompts that were scored.
+        score_cached_tokens: Those that the prefix cache held.
     """
 
     starts: int = 0
@@ -41,6 +43,8 @@ class VLLMStatistics:
     prompt_cached_tokens: int = 0
     query_tokens: int = 0
     query_cached_tokens: int = 0
+    score_tokens: int = 0
+    score_cached_tokens: int = 0
 
     @property
     def query_hit_rate(self) -> float | None:
@@ -83,21 +87,23 @@ class Tally:
 
 
 def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request], int]) -> Iterator[dict[str, Any]]:
-    """Yield the messages that hand ``flights`` to the child; prompts that samples share are written once.
+    """Yield the messages that hand ``flights`` to the child: one of scores, one of samples with each prompt once.
 
     Args:
         flights: Flights with their numbers.
         room: Most tokens of the response to a request.
     """
     prompts: dict[tuple[int, ...], int] = {}
-    samples = []
+    scores, samples = [], []
     for number, flight in flights:
         if flight.request is None:
             asked = {"prompt": flight.prompt, "token_ids": flight.token_ids, "with_adapter": flight.with_adapter}
-            yield {"op": "score", "id": number, **asked}
+            scores.append({"id": number, **asked})
         else:
             place = prompts.setdefault(flight.prompt, len(prompts))
             samples.append({"id": number, "prompt": place, **_sample_form(flight.request, room(flight.request))})
+    if scores:
+        yield {"op": "score", "requests": scores}
     if samples:
         yield {"op": "sample", "prompts": list(prompts), "requests": samples}
 

@@ -4,7 +4,8 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm_worker
 
 - ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
 - ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
-- ``score``: a prompt and at most 128 token ids, with or without the adapter; the probabilities come in ``results``.
+- ``score``: prompts, each with at most 128 token ids, with or without the adapter; the probabilities come in
+  ``results``. Those that are told together run together: an adapter on a CPU dislikes small batches.
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
 - ``close``: end.
 
@@ -25,16 +26,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.engines.activated_queries import ends_with_query
 from selfcal_lightning.engines.vllm_channel import Channel
+from selfcal_lightning.engines.vllm_params import probabilities, query_params, sampling_params
+from selfcal_lightning.engines.vllm_self_test import try_adapter
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
 EDT_PROCESSOR = "selfcal_lightning.engines.vllm_edt:DynamicTemperature"
-COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
 PROGRESS_SECONDS = 1.0
 _QUERY_FIRST, _SAMPLE_NEXT = 0, 1
 
@@ -53,16 +56,19 @@ class Worker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._stop_ids = frozenset(settings["stop_token_ids"])
+        activated = settings["activated"]
+        self._query_ids: list[int] | None = None if activated is None else activated["query"]
         self._engine, self.limits = _build_engine(settings)
         self._samples: dict[int, _Sample] = {}
         self._scores: dict[int, list[int]] = {}
         self._lora: LoRARequest | None = None
         if settings["adapter"] is not None:
             self._lora = self._load_adapter(settings["adapter"])
+        if activated is not None:
+            self.limits["probe"] = try_adapter(self._engine, self._lora, activated, self.limits)
         self._failed: list[dict[str, Any]] = []
-        self.counters = dict.fromkeys(
-            ("steps", "prompt_tokens", "prompt_cached_tokens", "query_tokens", "query_cached_tokens"), 0
-        )
+        kinds = ("prompt", "query", "score")
+        self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}
 
     @property
     def busy(self) -> bool:
@@ -73,14 +79,17 @@ class Worker:
         """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
         for spec in specs:
             self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
-            prompt, params = prompts[spec["prompt"]], _sampling_params(spec, self._stop_ids)
-            self._add(spec["id"], f"s{spec['id']}", prompt, params, self._lora)
+            prompt, params = prompts[spec["prompt"]], sampling_params(spec, self._stop_ids)
+            self._add(spec["id"], f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
 
-    def add_score(self, score_id: int, prompt: list[int], token_ids: list[int], *, with_adapter: bool) -> None:
-        """Queue the question how probable each of ``token_ids`` is after ``prompt``."""
-        self._scores[score_id] = token_ids
-        lora = self._lora if with_adapter else None
-        self._add(score_id, f"p{score_id}", prompt, _query_params(token_ids), lora, priority=_QUERY_FIRST)
+    def add_scores(self, specs: list[dict[str, Any]]) -> None:
+        """Queue questions how probable each of some tokens is after a prompt."""
+        for spec in specs:
+            self._scores[spec["id"]] = spec["token_ids"]
+            sleeps = self._query_ids is not None and not ends_with_query(spec["prompt"], self._query_ids)
+            lora = self._lora if spec["with_adapter"] and not sleeps else None
+            params = query_params(spec["token_ids"])
+            self._add(spec["id"], f"p{spec['id']}", spec["prompt"], params, lora, priority=_QUERY_FIRST)
 
     def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
         """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
@@ -118,7 +127,8 @@ class Worker:
             elif stage == "q" and number in self._samples:
                 finished = self._on_queried(number, output)
             elif stage == "p" and number in self._scores:
-                values = _probabilities(output.outputs[0], self._scores.pop(number))
+                self._count("score", output)
+                values = probabilities(output.outputs[0], self._scores.pop(number))
                 scores.append({"id": number, "probabilities": values})
                 continue
             else:
@@ -154,6 +164,10 @@ class Worker:
             self._scores.pop(number, None)
             self._failed.append({"id": number, "error": str(error)})
 
+    def _count(self, kind: str, output: RequestOutput) -> None:
+        self.counters[f"{kind}_tokens"] += len(output.prompt_token_ids)
+        self.counters[f"{kind}_cached_tokens"] += output.num_cached_tokens or 0
+
     def _on_sampled(self, number: int, output: RequestOutput) -> dict[str, Any] | None:
         sample, completion = self._samples[number], output.outputs[0]
         token_ids = list(completion.token_ids)
@@ -163,8 +177,7 @@ class Worker:
         if stopped:
             token_ids.pop()
             logprobs.pop()
-        self.counters["prompt_tokens"] += len(sample.prompt)
-        self.counters["prompt_cached_tokens"] += output.num_cached_tokens or 0
+        self._count("prompt", output)
         sample.result = {
             "id": number,
             "token_ids": token_ids,
@@ -175,17 +188,16 @@ class Worker:
         if query is None:
             return self._samples.pop(number).result
         ids = [*sample.prompt, *token_ids, *query["suffix"]]
-        params = _query_params([*query["yes"], *query["no"]])
+        params = query_params([*query["yes"], *query["no"]])
         self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
         return None
 
     def _on_queried(self, number: int, output: RequestOutput) -> dict[str, Any]:
         sample = self._samples.pop(number)
         query = sample.spec["query"]
-        self.counters["query_tokens"] += len(output.prompt_token_ids)
-        self.counters["query_cached_tokens"] += output.num_cached_tokens or 0
-        yes = math.fsum(_probabilities(output.outputs[0], query["yes"]))
-        no = math.fsum(_probabilities(output.outputs[0], query["no"]))
+        self._count("query", output)
+        yes = math.fsum(probabilities(output.outputs[0], query["yes"]))
+        no = math.fsum(probabilities(output.outputs[0], query["no"]))
         return {**sample.result, "yes": yes, "no": no}
 
 
@@ -214,7 +226,9 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "disable_log_stats": True,
     }
     if settings["lora_rank"] is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings["lora_rank"]}
+        # On a CPU some layers take "no adapter" for the last slot: one more stays empty.
+        arguments |= {"enable_lora": True, "max_loras": 1 + on_cpu, "max_lora_rank": settings["lora_rank"]}
+        _prepare_adapter(settings, on_cpu=on_cpu)
     limit = _model_length(EngineArgs(**arguments), settings["max_context"])
     arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
     if on_cpu:
@@ -248,6 +262,18 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     }
 
 
+def _prepare_adapter(settings: dict[str, Any], *, on_cpu: bool) -> None:
+    """Change in this process what vLLM does with adapters, where it has to be changed."""
+    if on_cpu:
+        from selfcal_lightning.engines.vllm_punica import use_for_cpu
+
+        use_for_cpu()
+    if settings["activated"] is not None:
+        from selfcal_lightning.engines.vllm_activated import wake_at_query
+
+        wake_at_query(settings["adapter"])
+
+
 def _model_length(arguments: Any, max_context: int | None) -> int:
     """Return vLLM's ``max_model_len`` for a longest prompt + response + query of ``max_context`` tokens."""
     longest = arguments.create_model_config().max_model_len
@@ -256,47 +282,6 @@ def _model_length(arguments: Any, max_context: int | None) -> int:
     if max_context > longest:
         raise ValueError(f"Expected `max_context` to be at most the model's {longest}, but got {max_context}.")
     return min(max_context + 1, longest)
-
-
-def _sampling_params(spec: dict[str, Any], stop_ids: frozenset[int]) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    temperature, edt = spec["temperature"], spec["edt"]
-    if 0.0 < temperature < COLDEST_PLAIN_TEMPERATURE and edt is None:
-        edt = [temperature, 1.0, 0.0]
-    return SamplingParams(
-        temperature=temperature if edt is None else 1.0,
-        extra_args=None if edt is None else {"edt": edt},
-        top_p=spec["top_p"],
-        max_tokens=spec["max_tokens"],
-        seed=spec["seed"],
-        stop_token_ids=sorted(stop_ids),
-        ignore_eos=True,  # the end-of-turn ids are all named above
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _query_params(token_ids: list[int]) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        ignore_eos=True,
-        logprob_token_ids=list(dict.fromkeys(token_ids)),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _probabilities(completion: CompletionOutput, token_ids: list[int]) -> list[float]:
-    (position,) = completion.logprobs
-    return [math.exp(position[token].logprob) for token in token_ids]
 
 
 def _read_inbox(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -330,8 +315,7 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                 case "sample":
                     worker.add_samples(message["prompts"], message["requests"])
                 case "score":
-                    asked = {"with_adapter": message["with_adapter"]}
-                    worker.add_score(message["id"], message["prompt"], message["token_ids"], **asked)
+                    worker.add_scores(message["requests"])
                 case "cancel":
                     drawn = worker.cancel(message["ids"])
                     outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})

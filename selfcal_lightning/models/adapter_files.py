@@ -39,22 +39,6 @@ def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
 
 
-def check_always_awake(adapter: str | None, *, engine: str) -> None:
-    """Raise ValueError for an activated adapter, in the name of an engine that would let it read every token.
-
-    Args:
-        adapter: Its folder; None is none.
-        engine: Name of the engine.
-    """
-    if adapter is not None and Path(adapter).is_dir() and read_invocation_ids(adapter) is not None:
-        raise ValueError(
-            f"Expected an adapter that acts on all tokens with the engine {engine}, but got the activated one "
-            f"{adapter!r}, which acts on the confidence query alone: here it would change what is sampled. Use "
-            "`engine: transformers`; or sample with this engine without an adapter, and score the samples with "
-            "`selfcal score --adapter`."
-        )
-
-
 def adapter_identity(adapter: str | None) -> dict[str, str | None]:
     """Return the hash of an adapter, under the name that says what it changes.
 

@@ -53,6 +53,9 @@ def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
         "",
         "- With selfcal-lightning: `selfcal answer --model BASE --adapter FOLDER ...`, likewise `generate`, `score`, "
         "`evaluate` and `predict`.",
+        "- With vLLM's server, where selfcal-lightning is installed: `SELFCAL_ACTIVATED_ADAPTER=FOLDER vllm serve BASE "
+        "--enable-lora --max-loras 2 --lora-modules confidence=FOLDER`; then `--engine openai` with `served_model: "
+        "confidence`, or any client that asks `BASE` for answers and `confidence` for the query.",
         "- With PEFT alone, on whole sequences, `response` being the text without its end-of-turn token:",
         "",
         "```python",

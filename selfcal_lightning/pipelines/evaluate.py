@@ -178,7 +178,7 @@ def run_evaluate(
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
-        sides = model_sides(before, after, model, adapter, engine=engine)
+        sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
         check_sampled(sampled, settings, given, chosen)
         plan = plan_models(sampled)

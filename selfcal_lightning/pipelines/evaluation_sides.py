@@ -9,13 +9,13 @@ from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.fingerprints import weights_sha256
-from selfcal_lightning.models.adapter_files import check_always_awake, read_invocation_ids
+from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.pipelines.comparison import SIDES
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import Sample
 
 MODEL_SIDE = "model"
-OPTIONS_OF_SCORING = ("query", "dtype", "max_batch")
+OPTIONS_OF_SCORING = ("engine", "query", "dtype", "max_batch")
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,12 @@ class ModelSide:
     responses_of: str | None = None
 
 
-def model_sides(
-    before: str | None, after: str | None, model: str | None, adapter: str | None, *, engine: str
-) -> dict[str, ModelSide]:
+def model_sides(before: str | None, after: str | None, model: str | None, adapter: str | None) -> dict[str, ModelSide]:
     """Return the sides that the options of ``selfcal evaluate`` name.
 
     Raises:
-        ValueError: They name no model, or too many; or an adapter that the engine cannot use.
+        ValueError: They name no model, or too many.
     """
-    if adapter is not None and engine != "transformers":
-        check_always_awake(adapter, engine=engine)
     if model is not None and before is None and after is None:
         return {MODEL_SIDE: ModelSide(model, adapter)}
     if model is None and before is not None and (after is None) != (adapter is None):

@@ -1,0 +1,142 @@
+"""Does an engine let an activated adapter sleep and wake? A few prompts, asked with it and without it. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfcal_lightning.engines.activated_queries import check_query
+from selfcal_lightning.records import ConfidenceQuery
+
+CONTEXT_LENGTHS = (5, 41, 83)  # tokens; the longer ones end within a block of the cache behind whole ones
+EXACT_NATS, ROUNDED_NATS = 1e-3, 0.1
+EXACT_DIFFERENCE = 1e-4  # of probabilities in float32, from the training module's
+_LEAST, _TIMES_NOISE = 1e-5, 3.0
+_SMALLEST = 1e-30
+
+Table = list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is asked: contexts, and the same with the query behind them.
+
+    Attributes:
+        contexts: Token ids.
+        query_ids: Tokens of the query.
+        token_ids: Whose probabilities are compared: those of Yes and No.
+    """
+
+    contexts: tuple[tuple[int, ...], ...]
+    query_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+    @property
+    def asked(self) -> tuple[tuple[int, ...], ...]:
+        """The contexts, each with the query behind it."""
+        return tuple((*context, *self.query_ids) for context in self.contexts)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswers:
+    """Probabilities of the probe's tokens, [contexts][tokens] each.
+
+    Attributes:
+        base: Of the base model after the contexts, asked first.
+        asleep: Likewise by the adapter's name.
+        base_asked: Of the base model after the queries.
+        awake: Likewise by the adapter's name.
+        base_again: ``base_asked`` once more, when all others were there.
+    """
+
+    base: Table
+    asleep: Table
+    base_asked: Table
+    awake: Table
+    base_again: Table
+
+
+def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str, list[int]]:
+    """Return what an engine's process has to know of the query that wakes an adapter, JSON-able.
+
+    Raises:
+        ValueError: ``query`` is another one than the adapter's.
+    """
+    check_query(query.suffix_ids, query_ids)
+    return {"query": list(query_ids), "token_ids": [*query.yes_ids, *query.no_ids]}
+
+
+def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
+    """Return a probe whose contexts fit.
+
+    Args:
+        query_ids: Tokens of the query.
+        token_ids: Ids of Yes and No.
+        vocabulary: Number of token ids.
+        longest: Longest prompt, the query included, in tokens.
+    """
+    room = longest - len(query_ids)
+    lengths = sorted({min(length, room) for length in CONTEXT_LENGTHS})
+    if lengths[0] < 1:
+        raise ValueError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
+    contexts = tuple(tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths)
+    return Probe(contexts, tuple(query_ids), tuple(token_ids))
+
+
+def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
+    """Hold the adapter asleep against the base model, and awake against both.
+
+    Args:
+        answers: What the engine said.
+        exact: Whether it computes in float32; else rounding depends on what is computed together.
+        engine: Its name, for the message.
+
+    Raises:
+        ValueError: The adapter changes what stands before its query, or what comes after it, or does nothing.
+    """
+    bound = EXACT_NATS if exact else ROUNDED_NATS
+    asleep = _nats(answers.asleep, answers.base)
+    again = _nats(answers.base_again, answers.base_asked)
+    awake = _nats(answers.awake, answers.base_asked)
+    if not asleep <= bound:
+        raise ValueError(
+            f"Expected the activated adapter to leave the base model as it is while it sleeps, but in {engine} "
+            f"log-probabilities differ by {asleep:.3g}: it reads more than its query."
+        )
+    if not again <= bound:
+        raise ValueError(
+            f"Expected {engine} to keep what an activated adapter computes out of the base model's cache, but "
+            f"log-probabilities of the base model differ by {again:.3g} after the adapter was asked."
+        )
+    if not awake > max(_TIMES_NOISE * max(asleep, again), _LEAST):
+        raise ValueError(
+            f"Expected the activated adapter to change what follows its query, but in {engine} log-probabilities "
+            f"differ by {awake:.3g}, as much as noise. It was not trained, or it does not wake."
+        )
+
+
+def largest_difference(found: Table, wanted: Table) -> float:
+    """Return the largest absolute difference of probabilities."""
+    return max(abs(p - q) for pair in zip(found, wanted, strict=True) for p, q in zip(*pair, strict=True))
+
+
+def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
+    """Return the largest difference from the training module's probabilities after the queries, in float32.
+
+    Raises:
+        ValueError: It is above 1e-4.
+    """
+    difference = largest_difference(awake, module)
+    if not difference <= EXACT_DIFFERENCE:
+        raise ValueError(
+            f"Expected {engine} to give the probabilities of the module that trained the activated adapter to "
+            f"{EXACT_DIFFERENCE:g} in float32, but they differ by {difference:.3g}. Is `model` its base model?"
+        )
+    return difference
+
+
+def _nats(found: Table, wanted: Table) -> float:
+    """Return the largest absolute difference of log-probabilities."""
+    logs = [[[math.log(max(p, _SMALLEST)) for p in row] for row in table] for table in (found, wanted)]
+    return largest_difference(*logs)

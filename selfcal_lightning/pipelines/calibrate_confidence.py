@@ -267,7 +267,7 @@ def _load(
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    return load_recorded_pool(pool, split=split, task=task, confidences=annotations)
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=False)
 
 
 def _check_drawing(path: Path, output: str) -> None:

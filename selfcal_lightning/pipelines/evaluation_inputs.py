@@ -207,7 +207,7 @@ def sample_models(
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
             _sample(side, model, test, name, store, options)
-            found.setdefault(name, {})[side] = load_recorded_pool(store, split=name)
+            found.setdefault(name, {})[side] = load_recorded_pool(store, split=name, texts=False)
     return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}))
 
 
@@ -282,5 +282,10 @@ def _questions(test: TestSet) -> list[Question]:
 
 def _read(source: PoolSource) -> RecordedPool:
     return load_recorded_pool(
-        source.path, split=source.split, task=source.task, confidences=source.confidences, limit=source.limit
+        source.path,
+        split=source.split,
+        task=source.task,
+        confidences=source.confidences,
+        limit=source.limit,
+        texts=False,
     )

@@ -13,6 +13,8 @@ from selfcal_lightning.json_files import UnreadableJSONError, parse_json
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
+BLOCK_BYTES = 1 << 20
+
 
 def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
     """Open the store that holds what was imported from ``source``, and nothing else.
@@ -55,6 +57,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(content, dict):
                 raise line_error(path, number, "a JSON object", type(content).__name__)
             yield number, content
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has, empty ones too; of a large file faster than reading them."""
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
 
 
 def line_error(path: Path, number: int, expected: str, found: str) -> InputError:

@@ -73,18 +73,20 @@ class PoolArrays:
         """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
         return replace(self._taken(np.arange(len(order)), order), length=self.length)
 
-    def in_orders(self, order: NDArray[np.int64]) -> PoolArrays:
+    def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
         """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``.
 
         Args:
             order: Positions of samples [r * Q, W]; none may be padding.
+            questions: The Q consecutive questions that the orders are of.
         """
-        times, questions = divmod(len(order), len(self.length))
-        if questions:
-            raise ValueError(f"Expected orders of all {len(self.length)} questions, but got {len(order)} rows.")
-        taken = self._taken(np.arange(len(order)) % len(self.length), order)
+        ids = self.question_ids[questions]
+        times, left_over = divmod(len(order), len(ids))
+        if left_over:
+            raise ValueError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
+        taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
         length = np.full(len(order), order.shape[1], dtype=np.int64)
-        return replace(taken, question_ids=self.question_ids * times, length=length)
+        return replace(taken, question_ids=ids * times, length=length)
 
     def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
         place = rows[:, None], order

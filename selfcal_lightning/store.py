@@ -277,21 +277,10 @@ class SampleStore:
         entries = [entry for folder in folders for entry in read_part(folder).shards]
         return sum(entry.questions for entry in entries if entry.round == round)
 
-    def index(
-        self,
-        *,
-        split: str | None = None,
-        round: int = 0,
-        confidences: Sequence[str] = (),
-        on_rows: Callable[[int], None] = lambda _: None,
-    ) -> SampleIndex:
+    def index(self, *, split: str | None = None, round: int = 0, confidences: Sequence[str] = ()) -> SampleIndex:
         """Return the columns of all joined samples of ``round`` that fit in memory, sorted by question and sample.
 
-        Args:
-            split: Split to read; None reads all.
-            round: Generation round.
-            confidences: Annotations to merge in; rows that have none are nan, and their number is logged.
-            on_rows: Called with the number of rows of every shard that was read.
+        ``confidences`` names annotations to merge in; rows that have none are nan, and their number is logged.
         """
         tables: list[pa.Table] = []
         numbers: list[np.ndarray] = []
@@ -312,7 +301,6 @@ class SampleStore:
             tables.append(table.filter(pa.array(keep)))
             numbers.append(np.flatnonzero(keep))
             files.append(entry.file)
-            on_rows(entry.rows)
         return add_annotations(build_index(tables, numbers, files), self.path, confidences, shards)
 
     def samples(

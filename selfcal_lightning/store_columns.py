@@ -7,7 +7,7 @@ responses fits in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -24,11 +24,9 @@ NO_CONFIDENCES: Mapping[str, float] = {}
 
 def counted_samples(
     store: SampleStore,
+    index: SampleIndex,
     *,
-    split: str | None = None,
     round: int = 0,
-    task: str | None = None,
-    confidences: Sequence[str] = (),
     limit: int | None = None,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> Iterator[QuestionSamples]:
@@ -36,22 +34,17 @@ def counted_samples(
 
     Args:
         store: The store.
-        split: Split to read; None reads all.
-        round: Generation round.
-        task: Task to read; None reads all.
-        confidences: Annotations to merge in.
+        index: Its columns, of the questions that are wanted.
+        round: Generation round of the index.
         limit: The first so many questions; None takes all.
-        on_rows: Called with numbers of rows as these are read: once as columns, once as samples.
+        on_rows: Called with the number of rows of every question.
     """
-    index = store.index(split=split, round=round, confidences=confidences, on_rows=on_rows)
-    if task is not None:
-        index = index.select(index.task == task)
-    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))[: None if limit is None else limit + 1]
+    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
+    edges = edges if limit is None else edges[: limit + 1]
     questions = _questions(store, index, edges[:-1])
     for start, stop in pairwise(edges.tolist()):
-        yield QuestionSamples(
-            questions[index.question_id[start]], _samples(index, start, stop, round), index.split[start]
-        )
+        samples = _samples(index, start, stop, round)
+        yield QuestionSamples(questions[samples[0].question_id], samples, index.split[start])
         on_rows(stop - start)
 
 

@@ -180,6 +180,8 @@ def _confidences(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
     for chunk in column.chunks:  # of a shard each, so that few of these texts are Python strings at a time
         for position, content in enumerate(chunk.to_pylist(), start=start):
             for name, value in json.loads(content).items() if content is not None else ():
-                columns.setdefault(name, np.full(len(column), np.nan))[position] = value
+                if name not in columns:
+                    columns[name] = np.full(len(column), np.nan)
+                columns[name][position] = value
         start += len(chunk)
     return dict(sorted(columns.items()))

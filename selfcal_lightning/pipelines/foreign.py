@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import SampleStore, StoreFingerprint
 
 BLOCK_BYTES = 1 << 20
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
@@ -48,8 +50,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
                 content = parse_json(line, origin=str(path))
-                # JSON may spell lone surrogates, which no file of the store can hold.
-                json.dumps(content, ensure_ascii=False).encode()
+                # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
+                if ESCAPED_SURROGATE.search(line):
+                    json.dumps(content, ensure_ascii=False).encode()
             except UnreadableJSONError as error:
                 raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
             except UnicodeError as error:

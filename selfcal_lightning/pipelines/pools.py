@@ -12,7 +12,7 @@ from typing import Any
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.foreign import count_lines, read_json_lines
 from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
-from selfcal_lightning.pipelines.progress import Progress, counted, say_undecided
+from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say_undecided
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
@@ -147,13 +147,11 @@ def _from_store(
     if texts:
         entries = tuple(islice(store.samples(split=split, task=task, confidences=confidences), limit))
     else:
-        # Every row is met twice: as a row of columns, and as a sample.
-        total = 2 * sum(shard.rows for shard in store.manifest.shards if shard.round == 0)
-        with Progress(total, label=f"Reading {path.name}", unit="rows", only_if_slow=True) as progress:
-            found = counted_samples(
-                store, split=split, task=task, confidences=confidences, limit=limit, on_rows=progress.update
-            )
-            entries = tuple(found)
+        with Stage(f"Reading the columns of {path.name}"):
+            index = store.index(split=split, confidences=confidences)
+            index = index if task is None else index.select(index.task == task)
+        with Progress(len(index), label=f"Reading {path.name}", only_if_slow=True) as progress:
+            entries = tuple(counted_samples(store, index, limit=limit, on_rows=progress.update))
     return RecordedPool(entries, fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -76,6 +77,35 @@ class Progress:
         left = f"{tqdm.format_interval((self.total - self.done) / rate)} left" if self.done else "time left unknown"
         unreadable = f", {self.unreadable / self.done:.1%} unreadable" if self.unreadable else ""
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
+
+
+class Stage:
+    """Says every half a minute that a step without countable parts is still under way; a quick one leaves no trace.
+
+    Args:
+        label: What is being done.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._is_over = threading.Event()
+        self._started = 0.0
+        self._teller = threading.Thread(target=self._tell, name=label, daemon=True)
+
+    def __enter__(self) -> Stage:
+        self._started = time.monotonic()
+        self._teller.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._teller.join()
+
+    def _tell(self) -> None:
+        while not self._is_over.wait(LINE_SECONDS):
+            say(f"{self.label}: {time.monotonic() - self._started:.0f} s so far")
 
 
 def counted(items: Iterable[Item], progress: Progress) -> Iterator[Item]:

@@ -58,10 +58,9 @@ class Reshuffles:
         costs = query_tokens or {}
         entries = pool.entries
         self.num_questions = len(entries)
+        plain = PoolArrays.from_samples(entries)
         self._arrays = {
-            name: PoolArrays.from_samples(
-                entries, confidence=name, query_tokens=0 if name is None else costs.get(name, 0)
-            )
+            name: plain if name is None else plain.with_confidence(entries, name, query_tokens=costs.get(name, 0))
             for name in dict.fromkeys(confidences)
         }
         self._orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)

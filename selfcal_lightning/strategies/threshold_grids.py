@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias, cast
@@ -146,7 +146,6 @@ def grid_outcome(
     *,
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> GridOutcome:
     """Return what ``strategy`` costs and reaches at every value of ``grid``.
 
@@ -156,7 +155,6 @@ def grid_outcome(
         grid: Values of the field ``strategy.grid_parameter``.
         num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
         seed: Of these orders.
-        progress: Called again and again with the number of orders that were finished since.
     """
     if not len(grid):
         raise ValueError("Expected `grid` to hold at least one value, but got none.")
@@ -172,7 +170,6 @@ def grid_outcome(
     for block in orders.blocks():
         ordered = arrays.in_orders(block.position, block.questions)
         sums.add(ordered, right_codes(ordered.answer, ordered.correct), None, block.questions)
-        progress(block.num_finished)
     return sums.outcome()
 
 

@@ -176,7 +176,12 @@ def _integers(column: pa.ChunkedArray) -> np.ndarray:
 def _confidences(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
     """Return one array for every name in a column of JSON objects."""
     columns: dict[str, np.ndarray] = {}
-    for position, content in enumerate(column.to_pylist()):
-        for name, value in json.loads(content).items() if content is not None else ():
-            columns.setdefault(name, np.full(len(column), np.nan))[position] = value
+    start = 0
+    for chunk in column.chunks:  # of a shard each, so that few of these texts are Python strings at a time
+        for position, content in enumerate(chunk.to_pylist(), start=start):
+            for name, value in json.loads(content).items() if content is not None else ():
+                if name not in columns:
+                    columns[name] = np.full(len(column), np.nan)
+                columns[name][position] = value
+        start += len(chunk)
     return dict(sorted(columns.items()))

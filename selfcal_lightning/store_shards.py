@@ -80,7 +80,7 @@ def question_digest(question: Question) -> str:
 
 def encode_question(group: QuestionSamples) -> pa.Table:
     """Return the rows of one question."""
-    question = group.question
+    question, samples = group.question, group.samples
     same = {
         "question_id": question.id,
         "task": question.task,
@@ -92,25 +92,24 @@ def encode_question(group: QuestionSamples) -> pa.Table:
         "prompt_ids": None if group.prompt_ids is None else list(group.prompt_ids),
         "num_prompt_tokens": None if group.prompt_ids is None else len(group.prompt_ids),
     }
-    rows = [
-        {
-            **same,
-            "round": sample.round,
-            "index": sample.index,
-            "text": sample.text,
-            "token_ids": None if sample.token_ids is None else list(sample.token_ids),
-            "num_tokens": sample.num_tokens,
-            "finish": sample.finish,
-            "answer": sample.answer,
-            "correct": sample.correct,
-            "logprob": sample.logprob,
-            "yes_mass": sample.yes_mass,
-            "no_mass": sample.no_mass,
-            "confidences": json.dumps(dict(sample.confidences), allow_nan=False) if sample.confidences else None,
-        }
-        for sample in group.samples
-    ]
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    own = {
+        "round": [sample.round for sample in samples],
+        "index": [sample.index for sample in samples],
+        "text": [sample.text for sample in samples],
+        "token_ids": [sample.token_ids for sample in samples],
+        "num_tokens": [sample.num_tokens for sample in samples],
+        "finish": [sample.finish for sample in samples],
+        "answer": [sample.answer for sample in samples],
+        "correct": [sample.correct for sample in samples],
+        "logprob": [sample.logprob for sample in samples],
+        "yes_mass": [sample.yes_mass for sample in samples],
+        "no_mass": [sample.no_mass for sample in samples],
+        "confidences": [
+            json.dumps(dict(sample.confidences), allow_nan=False) if sample.confidences else None for sample in samples
+        ],
+    }
+    repeated = {name: [value] * len(samples) for name, value in same.items()}
+    return pa.Table.from_pydict({**repeated, **own}, schema=SCHEMA)
 
 
 def decode_rows(table: pa.Table) -> list[StoredRow]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,47 @@ def test_stated_lengths_are_kept_for_costs_and_fusions(tmp_path: Path) -> None:
     assert [feature_value(sample, "num_tokens") for sample in pool.entries[0].samples] == [7.0, 3.0]
     assert "num_tokens" not in carried_confidences(pool)
     assert pool.entries[0].samples[1].token_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize("place", ["pool.jsonl", "store"])
+def test_a_pool_that_is_counted_holds_all_but_texts(tmp_path: Path, place: str) -> None:
+    confidence = {"yes_mass": 0.5, "no_mass": 0.25, "logprob": -3.0, "c": 0.5}
+    responses = [
+        {"text": "The answer is 1.", "tokens": [5, 6, 7], "finish": "stop", "confidence": confidence},
+        {"text": "no idea", "tokens": 9, "finish": "length", "confidence": {"d": 0.25}},
+        {"text": "The answer is 2."},
+    ]
+    path = write_pool(tmp_path / "pool.jsonl", {"b": responses, "a": responses[1:], "c": []}, split="test")
+    import_pool(path, tmp_path / "store")
+    options = {"split": "test", "task": "local_number"}
+    whole, slim = (load_recorded_pool(tmp_path / place, texts=texts, **options) for texts in (True, False))
+    assert whole.entries[0].samples[-1].text == "The answer is 2."
+    stripped = [[replace(s, text="", token_ids=None) for s in entry.samples] for entry in whole.entries]
+    assert [list(entry.samples) for entry in slim.entries] == stripped
+    assert [e.question for e in slim.entries] == [e.question for e in whole.entries]
+    assert [e.split for e in slim.entries] == [e.split for e in whole.entries]
+    (first,) = load_recorded_pool(tmp_path / place, texts=False, limit=1, **options).entries
+    assert first == slim.entries[0]
+
+
+def test_a_counted_response_takes_little_memory(tmp_path: Path) -> None:
+    """A whole one holds its text, and an object for each token."""
+    response = {
+        "text": "word " * 300,
+        "tokens": list(range(1000, 1300)),
+        "confidence": {"p_true": 0.5, "logprob": -9.5},
+    }
+    path = write_pool(tmp_path / "pool.jsonl", {f"q{n}": [response] * 10 for n in range(40)}, split="test")
+    import_pool(path, tmp_path / "store")
+    sizes = {}
+    for texts in (True, False):
+        tracemalloc.start()
+        pool = load_recorded_pool(tmp_path / "store", texts=texts)
+        sizes[texts] = tracemalloc.get_traced_memory()[0] / 400
+        tracemalloc.stop()
+        assert len(pool.entries) == 40
+    assert sizes[True] > 4000
+    assert sizes[False] < 1000
 
 
 def test_split_of_a_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from selfcal_lightning.functional import bootstrap
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
 from selfcal_lightning.functional.bootstrap import (
     BOOTSTRAP_METRICS,
@@ -51,6 +52,14 @@ def _reference_naive_resample(pool: ScoredResponses, counts: np.ndarray) -> dict
             np.mean([np.mean([y for y, p in zip(correct, question, strict=True) if p == c]) for c in range(copies)])
         ),
     }
+
+
+def test_auroc_of_many_responses_is_resampled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _pool()
+    columns = pool.confidence, pool.correct, pool.question_index
+    at_once = question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC]
+    monkeypatch.setattr(bootstrap, "_COUNTS_AT_ONCE", 1)
+    np.testing.assert_array_equal(question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC], at_once)
 
 
 def test_resampled_metrics_equal_metrics_of_the_resample() -> None:

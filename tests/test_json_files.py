@@ -13,7 +13,7 @@ from selfcal_lightning.store import SampleStore
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5_000
-GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "It is 7."}]}'
+GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "7"}]}'
 BROKEN = {
     "deep": (f'{{"id": "b", "question": {DEEP}}}', "nested too deeply"),
     "digits": (f'{{"id": "b", "reference": {DIGITS}}}', "a number that is too long"),

@@ -27,6 +27,7 @@ from selfcal_lightning.pipelines.strategy_statistics import (
     resample_curves,
     saving_rows,
 )
+from selfcal_lightning.strategies import orders
 from selfcal_lightning.strategies.replay import replay
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.threshold_grids import GridOutcome, with_setting
@@ -100,6 +101,26 @@ def test_orders_depend_on_the_seed_only() -> None:
 
     np.testing.assert_array_equal(run(3, rows=[None]).outcome.correct, run(3, rows=[None, "p_true"]).outcome.correct)
     assert (run(3, rows=[None]).outcome.correct != run(4, rows=[None]).outcome.correct).any()
+
+
+def test_a_large_pool_goes_through_some_questions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(5)
+    jobs = make_jobs(ALL, ["p_true"], width=5, thresholds=(0.0, 0.5, 0.8, 1.0))
+
+    def run() -> list[StrategyCurve]:
+        finished: list[int] = []
+        curves = evaluate_jobs(
+            Reshuffles(pool, [None, "p_true"], width=5, num_reshuffles=6, seed=3), jobs, progress=finished.append
+        )
+        assert sum(finished) == 6 * len(jobs)
+        return curves
+
+    whole = run()
+    monkeypatch.setattr(orders, "ROWS_AT_ONCE", 5)
+    for one, other in zip(whole, run(), strict=True):
+        np.testing.assert_array_equal(one.outcome.sum_correct, other.outcome.sum_correct)
+        np.testing.assert_array_equal(one.outcome.sum_samples, other.outcome.sum_samples)
+        np.testing.assert_array_equal(one.outcome.sum_tokens, other.outcome.sum_tokens)
 
 
 def test_pools_that_cannot_be_evaluated() -> None:

@@ -59,11 +59,11 @@ def test_curves_are_replays_of_the_orders() -> None:
     pool = [*calibrated_pool(15), *calibrated_pool(10, prefix="long", length=8)]
     strategy = EarlyStopping(max_samples=5)
     found = grid_outcome(strategy, pool, GRID, num_reshuffles=2, seed=3)
-    (orders,) = Orders(np.array([len(entry.samples) for entry in pool]), 5, 2, 3).blocks()
+    (block,) = Orders(np.array([len(entry.samples) for entry in pool]), 5, 2, 3).blocks()
     for row, value in enumerate(GRID):
         verdicts = [
             replay(replace(strategy, threshold=value), replace(entry, samples=tuple(entry.samples[i] for i in order)))
-            for entry, order in zip(pool * 2, orders.tolist(), strict=True)
+            for entry, order in zip(pool * 2, block.position.tolist(), strict=True)
         ]
         assert found.accuracy[row] == pytest.approx(np.mean([bool(verdict.correct) for verdict in verdicts]))
         assert found.mean_samples[row] == pytest.approx(np.mean([verdict.samples_used for verdict in verdicts]))
@@ -71,10 +71,9 @@ def test_curves_are_replays_of_the_orders() -> None:
 
 def test_a_smaller_budget_cuts_the_same_orders_shorter() -> None:
     lengths = np.array([4, 7, 5])
-    (wide,), (narrow,) = Orders(lengths, 4, 6).blocks(), Orders(lengths, 2, 6).blocks()
+    wide, narrow, recorded = (next(Orders(lengths, *sizes).blocks()).position for sizes in ((4, 6), (2, 6), (3, 0)))
     np.testing.assert_array_equal(wide[:, :2], narrow)
     assert all(set(row) <= set(range(lengths[i % 3])) for i, row in enumerate(wide.tolist()))
-    (recorded,) = Orders(lengths, 3, 0).blocks()
     assert recorded.tolist() == [[0, 1, 2]] * 3
     with pytest.raises(ValueError, match="between 1 and 4, the fewest samples that a question has, but got 5"):
         Orders(lengths, 5)

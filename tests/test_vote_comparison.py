@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from selfcal_lightning.pipelines.evaluation_inputs import Inputs
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pipelines.pool_texts import texts_digest
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.pipelines.vote_comparison import compare_votes, vote_hits
@@ -67,7 +71,7 @@ def test_hits_are_those_of_the_strategy_in_every_order(is_weighted: bool) -> Non
 
 def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_path: Path) -> None:
     sides = {"before": pool_of(FLAT), "after": pool_of(SHARP)}
-    keys = compare_votes({"id": sides}, tmp_path, num_reshuffles=200, num_resamples=50)
+    keys = compare_votes(Inputs({"id": sides}, {}, {"id": True}), tmp_path, num_reshuffles=200, num_resamples=50)
     for width in (1, 2, 4):
         assert keys[f"own.id.votes_{width}.before"] == keys[f"own.id.votes_{width}.after"]
         assert keys[f"own.id.weighted_votes_{width}.before"] == keys[f"own.id.votes_{width}.before"]
@@ -79,20 +83,25 @@ def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_pat
     assert "after, weighted" in (tmp_path / "votes.md").read_text()
 
 
-def test_one_changed_text_is_seen(tmp_path: Path) -> None:
-    before, after = pool_of(FLAT), pool_of(SHARP)
-    first = after.entries[0]
-    changed = replace(first, samples=(replace(first.samples[0], text="other"), *first.samples[1:]))
-    after = replace(after, entries=(changed, *after.entries[1:]))
-    assert compare_votes({"id": {"before": before, "after": after}}, tmp_path)["own.id.same_texts"] is False
+def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:
+    line = {"id": "a", "task": "gsm8k", "split": "test", "question": "?", "reference": "1"}
+    texts = {"one": ["It is 1.", "It is 2."], "swapped": ["It is 2.", "It is 1."], "other": ["It is 1.", "It is 3."]}
+    digests = {}
+    for name, said in texts.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({**line, "responses": [{"text": text} for text in said]}) + "\n")
+        import_pool(file, tmp_path / name)
+        digests[name] = texts_digest(file)
+        assert texts_digest(tmp_path / name, split="test") == digests[name]
+    assert len(set(digests.values())) == 3
 
 
 def test_one_side_alone_and_no_confidence_have_nothing_to_compare(tmp_path: Path) -> None:
-    assert compare_votes({"id": {"model": pool_of(FLAT)}}, tmp_path) == {}
+    assert compare_votes(Inputs({"id": {"model": pool_of(FLAT)}}, {}), tmp_path) == {}
     bare = tuple(
         replace(group, samples=tuple(replace(sample, confidences={}) for sample in group.samples))
         for group in pool_of(FLAT).entries
     )
     sides = {"before": RecordedPool(bare), "after": RecordedPool(bare)}
-    assert compare_votes({"id": sides}, tmp_path) == {}
+    assert compare_votes(Inputs({"id": sides}, {}), tmp_path) == {}
     assert not list(tmp_path.iterdir())

@@ -37,6 +37,8 @@ from selfcal_lightning.functional.estimates import Estimate, MetricChange, Score
 BOOTSTRAP_METRICS = (ECE, BRIER, AUROC, WITHIN_QUESTION_AUROC, PASS_AT_1)
 
 _ROWS_AT_ONCE = 64
+# Counts of responses that are held at a time, over all resamples.
+_COUNTS_AT_ONCE = 1 << 22
 
 
 def resample_counts(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Iterator[Floats]:
@@ -264,12 +266,11 @@ class _PerQuestion:
         concordant, pairs = concordant_pairs(scores, labels, codes, len(self.questions))
         self.is_mixed = (pairs > 0).astype(np.float64)
         self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
-        # AUROC: each right response stands above so many of the wrong ones, sorted by confidence.
-        order = np.argsort(scores[~labels], kind="stable")
-        self.wrong_question, wrong = codes[~labels][order], scores[~labels][order]
-        self.right_question = codes[labels]
-        self.num_below = np.searchsorted(wrong, scores[labels], side="left")
-        self.num_not_above = np.searchsorted(wrong, scores[labels], side="right")
+        # AUROC: each right response stands above so many of the wrong ones, both sorted by confidence.
+        self.wrong_question, wrong = _by_score(codes[~labels], scores[~labels])
+        self.right_question, right = _by_score(codes[labels], scores[labels])
+        self.num_below = np.searchsorted(wrong, right, side="left")
+        self.num_not_above = np.searchsorted(wrong, right, side="right")
 
     def values(self) -> dict[str, float]:
         """Return the metrics on all questions; NaN where not defined."""
@@ -313,12 +314,24 @@ class _PerQuestion:
         return np.divide(counts @ self.within, mixed, out=np.full_like(mixed, np.nan), where=mixed > 0)
 
     def _auroc(self, counts: Floats) -> Floats:
+        # Sums of whole numbers are exact, so neither the order of the responses nor the size of a part changes them.
+        at_once = max(1, _COUNTS_AT_ONCE // max(len(self.right_question) + len(self.wrong_question), 1))
+        starts = range(0, len(counts), at_once)
+        return np.concatenate([self._auroc_of_some(counts[start : start + at_once]) for start in starts])
+
+    def _auroc_of_some(self, counts: Floats) -> Floats:
         wrong = np.zeros((len(counts), len(self.wrong_question) + 1))
         np.cumsum(counts[:, self.wrong_question], axis=1, out=wrong[:, 1:])
         right = counts[:, self.right_question]
         concordant = 0.5 * np.einsum("rn,rn->r", right, wrong[:, self.num_below] + wrong[:, self.num_not_above])
         pairs = right.sum(axis=1) * wrong[:, -1]
         return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
+
+
+def _by_score(codes: Integers, scores: Floats) -> tuple[Integers, Floats]:
+    """Return questions and scores of responses in the order of their scores."""
+    order = np.argsort(scores, kind="stable")
+    return codes[order], scores[order]
 
 
 def _error_bounds(columns: _PerQuestion, *, num_resamples: int, seed: int) -> ErrorBounds:

@@ -25,11 +25,14 @@ def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int
         >>> means.shape, bool((means[1] - means[0] == 1.0).all())
         ((2, 51), True)
     """
-    plain = np.full((num_questions, 1), 1.0 / num_questions)
-    if num_questions < 2 or num_resamples < 1:
-        return plain
-    blocks = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
-    return np.concatenate([plain, *(counts.T / num_questions for counts in blocks)], axis=1)
+    count = 0 if num_questions < 2 else max(num_resamples, 0)
+    weights = np.empty((num_questions, 1 + count), order="F")
+    weights[:, 0] = 1.0 / num_questions
+    filled = 1
+    for counts in resample_counts(num_questions, num_resamples=count, seed=seed) if count else ():
+        np.divide(counts.T, num_questions, out=weights[:, filled : filled + len(counts)])
+        filled += len(counts)
+    return weights
 
 
 def estimate_of(column: Floats) -> Estimate:

@@ -23,7 +23,7 @@ from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
 from selfcal_lightning.functional.risk_tests import Procedure
 from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
-from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.pipelines.progress import Stage, say
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
@@ -87,25 +87,26 @@ def run_fit_confidence(
     known = load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
     read = _load(pool, split, task, needed, known)
-    recorded = [*recorded_confidences(read.estimators), *known]
-    entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
-    fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
-    if held_out is not None:
-        check_not_fitted_on(held_out, known)
-    fitted: FittedScorer
-    if kind == "fusion":
-        fitted = fit_fusion(
-            fit,
-            features,
-            target=target,
-            name=FUSED if name is None else name,
-            l2=l2,
-            held_out=held_out,
-            allow_pool_features=allow_pool_features,
-            known=recorded,
-        )
-    else:
-        fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
+    with Stage(f"Fitting {kind}"):
+        recorded = [*recorded_confidences(read.estimators), *known]
+        entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
+        fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
+        if held_out is not None:
+            check_not_fitted_on(held_out, known)
+        fitted: FittedScorer
+        if kind == "fusion":
+            fitted = fit_fusion(
+                fit,
+                features,
+                target=target,
+                name=FUSED if name is None else name,
+                l2=l2,
+                held_out=held_out,
+                allow_pool_features=allow_pool_features,
+                known=recorded,
+            )
+        else:
+            fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
     fitted.save(output)
     written = [output]
     if figure and held_out is not None and _draw(fitted, held_out, drawing):
@@ -184,18 +185,19 @@ def run_fit_threshold(
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
     _say_width(read, chosen)
     refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
-    guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
-    common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
-    if budget is not None:
-        fitted = fit_budget_threshold(chosen, own, grid, budget=budget, **common)
-    elif accuracy is not None:
-        fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
-    else:
-        guide = guide if grid is None else None
-        fitted = _fit_risk(
-            chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
-            procedure=procedure,
-        )  # fmt: skip
+    with Stage(f"Fitting a threshold of {strategy}"):
+        guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
+        common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
+        if budget is not None:
+            fitted = fit_budget_threshold(chosen, own, grid, budget=budget, **common)
+        elif accuracy is not None:
+            fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
+        else:
+            guide = guide if grid is None else None
+            fitted = _fit_risk(
+                chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
+                procedure=procedure,
+            )  # fmt: skip
     fitted = replace(fitted, sampled_by=read.sampled_by)
     fitted.save(output)
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
@@ -267,7 +269,7 @@ def _load(
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    return load_recorded_pool(pool, split=split, task=task, confidences=annotations)
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=False)
 
 
 def _check_drawing(path: Path, output: str) -> None:

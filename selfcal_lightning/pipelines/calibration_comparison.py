@@ -27,6 +27,7 @@ from selfcal_lightning.pipelines.comparison import (
     summarise,
     summary_keys,
 )
+from selfcal_lightning.pipelines.evaluation_inputs import Inputs
 from selfcal_lightning.pipelines.fitted_confidences import carried_confidences, is_probability
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.records import QuestionSamples
@@ -37,16 +38,14 @@ from selfcal_lightning.reports.tables import comparison_csv, comparison_markdown
 Pool = Sequence[QuestionSamples]
 
 
-def compare_calibration(
-    tests: Mapping[str, Mapping[str, RecordedPool]], folder: Path, *, num_resamples: int
-) -> dict[str, Any]:
+def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> dict[str, Any]:
     """Compare the first two sides of every test set by their own confidence, print it and write it.
 
     That is P(True), or where it was not asked the first probability that the samples of all sides carry. With one side
     its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
 
     Args:
-        tests: Samples by test set, then by side.
+        inputs: Samples by test set, then by side.
         folder: Where results.csv, results.md and reliability.png go.
         num_resamples: Bootstrap resamples of the questions.
 
@@ -56,7 +55,7 @@ def compare_calibration(
     """
     keys: dict[str, Any] = {}
     pairs: dict[str, _Pair] = {}
-    for test, sides in tests.items():
+    for test, sides in inputs.tests.items():
         name = own_confidence(list(sides.values()))
         if len(sides) == len(SIDES) and name is not None and num_resamples:
             first, second = (pool.entries for pool in sides.values())
@@ -68,7 +67,7 @@ def compare_calibration(
                 keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
             else:
                 keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
-    return keys | (_compare(pairs, folder, num_resamples=num_resamples) if pairs else {})
+    return keys | (_compare(pairs, inputs.same_texts, folder, num_resamples=num_resamples) if pairs else {})
 
 
 def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
@@ -111,7 +110,9 @@ def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[s
     return {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
 
 
-def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) -> dict[str, Any]:
+def _compare(
+    pairs: Mapping[str, _Pair], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
+) -> dict[str, Any]:
     changes = {
         test: compare_pools(pair.before, pair.after, name=pair.name, num_resamples=num_resamples)
         for test, pair in pairs.items()
@@ -129,7 +130,11 @@ def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) ->
     for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
         write_atomically(folder / file, text.encode())
     console = Console()
-    on = "The same responses, scored by both" if _same_responses(pairs) else "Each model on its own samples"
+    on = (
+        "The same responses, scored by both"
+        if all(same_texts.get(test, False) for test in pairs)
+        else "Each model on its own samples"
+    )
     console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     for test, pair in pairs.items():
         pools = pair.before, pair.after
@@ -137,15 +142,6 @@ def _compare(pairs: Mapping[str, _Pair], folder: Path, *, num_resamples: int) ->
         errors = (debiased_error(pool, pair.name) for pool in pools)
         console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
     return result_keys(changes, by_side, names=names)
-
-
-def _same_responses(pairs: Mapping[str, _Pair]) -> bool:
-    """Return whether both sides are judged on the same texts, as with an activated adapter."""
-    return all(_texts(pair.before) == _texts(pair.after) for pair in pairs.values())
-
-
-def _texts(pool: Pool) -> list[list[str]]:
-    return [[sample.text for sample in entry.samples] for entry in pool]
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:

@@ -56,21 +56,21 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
 
     from selfcal_lightning.functional.estimates import ScoredResponses
 
-    rows = [
-        (confidence, sample.correct, entry.question.id)
-        for entry in pool
-        for sample in entry.samples
-        if (confidence := confidence_of(sample, name)) is not None
-    ]
-    if not rows:
+    found = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
+    confidence = np.fromiter((math.nan if value is None else value for value in found), dtype=np.float64)
+    is_there = ~np.isnan(confidence)
+    if not is_there.any():
         raise ValueError(
             f"Expected at least one response with the confidence {name!r}, but got none. {how_to_get(name)}"
         )
-    unknown = next((question for _, correct, question in rows if correct is None), None)
-    if unknown is not None:
+    verdicts = (sample.correct for entry in pool for sample in entry.samples)
+    correct = np.fromiter((-1 if verdict is None else verdict for verdict in verdicts), dtype=np.int8)[is_there]
+    ids = np.asarray([entry.question.id for entry in pool])
+    questions = np.repeat(ids, [len(entry.samples) for entry in pool])[is_there]
+    if (correct < 0).any():
+        unknown = str(questions[correct < 0][0])
         raise ValueError(f"Expected every test question to have a reference answer, but {unknown!r} has none.")
-    confidence, correct, questions = zip(*rows, strict=True)
-    return ScoredResponses(np.asarray(confidence), np.asarray(correct, dtype=bool), np.asarray(questions))
+    return ScoredResponses(confidence[is_there], correct.astype(bool), questions)
 
 
 def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> PoolSummary:

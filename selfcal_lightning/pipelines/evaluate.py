@@ -39,6 +39,7 @@ from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
+from selfcal_lightning.pipelines.progress import Stage
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import PLANS
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
@@ -196,11 +197,12 @@ def run_evaluate(
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:
-        inputs = check_inputs(inputs)
-        results = compare_calibration(inputs.tests, folder, num_resamples=num_resamples) | results
-        results |= compare_votes(
-            inputs.tests, folder, num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed
-        )
+        with Stage("Comparing calibration"):
+            inputs = check_inputs(inputs)
+            results = compare_calibration(inputs, folder, num_resamples=num_resamples) | results
+            results |= compare_votes(
+                inputs, folder, num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed
+            )
         if strategies != []:
             results |= _run_strategies(
                 inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
@@ -222,28 +224,34 @@ def _run_strategies(
     """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
     console = Console()
     samples = {side: pool for pools in inputs.tests.values() for side, pool in pools.items()}
-    calibrated = {
-        side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
-    }
+    with Stage("Fitting on the calibration questions" if inputs.calibration else "Looking at the confidences"):
+        calibrated = {
+            side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
+        }
     sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
     reports, judged, curves = [], [], []
     for name, pools in inputs.tests.items():
-        test = prepare_test(name, pools, calibrated, settings)
+        with Stage(f"Preparing {name}"):
+            test = prepare_test(name, pools, calibrated, settings)
         curves.append(run_strategies(test, sides, settings))
-        report = report_on(test, curves[-1], settings)
+        with Stage(f"Summing up {name}"):
+            report = report_on(test, curves[-1], settings)
         if is_short:
             show_briefly(report, console)
         else:
             show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
-        judged += evaluate_given(test, thresholds, settings, console)
+        with Stage(f"Judging fitted thresholds on {name}"):
+            judged += evaluate_given(test, thresholds, settings, console)
         reports.append(report)
     fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
     fitted += save_thresholds(curves[0], calibrated, folder / "fitted")
+    with Stage("Drawing and writing"):
+        files = write_strategies(reports, folder)
     return {
         "strategies": {report.test: report_json(report) for report in reports},
         "fitted_thresholds": judged,
         "fitted_files": [f"fitted/{name}" for name in fitted],
-        "files": write_strategies(reports, folder),
+        "files": files,
     }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.path_names import check_path_name
 from selfcal_lightning.pipelines.evaluation_sides import ModelSide, score_again
+from selfcal_lightning.pipelines.pool_texts import texts_digest
 from selfcal_lightning.pipelines.pools import RecordedPool, check_place, load_recorded_pool
 from selfcal_lightning.records import Question, question_hash
 from selfcal_lightning.tasks.registry import load_some
@@ -76,10 +77,12 @@ class Inputs:
     Attributes:
         tests: Samples by test set, then by side.
         calibration: Samples of the calibration questions by side; empty without them.
+        same_texts: By test set, whether all sides, of which there are several, hold the same texts.
     """
 
     tests: Mapping[str, Mapping[str, RecordedPool]]
     calibration: Mapping[str, RecordedPool]
+    same_texts: Mapping[str, bool] = field(default_factory=dict)
 
 
 def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> Inputs:
@@ -99,7 +102,12 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -
         tests.setdefault(test_of(source), {})[source.name] = _read(source)
     found = {source.name: source for source in calibration}
     sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
-    return Inputs(tests, {side: _read(found[side]) for side in sides})
+    places = {test: [source for source in pools if test_of(source) == test] for test in tests}
+    same = {
+        test: len(sources) > 1 and _are_equal(texts_digest(one.path, split=one.split, task=one.task) for one in sources)
+        for test, sources in places.items()
+    }
+    return Inputs(tests, {side: _read(found[side]) for side in sides}, same)
 
 
 def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
@@ -165,6 +173,7 @@ def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
     return Inputs(
         {test: {side: pool.subset(kept) for side, pool in pools.items()}},
         {side: pool.subset(aside) for side, pool in pools.items()},
+        inputs.same_texts,
     )
 
 
@@ -184,7 +193,7 @@ def check_inputs(inputs: Inputs) -> Inputs:
                     names=(f"the calibration questions of {side!r}", f"test set {test!r}"),
                     way_out=DISJOINT,
                 )
-    return Inputs(aligned, inputs.calibration)
+    return replace(inputs, tests=aligned)
 
 
 def sample_models(
@@ -209,11 +218,22 @@ def sample_models(
             name = CALIBRATION if test is calibration else test.name
             if model.responses_of is None:
                 _sample(side, model, test, name, store, options)
-                pool = load_recorded_pool(store, split=name)
+                pool = load_recorded_pool(store, split=name, texts=False)
             else:
                 pool = score_again(model, store, name, options)
             found.setdefault(name, {})[side] = pool
-    return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}))
+    places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
+    same = {
+        test.name: len(sides) > 1
+        and (len(set(places.values())) == 1 or _are_equal(texts_digest(p, split=test.name) for p in places.values()))
+        for test in tests
+    }
+    return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}), same)
+
+
+def _are_equal(digests: Iterable[int]) -> bool:
+    first, *others = digests
+    return all(other == first for other in others)
 
 
 def check_names(tests: Sequence[TestSet]) -> None:
@@ -288,5 +308,10 @@ def _questions(test: TestSet) -> list[Question]:
 
 def _read(source: PoolSource) -> RecordedPool:
     return load_recorded_pool(
-        source.path, split=source.split, task=source.task, confidences=source.confidences, limit=source.limit
+        source.path,
+        split=source.split,
+        task=source.task,
+        confidences=source.confidences,
+        limit=source.limit,
+        texts=False,
     )

@@ -70,7 +70,7 @@ def score_again(side: ModelSide, store: Path, split: str, options: Mapping[str, 
     name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
     taken = {option: options[option] for option in OPTIONS_OF_SCORING}
     run_score(P_TRUE, str(store), model=side.model, adapter=side.adapter, name=name, split=split, **taken)
-    pool = load_recorded_pool(store, split=split, confidences=[name])
+    pool = load_recorded_pool(store, split=split, confidences=[name], texts=False)
     entries = tuple(
         replace(entry, samples=tuple(_with_p_true(sample, name) for sample in entry.samples)) for entry in pool.entries
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.json_files import UnreadableJSONError, parse_json
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import SampleStore, StoreFingerprint
+
+BLOCK_BYTES = 1 << 20
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
@@ -46,8 +50,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
                 content = parse_json(line, origin=str(path))
-                # JSON may spell lone surrogates, which no file of the store can hold.
-                json.dumps(content, ensure_ascii=False).encode()
+                # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
+                if ESCAPED_SURROGATE.search(line):
+                    json.dumps(content, ensure_ascii=False).encode()
             except UnreadableJSONError as error:
                 raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
             except UnicodeError as error:
@@ -55,6 +60,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(content, dict):
                 raise line_error(path, number, "a JSON object", type(content).__name__)
             yield number, content
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has, empty ones too; of a large file faster than reading them."""
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
 
 
 def line_error(path: Path, number: int, expected: str, found: str) -> InputError:

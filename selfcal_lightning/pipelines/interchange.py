@@ -12,10 +12,10 @@ from selfcal_lightning.confidence.dependence import check_name_tells, recorded_c
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.pipelines.foreign import line_error, open_imported
+from selfcal_lightning.pipelines.foreign import count_lines, line_error, open_imported
 from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line, pool_line
 from selfcal_lightning.pipelines.pools import annotation_estimators
-from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
+from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say, say_undecided
 from selfcal_lightning.pipelines.task_rows import read_foreign_pool
 from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
 from selfcal_lightning.records import QuestionSamples
@@ -90,12 +90,14 @@ def import_pool(
     """
     path, before = Path(path), Undecided.so_far()
     responses: dict[str, int] = {}
-    for _, line in read_foreign_pool(path, task=task, split=split, tasks=tasks):
-        responses[line.question.id] = len(line.responses)
-        tasks(line.question.task)
+    with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
+        for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
+            responses[line.question.id] = len(line.responses)
+            tasks(line.question.task)
     if not responses:
         raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
-    store = open_imported(store_dir, path, {"task": task})
+    with Stage(f"Hashing {path.name}"):
+        store = open_imported(store_dir, path, {"task": task})
     counts: Counter[str] = Counter()
     with store.writer("import", questions_per_shard=questions_per_shard) as writer:
         stored = store.stored_questions(include_parts=True)
@@ -113,7 +115,8 @@ def import_pool(
                     counts += _counted(line, judged)
                     unreadable = sum(sample.answer is None for sample in judged.samples)
                     progress.update(len(judged.samples), unreadable=unreadable)
-    store.join()
+    with Stage(f"Joining {store.path.name}"):
+        store.join()
     return ImportReport(
         questions=len(responses), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED}
     )

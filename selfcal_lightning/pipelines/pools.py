@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import read_json_lines
-from selfcal_lightning.pipelines.pool_lines import judge_line
-from selfcal_lightning.pipelines.progress import Progress, say_undecided
+from selfcal_lightning.pipelines.foreign import count_lines, read_json_lines
+from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
+from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say_undecided
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation
+from selfcal_lightning.store_columns import counted_samples
 from selfcal_lightning.strategies.base import total_tokens
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.math_pool import Undecided
@@ -27,7 +29,8 @@ class RecordedPool:
     """The recorded samples of some questions.
 
     Attributes:
-        entries: The questions with their samples, each at least one; ids are unique.
+        entries: The questions with their samples, each at least one; ids are unique. Of a pool that was read to be
+            counted the samples have no texts and no token ids.
         query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
         estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
         sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
@@ -38,7 +41,7 @@ class RecordedPool:
     estimators: Mapping[str, str] = field(default_factory=dict)
     sampled_by: Mapping[str, Any] | None = None
 
-    @property
+    @cached_property
     def has_lengths(self) -> bool:
         """Whether the length of every response is known."""
         return total_tokens((sample for entry in self.entries for sample in entry.samples), 0) is not None
@@ -67,6 +70,7 @@ def load_recorded_pool(
     task: str | None = None,
     confidences: Sequence[str] = (),
     limit: int | None = None,
+    texts: bool = True,
     tasks: Callable[[str], Task] = get_task,
 ) -> RecordedPool:
     """Read a JSON-lines pool, or a split of a sample store, into memory.
@@ -81,6 +85,8 @@ def load_recorded_pool(
             to read, None for all.
         confidences: Annotations of the store to merge in (``selfcal score`` and ``selfcal predict`` write them).
         limit: The first so many questions; None takes all.
+        texts: Whether the samples keep their texts and token ids. Without them a response of 300 tokens takes a
+            fiftieth of the memory, and all that evaluations and fits count is there.
         tasks: Returns the task of a name.
 
     Raises:
@@ -91,14 +97,14 @@ def load_recorded_pool(
         raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
     path = check_place(path)
     if path.is_dir():
-        pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit)
+        pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit, texts=texts)
     else:
         if confidences:
             raise InputError(
                 f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but "
                 "got a file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
             )
-        pool = _from_file(path, split=split, task=task, limit=limit, tasks=tasks)
+        pool = _from_file(path, split=split, task=task, limit=limit, texts=texts, tasks=tasks)
     if not pool.entries:
         raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
@@ -120,8 +126,8 @@ def check_place(path: str | Path) -> Path:
 def _what_is_there(path: Path) -> str:
     """Return which splits and tasks a pool holds, for whoever named another."""
     if path.is_dir():
-        stored = list(SampleStore(path).rows())
-        found = [(rows[0].split, rows[0].question.task) for rows in stored]
+        index = SampleStore(path).index()
+        found = list(zip(index.split.tolist(), index.task.tolist(), strict=True))
     else:
         found = [(str(line.get("split", UNNAMED)), str(line.get("task"))) for _, line in read_json_lines(path)]
     if not found:
@@ -131,17 +137,22 @@ def _what_is_there(path: Path) -> str:
 
 
 def _from_store(
-    path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None
+    path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None, texts: bool
 ) -> RecordedPool:
     store = SampleStore(path)
     fingerprint = store.round_manifest().fingerprint
     plain = fingerprint.as_json()
     # Responses made elsewhere have a prompt of their own kind and no sampling settings.
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
-    entries = islice(store.samples(split=split, task=task, confidences=confidences), limit)
-    return RecordedPool(
-        tuple(entries), fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts
-    )
+    if texts:
+        entries = tuple(islice(store.samples(split=split, task=task, confidences=confidences), limit))
+    else:
+        with Stage(f"Reading the columns of {path.name}"):
+            index = store.index(split=split, confidences=confidences)
+            index = index if task is None else index.select(index.task == task)
+        with Progress(len(index), label=f"Reading {path.name}", only_if_slow=True) as progress:
+            entries = tuple(counted_samples(store, index, limit=limit, on_rows=progress.update))
+    return RecordedPool(entries, fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts)
 
 
 def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
@@ -152,20 +163,30 @@ def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, 
 
 
 def _from_file(
-    path: Path, *, split: str | None, task: str | None, limit: int | None, tasks: Callable[[str], Task]
+    path: Path, *, split: str | None, task: str | None, limit: int | None, texts: bool, tasks: Callable[[str], Task]
 ) -> RecordedPool:
     """Read and judge the lines of a file; questions without a response are left out, as in an import."""
+
+    def read() -> Iterator[tuple[int, PoolLine]]:
+        return read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
+
+    def chosen(lines: Iterable[tuple[int, PoolLine]]) -> Iterator[PoolLine]:
+        return (line for _, line in lines if split in (None, line.split) and line.responses)
+
+    # The whole file is checked first; its texts are never in memory together.
+    with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
+        sizes = [len(line.responses) for line in chosen(counted(read(), progress))]
     entries: list[QuestionSamples] = []
     before = Undecided.so_far()
-    lines = [
-        line
-        for _, line in read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
-        if split in (None, line.split) and line.responses
-    ][:limit]
-    with Progress(sum(len(line.responses) for line in lines), label=f"Reading {path.name}") as progress:
-        for line in lines:
-            entries.append(judge_line(line, tasks(line.question.task)))
-            samples = entries[-1].samples
-            progress.update(len(samples), unreadable=sum(sample.answer is None for sample in samples))
+    with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
+        for line in islice(chosen(read()), limit):
+            judged = judge_line(line, tasks(line.question.task))
+            entries.append(judged if texts else _to_count(judged))
+            progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
     say_undecided(before)
     return RecordedPool(tuple(entries))
+
+
+def _to_count(entry: QuestionSamples) -> QuestionSamples:
+    """Return a question whose samples have no texts and no token ids, but still their lengths."""
+    return replace(entry, samples=tuple(replace(sample, text="", token_ids=None) for sample in entry.samples))

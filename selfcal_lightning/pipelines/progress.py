@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from selfcal_lightning.tasks.math_pool import Undecided
 
 LINE_SECONDS = 30.0
+QUICK_SECONDS = 1.0
+Item = TypeVar("Item")
 
 
 class Progress:
@@ -21,19 +26,29 @@ class Progress:
         label: What is being made.
         unit: What is counted, in the plural.
         enabled: Whether to show anything.
+        only_if_slow: Whether what ends before its first line is due, or its bar, leaves no trace.
     """
 
-    def __init__(self, total: int, *, label: str, unit: str = "responses", enabled: bool = True) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        label: str,
+        unit: str = "responses",
+        enabled: bool = True,
+        only_if_slow: bool = False,
+    ) -> None:
         self.total, self.label, self.unit = total, label, unit
         self.done = self.unreadable = 0
-        self._enabled = enabled and total > 0
+        self._enabled, self._only_if_slow = enabled and total > 0, only_if_slow
         self._bar: tqdm | None = None
         self._started = self._written = 0.0
 
     def __enter__(self) -> Progress:
         self._started = self._written = time.monotonic()
         if self._enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=self.total, desc=self.label, unit=f" {self.unit}", dynamic_ncols=True)
+            delay = QUICK_SECONDS if self._only_if_slow else 0.0
+            self._bar = tqdm(total=self.total, desc=self.label, unit=f" {self.unit}", dynamic_ncols=True, delay=delay)
         return self
 
     def __exit__(
@@ -41,7 +56,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self._enabled:
+        elif self._enabled and (self._written > self._started or not self._only_if_slow):
             say(self.line())
 
     def update(self, responses: int, *, unreadable: int = 0) -> None:
@@ -62,6 +77,42 @@ class Progress:
         left = f"{tqdm.format_interval((self.total - self.done) / rate)} left" if self.done else "time left unknown"
         unreadable = f", {self.unreadable / self.done:.1%} unreadable" if self.unreadable else ""
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
+
+
+class Stage:
+    """Says every half a minute that a step without countable parts is still under way; a quick one leaves no trace.
+
+    Args:
+        label: What is being done.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._is_over = threading.Event()
+        self._started = 0.0
+        self._teller = threading.Thread(target=self._tell, name=label, daemon=True)
+
+    def __enter__(self) -> Stage:
+        self._started = time.monotonic()
+        self._teller.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._teller.join()
+
+    def _tell(self) -> None:
+        while not self._is_over.wait(LINE_SECONDS):
+            say(f"{self.label}: {time.monotonic() - self._started:.0f} s so far")
+
+
+def counted(items: Iterable[Item], progress: Progress) -> Iterator[Item]:
+    """Yield ``items``, each of which is one step of the progress."""
+    for item in items:
+        yield item
+        progress.update(1)
 
 
 def say_undecided(before: Undecided) -> int:

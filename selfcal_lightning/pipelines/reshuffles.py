@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.pipelines.pools import RecordedPool
-from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED, Orders, right_codes
+from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED, OrderBlock, Orders, right_codes
 from selfcal_lightning.strategies.pool import PoolArrays
 
 
@@ -19,13 +19,15 @@ class Block:
     """Some orders of a pool, one below the other.
 
     Attributes:
-        num_orders: r.
-        pools: The samples of r * Q questions in their new order, by the confidence that they carry.
-        right: Whether the answer of a code is right [r * Q, K + 1]; the last column is "no answer", which never is.
-        spent: Tokens of the first n samples [r * Q, N + 1], by confidence; None where lengths are unknown.
+        questions: Which questions, q of them.
+        num_finished: Orders of the whole pool that end with this block.
+        pools: The samples of r * q questions in their new order, by the confidence that they carry.
+        right: Whether the answer of a code is right [r * q, K + 1]; the last column is "no answer", which never is.
+        spent: Tokens of the first n samples [r * q, N + 1], by confidence; None where lengths are unknown.
     """
 
-    num_orders: int
+    questions: slice
+    num_finished: int
     pools: Mapping[str | None, PoolArrays]
     right: NDArray[np.bool_]
     spent: Mapping[str | None, Floats] | None
@@ -56,10 +58,9 @@ class Reshuffles:
         costs = query_tokens or {}
         entries = pool.entries
         self.num_questions = len(entries)
+        plain = PoolArrays.from_samples(entries)
         self._arrays = {
-            name: PoolArrays.from_samples(
-                entries, confidence=name, query_tokens=0 if name is None else costs.get(name, 0)
-            )
+            name: plain if name is None else plain.with_confidence(entries, name, query_tokens=costs.get(name, 0))
             for name in dict.fromkeys(confidences)
         }
         self._orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
@@ -75,14 +76,19 @@ class Reshuffles:
         """Orders in all, at least one."""
         return self._orders.num_orders
 
+    def most_tokens(self, confidence: str | None) -> float | None:
+        """Return the most that all samples of a question cost with a confidence; None where lengths are unknown."""
+        return float(self._arrays[confidence].tokens.sum(axis=1).max()) if self._has_lengths else None
+
     def blocks(self) -> Iterator[Block]:
         """Yield the orders, some at a time."""
-        for order in self._orders.blocks():
-            yield self._block(order)
+        for block in self._orders.blocks():
+            yield self._block(block)
 
-    def _block(self, order: NDArray[np.int64]) -> Block:
-        rows = np.arange(len(order))[:, None] % self.num_questions
-        common = next(iter(self._arrays.values())).in_orders(order)
+    def _block(self, block: OrderBlock) -> Block:
+        order, questions = block.position, block.questions
+        rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
+        common = next(iter(self._arrays.values())).in_orders(order, questions)
         pools = {
             name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
             for name, arrays in self._arrays.items()
@@ -91,7 +97,7 @@ class Reshuffles:
         if self._has_lengths:
             spent = {name: _cumulated(arrays.tokens) for name, arrays in pools.items()}
         right = right_codes(common.answer, common.correct)
-        return Block(len(order) // self.num_questions, pools, right, spent)
+        return Block(questions, block.num_finished, pools, right, spent)
 
 
 def _cumulated(tokens: Floats) -> Floats:

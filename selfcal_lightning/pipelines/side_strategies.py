@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool
-from selfcal_lightning.pipelines.progress import Progress
+from selfcal_lightning.pipelines.progress import Progress, Stage
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.pipelines.strategy_evaluation import StrategyCurve, evaluate_jobs
 from selfcal_lightning.pipelines.strategy_jobs import make_jobs
@@ -40,22 +40,23 @@ class SideStrategies:
             name: What the samples are called, for the progress bar.
         """
         settings = self._settings
-        jobs = make_jobs(
-            self._labels,
-            weighed.confidences,
-            width=width,
-            thresholds=settings.thresholds,
-            tuned=self._tuned_at(width),
-            values=_quantiles(self.calibrated.second_half or weighed),
-        )
-        reshuffles = Reshuffles(
-            weighed.pool,
-            [None, *weighed.confidences],
-            width=width,
-            num_reshuffles=settings.num_reshuffles,
-            seed=settings.seed,
-            query_tokens=weighed.query_tokens,
-        )
+        with Stage(f"Tuning strategies for {name}, {self.side}"):
+            jobs = make_jobs(
+                self._labels,
+                weighed.confidences,
+                width=width,
+                thresholds=settings.thresholds,
+                tuned=self._tuned_at(width),
+                values=_quantiles(self.calibrated.second_half or weighed),
+            )
+            reshuffles = Reshuffles(
+                weighed.pool,
+                [None, *weighed.confidences],
+                width=width,
+                num_reshuffles=settings.num_reshuffles,
+                seed=settings.seed,
+                query_tokens=weighed.query_tokens,
+            )
         total = len(jobs) * reshuffles.num_orders
         with Progress(total, label=f"Strategies on {name}, {self.side}", unit="orders of a strategy") as progress:
             return evaluate_jobs(reshuffles, jobs, progress=progress.update)

@@ -88,7 +88,7 @@ def evaluate_jobs(
     Args:
         reshuffles: The orders, which carry the confidences of the jobs.
         jobs: What to run; budgets must not exceed the width of the orders.
-        progress: Called with the number of (job, order) pairs that were done.
+        progress: Called again and again with the number of (job, order) pairs that were finished since.
 
     Returns:
         One curve a job, in their order.
@@ -99,14 +99,25 @@ def evaluate_jobs(
                 f"Expected the budget of {job.strategy.name!r} to be at most the {reshuffles.width} samples that every "
                 f"question has, but got {job.strategy.max_samples}."
             )
-    sums = [GridSums(job.strategy, job.grid, reshuffles.num_questions) for job in jobs]
+    sums = [
+        GridSums(
+            job.strategy,
+            job.grid,
+            reshuffles.num_questions,
+            num_orders=reshuffles.num_orders,
+            width=reshuffles.width,
+            most_tokens=reshuffles.most_tokens(job.strategy.confidence),
+        )
+        for job in jobs
+    ]
     for block in reshuffles.blocks():
         for job, total in zip(jobs, sums, strict=True):
             name = job.strategy.confidence
-            total.add(block.pools[name], block.right, None if block.spent is None else block.spent[name])
+            spent = None if block.spent is None else block.spent[name]
+            total.add(block.pools[name], block.right, spent, block.questions)
             if progress is not None:
-                progress(block.num_orders)
-    return [_curve(job, total.outcome(reshuffles.num_orders)) for job, total in zip(jobs, sums, strict=True)]
+                progress(block.num_finished)
+    return [_curve(job, total.outcome()) for job, total in zip(jobs, sums, strict=True)]
 
 
 def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.confidence.features import ResponseTable
@@ -14,6 +17,7 @@ from selfcal_lightning.pipelines.evaluated_test import EvaluatedTest
 from selfcal_lightning.pipelines.findings import confidence_findings
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool, is_probability
 from selfcal_lightning.pipelines.pools import RecordedPool
+from selfcal_lightning.pipelines.progress import Stage
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import needs_confidence
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings
@@ -75,12 +79,13 @@ def run_strategies(
     curves = {side: sides[side].run(pool, test.width, name=test.name) for side, pool in test.pools.items()}
     found = {side: sides[side].on_calibration(test.width) for side in test.pools}
     calibration = {side: rows for side, rows in found.items() if rows is not None}
-    return resample_curves(
-        curves,
-        calibration if len(calibration) == len(curves) else None,
-        num_resamples=settings.num_resamples,
-        seed=settings.seed,
-    )
+    with Stage(f"Resampling the questions of {test.name}"):
+        return resample_curves(
+            curves,
+            calibration if len(calibration) == len(curves) else None,
+            num_resamples=settings.num_resamples,
+            seed=settings.seed,
+        )
 
 
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
@@ -151,15 +156,14 @@ def _unreadable(pool: RecordedPool) -> float:
 def _reliability(weighed: WeighedPool) -> dict[str, ReliabilityBins]:
     """Return the diagram of each confidence that is a probability, over the responses that have it."""
     found = {}
+    samples = [sample for entry in weighed.pool.entries for sample in entry.samples]
+    correct = np.fromiter((bool(sample.correct) for sample in samples), dtype=bool, count=len(samples))
     for name in weighed.confidences:
-        rows = [
-            (value, bool(sample.correct))
-            for entry in weighed.pool.entries
-            for sample in entry.samples
-            if (value := confidence_of(sample, name)) is not None
-        ]
-        if rows and is_probability(weighed.pool, name):
-            found[name] = reliability_bins(*zip(*rows, strict=True))
+        values = (confidence_of(sample, name) for sample in samples)
+        column = np.fromiter((math.nan if value is None else value for value in values), np.float64, len(samples))
+        is_there = ~np.isnan(column)
+        if is_there.any() and is_probability(weighed.pool, name):
+            found[name] = reliability_bins(column[is_there], correct[is_there])
     return found
 
 

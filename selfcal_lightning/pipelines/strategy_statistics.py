@@ -89,14 +89,14 @@ def resample_curves(
         seed: Of the draw.
     """
     found = []
-    num_questions = next(iter(curves.values()))[0].outcome.correct.shape[1]
+    num_questions = next(iter(curves.values()))[0].outcome.num_questions
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
     for side, rows in curves.items():
         others: Sequence[StrategyCurve | None] = [None] * len(rows) if calibration is None else calibration[side]
         for curve, other in zip(rows, others, strict=True):
             contender = Contender(side, curve.strategy, curve.confidence, curve.is_oracle)
             means = curve.outcome
-            tokens = None if means.tokens is None else means.tokens @ weights
+            tokens = None if (spent := means.tokens) is None else spent @ weights
             chosen_on = None if other is None else other.outcome
             found.append(
                 Resampled(contender, curve, means.correct @ weights, means.samples @ weights, tokens, chosen_on)

@@ -59,7 +59,7 @@ def stored_tokens(store: str) -> float:
     Raises:
         ValueError: The length of a response is unknown.
     """
-    pool = load_recorded_pool(store)
+    pool = load_recorded_pool(store, texts=False)
     total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
     if total is None:
         raise ValueError(f"Expected the lengths of all responses in {store}, but some are unknown.")

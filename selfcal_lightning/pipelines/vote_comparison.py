@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
 from selfcal_lightning.pipelines.calibration_comparison import own_confidence
 from selfcal_lightning.pipelines.comparison import SIDES
-from selfcal_lightning.pipelines.pools import RecordedPool
+from selfcal_lightning.pipelines.evaluation_inputs import Inputs
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.reports.vote_reports import VoteRow, votes_figure, votes_markdown, votes_table
@@ -25,7 +25,7 @@ KEYS = {False: "votes", True: "weighted_votes"}
 
 
 def compare_votes(
-    tests: Mapping[str, Mapping[str, RecordedPool]],
+    inputs: Inputs,
     folder: Path,
     *,
     num_reshuffles: int = NUM_RESHUFFLES,
@@ -38,7 +38,7 @@ def compare_votes(
     any, and with one side alone, there is nothing to compare.
 
     Args:
-        tests: Samples by test set, then by side; the sides have the same questions in one order.
+        inputs: Samples by test set, then by side; the sides have the same questions in one order.
         folder: Where the files go.
         num_reshuffles: Random orders of each question's samples; 0 takes the recorded order alone.
         num_resamples: Bootstrap resamples of the questions.
@@ -50,12 +50,12 @@ def compare_votes(
     """
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []
-    for test, sides in tests.items():
+    for test, sides in inputs.tests.items():
         name = own_confidence(list(sides.values()))
         if len(sides) != len(SIDES) or name is None:
             continue
         pools = list(sides.values())
-        keys[f"own.{test}.same_texts"] = have_same_texts(*pools)
+        keys[f"own.{test}.same_texts"] = inputs.same_texts.get(test, False)
         widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
         for side, pool in zip(SIDES, pools, strict=True):
             orders = Reshuffles(pool, [None, name], width=widths[-1], num_reshuffles=num_reshuffles, seed=seed)
@@ -87,7 +87,9 @@ def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dic
             votes = votes_of(block.pools[confidence if is_weighted else None], weighted=is_weighted)
             # -1, no answer, takes the last column of `right`, which never is.
             is_right = block.right[rows, leaders_at(votes, budgets)]
-            total += is_right.reshape(len(budgets), block.num_orders, -1).sum(axis=1)
+            questions = block.questions
+            number = questions.stop - questions.start
+            total[:, questions] += is_right.reshape(len(budgets), -1, number).sum(axis=1)
     return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
 
 
@@ -99,14 +101,6 @@ def powers_of_two(most: int) -> list[int]:
         [1, 2, 4, 8]
     """
     return [1 << power for power in range(most.bit_length())]
-
-
-def have_same_texts(before: RecordedPool, after: RecordedPool) -> bool:
-    """Return whether every response of one side is that of the other, as with an activated adapter."""
-    return all(
-        [sample.text for sample in one.samples] == [sample.text for sample in other.samples]
-        for one, other in zip(before.entries, after.entries, strict=True)
-    )
 
 
 def _row_keys(row: VoteRow) -> dict[str, float | None]:

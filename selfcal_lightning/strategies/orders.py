@@ -22,6 +22,21 @@ ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
+class OrderBlock:
+    """Orders of some consecutive questions, one below the other.
+
+    Attributes:
+        questions: Which questions, q of them.
+        position: Positions of samples [r * q, width]; row i belongs to question ``questions.start + i % q``.
+        num_finished: Orders of the whole pool that end with this block.
+    """
+
+    questions: slice
+    position: Integers
+    num_finished: int
+
+
+@dataclass(frozen=True)
 class Orders:
     """Random orders of the samples of Q questions, cut to a budget.
 
@@ -55,19 +70,27 @@ class Orders:
         """Orders in all, at least one."""
         return max(self.num_reshuffles, 1)
 
-    def blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the orders, r at a time, as positions of samples [r * Q, width]: row i belongs to question i % Q."""
+    def blocks(self) -> Iterator[OrderBlock]:
+        """Yield the orders: several of all questions at a time or, of a large pool, one of some questions."""
         generator = np.random.default_rng(self.seed)
-        at_once = max(1, ROWS_AT_ONCE // len(self.length))
+        num_questions = len(self.length)
+        at_once = max(1, ROWS_AT_ONCE // num_questions)
         for start in range(0, self.num_orders, at_once):
-            yield self._block(min(at_once, self.num_orders - start), generator)
+            num_orders = min(at_once, self.num_orders - start)
+            for first in range(0, num_questions, ROWS_AT_ONCE):
+                questions = slice(first, min(first + ROWS_AT_ONCE, num_questions))
+                is_last = questions.stop == num_questions
+                yield OrderBlock(
+                    questions, self._positions(questions, num_orders, generator), num_orders if is_last else 0
+                )
 
-    def _block(self, num_orders: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        columns = np.arange(int(self.length.max()))
+    def _positions(self, questions: slice, num_orders: int, generator: np.random.Generator) -> Integers:
+        columns, length = np.arange(int(self.length.max())), self.length[questions]
         if self.num_reshuffles == 0:
-            return np.tile(columns[: self.width], (len(self.length), 1))
-        keys = generator.random((num_orders * len(self.length), len(columns)))
-        keys[columns[None] >= np.tile(self.length, num_orders)[:, None]] = np.inf
+            return np.tile(columns[: self.width], (len(length), 1))
+        # The generator hands out its numbers row by row, so that blocks of any size give the same orders.
+        keys = generator.random((num_orders * len(length), len(columns)))
+        keys[columns[None] >= np.tile(length, num_orders)[:, None]] = np.inf
         return np.argsort(keys, axis=1)[:, : self.width]
 
 

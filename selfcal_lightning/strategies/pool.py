@@ -69,22 +69,38 @@ class PoolArrays:
         length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
         return cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens)
 
+    def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
+        """Return arrays that :meth:`from_samples` built without a confidence, of the same samples with one."""
+        samples = [sample for entry in pool for sample in entry.samples]
+        found = (confidence_of(sample, confidence) for sample in samples)
+        column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))
+        is_sample = np.arange(self.answer.shape[1]) < self.length[:, None]
+        values, tokens = np.full(self.answer.shape, np.nan), self.tokens.copy()
+        values[is_sample] = column
+        values[self.answer == UNREADABLE] = np.nan
+        if query_tokens:
+            costs = (sample_tokens(sample, query_tokens) for sample in samples)
+            tokens[is_sample] = np.fromiter((np.nan if cost is None else cost for cost in costs), np.float64)
+        return replace(self, confidence=values, tokens=tokens)
+
     def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
         """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
         return replace(self._taken(np.arange(len(order)), order), length=self.length)
 
-    def in_orders(self, order: NDArray[np.int64]) -> PoolArrays:
+    def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
         """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``.
 
         Args:
             order: Positions of samples [r * Q, W]; none may be padding.
+            questions: The Q consecutive questions that the orders are of.
         """
-        times, questions = divmod(len(order), len(self.length))
-        if questions:
-            raise ValueError(f"Expected orders of all {len(self.length)} questions, but got {len(order)} rows.")
-        taken = self._taken(np.arange(len(order)) % len(self.length), order)
+        ids = self.question_ids[questions]
+        times, left_over = divmod(len(order), len(ids))
+        if left_over:
+            raise ValueError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
+        taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
         length = np.full(len(order), order.shape[1], dtype=np.int64)
-        return replace(taken, question_ids=self.question_ids * times, length=length)
+        return replace(taken, question_ids=ids * times, length=length)
 
     def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
         place = rows[:, None], order

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from functools import cached_property
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,38 +21,63 @@ from selfcal_lightning.strategies.pool import CurveStrategy, PoolArrays
 # Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
 THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
 NUM_QUANTILES = 50
+# Whole numbers in the smallest type that holds them, or floats.
+Numbers: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class GridOutcome:
-    """A strategy at G settings on Q questions; every number is a mean over the orders of the samples.
+    """A strategy at G settings on Q questions, as sums over the orders of the samples: whole numbers, kept small.
 
     Attributes:
         grid: The settings, G.
-        correct: Share of the orders in which the verdict is right [G, Q]; no readable answer is wrong.
-        samples: Samples used [G, Q].
-        tokens: Tokens of these samples [G, Q]; None where lengths are unknown or were not asked for.
+        sum_correct: Orders in which the verdict is right [G, Q]; no readable answer is wrong.
+        sum_samples: Samples used [G, Q].
+        sum_tokens: Tokens of these samples [G, Q]; None where lengths are unknown or were not asked for.
+        num_orders: How many orders were added up.
     """
 
     grid: tuple[float, ...]
-    correct: Floats = field(repr=False)
-    samples: Floats = field(repr=False)
-    tokens: Floats | None = field(default=None, repr=False)
+    sum_correct: Numbers = field(repr=False)
+    sum_samples: Numbers = field(repr=False)
+    sum_tokens: Numbers | None = field(default=None, repr=False)
+    num_orders: int = 1
 
     @property
+    def num_questions(self) -> int:
+        """Q."""
+        return self.sum_correct.shape[1]
+
+    @property
+    def correct(self) -> Floats:
+        """Share of the orders in which the verdict is right [G, Q]; made anew by each call."""
+        return self.sum_correct / self.num_orders
+
+    @property
+    def samples(self) -> Floats:
+        """Samples used, the mean over the orders [G, Q]; made anew by each call."""
+        return self.sum_samples / self.num_orders
+
+    @property
+    def tokens(self) -> Floats | None:
+        """Tokens of these samples, the mean over the orders [G, Q], or None; made anew by each call."""
+        return None if self.sum_tokens is None else self.sum_tokens / self.num_orders
+
+    @cached_property
     def accuracy(self) -> Floats:
         """Accuracy at each setting [G]."""
         return self.correct.mean(axis=1)
 
-    @property
+    @cached_property
     def mean_samples(self) -> Floats:
         """Mean number of samples at each setting [G]."""
         return self.samples.mean(axis=1)
 
-    @property
+    @cached_property
     def mean_tokens(self) -> Floats | None:
         """Mean number of tokens at each setting [G], or None."""
-        return None if self.tokens is None else self.tokens.mean(axis=1)
+        tokens = self.tokens
+        return None if tokens is None else tokens.mean(axis=1)
 
 
 class GridSums:
@@ -61,39 +87,56 @@ class GridSums:
         strategy: The strategy.
         grid: Values of its grid parameter, G.
         num_questions: Q.
+        num_orders: Orders that will be added.
+        width: Samples of each question in an order.
+        most_tokens: The most that the samples of one question cost in an order; None where that is unknown.
     """
 
-    def __init__(self, strategy: CurveStrategy, grid: Sequence[float], num_questions: int) -> None:
+    def __init__(
+        self,
+        strategy: CurveStrategy,
+        grid: Sequence[float],
+        num_questions: int,
+        *,
+        num_orders: int,
+        width: int,
+        most_tokens: float | None = None,
+    ) -> None:
         shape = len(grid), num_questions
-        self._strategy, self._grid = strategy, tuple(grid)
-        self._correct, self._samples = np.zeros(shape), np.zeros(shape)
-        self._tokens: Floats | None = np.zeros(shape)
+        self._strategy, self._grid, self._num_orders = strategy, tuple(grid), num_orders
+        self._correct = np.zeros(shape, dtype=np.min_scalar_type(num_orders))
+        self._samples = np.zeros(shape, dtype=np.min_scalar_type(num_orders * width))
+        self._tokens: Numbers | None = None
+        if most_tokens is not None:
+            self._tokens = np.zeros(shape, dtype=np.min_scalar_type(num_orders * max(int(most_tokens), 1)))
 
-    def add(self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None) -> None:
-        """Run the strategy on r orders of the questions, one below the other.
+    def add(
+        self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
+    ) -> None:
+        """Run the strategy on r orders of q questions, one below the other.
 
         Args:
-            pool: The samples [r * Q, N].
-            right: Whether each answer code is right [r * Q, K + 1], see ``orders.right_codes``.
-            spent: Tokens of the first n samples [r * Q, N + 1]; None where they are unknown.
+            pool: The samples [r * q, N].
+            right: Whether each answer code is right [r * q, K + 1], see ``orders.right_codes``.
+            spent: Tokens of the first n samples [r * q, N + 1]; read where the most of them is known.
+            questions: Which of the questions.
         """
         outcome = self._strategy.curve(pool, self._grid)
         rows = np.arange(outcome.answer.shape[1])
-        self._correct += self._over_orders(right[rows, outcome.answer])
-        self._samples += self._over_orders(outcome.used)
-        if spent is None:
-            self._tokens = None
-        elif self._tokens is not None:
-            self._tokens += self._over_orders(spent[rows, outcome.used])
+        _add(self._correct[:, questions], right[rows, outcome.answer])
+        _add(self._samples[:, questions], outcome.used)
+        if self._tokens is not None and spent is not None:
+            _add(self._tokens[:, questions], spent[rows, outcome.used])
 
-    def outcome(self, num_orders: int) -> GridOutcome:
-        """Return the means over ``num_orders`` orders, all that were added."""
-        tokens = None if self._tokens is None else self._tokens / num_orders
-        return GridOutcome(self._grid, self._correct / num_orders, self._samples / num_orders, tokens)
+    def outcome(self) -> GridOutcome:
+        """Return what was added up, all orders having been added."""
+        return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
 
-    def _over_orders(self, values: np.ndarray) -> Floats:
-        num_questions = self._correct.shape[1]
-        return values.reshape(len(values), -1, num_questions).sum(axis=1, dtype=np.float64)
+
+def _add(sums: Numbers, values: np.ndarray) -> None:
+    """Add values [G, r * q] of r orders to sums [G, q], in place."""
+    num_settings, num_questions = sums.shape
+    sums += values.reshape(num_settings, -1, num_questions).sum(axis=1, dtype=np.float64).astype(sums.dtype)
 
 
 def grid_outcome(
@@ -123,11 +166,11 @@ def grid_outcome(
             "larger values out, or sample more."
         )
     orders = Orders(arrays.length, width, num_reshuffles, seed)
-    sums = GridSums(strategy, grid, len(arrays.length))
-    for order in orders.blocks():
-        block = arrays.in_orders(order)
-        sums.add(block, right_codes(block.answer, block.correct), None)
-    return sums.outcome(orders.num_orders)
+    sums = GridSums(strategy, grid, len(arrays.length), num_orders=orders.num_orders, width=width)
+    for block in orders.blocks():
+        ordered = arrays.in_orders(block.position, block.questions)
+        sums.add(ordered, right_codes(ordered.answer, ordered.correct), None, block.questions)
+    return sums.outcome()
 
 
 def grid_of(

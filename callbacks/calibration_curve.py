@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.figure import Figure
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.metrics.collection import CalibrationPoints
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -44,7 +45,7 @@ class CalibrationCurve(Callback):
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
         if num_bins < 1:
-            raise ValueError(f"Expected `num_bins` to be a positive integer, but got {num_bins}.")
+            raise InputError(f"Expected `num_bins` to be a positive integer, but got {num_bins}.")
         self.before, self.num_bins, self.save_images = before, num_bins, save_images
         self._before: Labelled = {}
         self._drawn_at: int | None = None

@@ -115,7 +115,7 @@ class SSCGeneration(Callback):
         self.sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
         further = dict(engine_args or {})
         if MEMORY in further:
-            raise ValueError(f"Expected `engine_args` without `{MEMORY}`, which has an option of its own, but got it.")
+            raise InputError(f"Expected `engine_args` without `{MEMORY}`, which has an option of its own, but got it.")
         if gpu_memory_utilization is not None:
             further[MEMORY] = gpu_memory_utilization
         self.engine = EngineOptions(engine, dtype=dtype, max_batch=max_batch, engine_args=further)

@@ -9,6 +9,7 @@ import torch
 
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import EngineOptions, open_engine, serve_model
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.weight_files import WeightFiles
@@ -105,7 +106,7 @@ def _gpus(count: int, place: Place) -> list[int]:
         return [place.device.index]
     there = torch.cuda.device_count()
     if place.processes * count > there:
-        raise ValueError(
+        raise InputError(
             f"Expected {place.processes} engine(s) of `tensor_parallel_size` {count} to find "
             f"{place.processes * count} GPUs, but got {there}. Start fewer processes (`trainer.devices`), or lower "
             "`tensor_parallel_size`."

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.modules.support import way_of
 from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
@@ -101,24 +102,24 @@ def check_can_regenerate(
         dtype: What it is asked to run in.
     """
     if not has_questions:
-        raise ValueError(
+        raise InputError(
             "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
             "ask the questions again. Name the sources, or leave `regenerate_every_n_epochs` out."
         )
     if module.lora is None:
-        raise ValueError(
+        raise InputError(
             "Expected `lora` settings with `regenerate_every_n_epochs`, but got None: every round keeps the adapter "
             "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
             "`regenerate_every_n_epochs` out."
         )
     if module.activated:
-        raise ValueError(
+        raise InputError(
             "Expected joint training with `regenerate_every_n_epochs`, but got an activated adapter: it leaves the "
             "generator as it is, so that a later round would be of the same model as the first. Leave "
             "`regenerate_every_n_epochs` out, or set `lora.activated: false`."
         )
     if way_of(trainer.strategy) == "FSDP2":
-        raise ValueError(
+        raise InputError(
             "Expected a whole model in every process with `regenerate_every_n_epochs`, but got a strategy that cuts it "
             "over processes (FSDP2): none could sample, or check the engine. Use the strategy auto or ddp, or leave "
             "`regenerate_every_n_epochs` out."
@@ -136,7 +137,7 @@ def _check_quantized_engine(trainer: Trainer, module: SelfCalibrationModule, *, 
     if own == "auto":
         own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
     if engine != "transformers" or dtype not in ("auto", own):
-        raise ValueError(
+        raise InputError(
             f"Expected `engine: transformers` with `dtype: auto` (or {own}) for later rounds with `quantization` "
             f"{module.quantization!r}, but got {engine} with {dtype}: it would serve the base model as it is stored, "
             "not the one that is trained. Set them so, or leave `regenerate_every_n_epochs` out."
@@ -155,7 +156,7 @@ def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
     else:
         return
     if late:
-        raise ValueError(
+        raise InputError(
             f"Expected {type(callback).__name__} to decide before an epoch ends with `regenerate_every_n_epochs`, but "
             f"got one that decides at its end, after the next round has been sampled. {way_out}"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from selfcal_lightning.datamodules.dealing import Packing
 from selfcal_lightning.datamodules.mixture import IntArray
 from selfcal_lightning.datamodules.ssc_sampler import MicroBatch
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.segment_attention import check_shared_prefix, shared_prefix_problem
@@ -88,9 +89,9 @@ class SSCCollator:
         self, chat: ChatFormat, *, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
     ) -> None:
         if pad_to_multiple_of < 1:
-            raise ValueError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
+            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
         if max_length <= len(chat.query.suffix_ids) + 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected `max_length` to leave room for the confidence query of {len(chat.query.suffix_ids)} tokens, "
                 f"but got {max_length}."
             )
@@ -114,7 +115,7 @@ class SSCCollator:
         response = sample.token_ids if sample.token_ids is not None else self.chat.response_ids(sample.text)
         room = self.room_for_response(len(prompt))
         if room < 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected the prompt of question {row.question.id!r} and the confidence query to leave room for a "
                 f"response within `max_length` {self.max_length}, but got {len(prompt)} prompt tokens."
             )

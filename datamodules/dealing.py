@@ -11,6 +11,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.datamodules.mixture import EpochDraw, IntArray
+from selfcal_lightning.errors import InputError
 
 if TYPE_CHECKING:
     from selfcal_lightning.datamodules.tuples import TupleTable
@@ -251,12 +252,12 @@ def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> No
     if token_budget is None or largest <= token_budget:
         return
     if longest > token_budget:
-        raise ValueError(
+        raise InputError(
             f"Expected every row to fit the `token_budget`, but got {token_budget:,} for one of {longest:,}. Raise "
             "`token_budget`, or lower `max_length`."
         )
     factor = -(-largest // token_budget)
-    raise ValueError(
+    raise InputError(
         f"Expected every micro-batch to fit the `token_budget` of {token_budget:,}, but got one of {largest:,} tokens. "
         f"Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by {factor} (the same "
         "optimiser steps), or raise `token_budget`."

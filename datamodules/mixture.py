@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.consistency import consistency_bucket
 
 NUM_BUCKETS = 20
@@ -134,7 +135,7 @@ def allocate(total: int, weights: FloatArray, capacity: IntArray, rng: np.random
         (np.int64(10), array([1, 3]))
     """
     if total > int(capacity.sum()):
-        raise ValueError(f"Expected `total` to be at most the capacity {int(capacity.sum())}, but got {total}.")
+        raise InputError(f"Expected `total` to be at most the capacity {int(capacity.sum())}, but got {total}.")
     given = np.zeros(len(weights))
     full = np.zeros(len(weights), dtype=bool)
     while not full.all():
@@ -245,7 +246,7 @@ class Mixture:
         confident = np.array([len(pools[name].generation) for name in self.shares])
         known = np.array([pools[name].num_calibration for name in self.shares])
         if not known.any():
-            raise ValueError(f"Expected the tasks {list(self.shares)} to have rows with a target, but got none.")
+            raise InputError(f"Expected the tasks {list(self.shares)} to have rows with a target, but got none.")
         num_generation = round(self.total_tuples * self.generation_ratio) if confident.any() else 0
         generation = self._share_out(num_generation, weights, confident, rng)
         calibration = self._share_out(self.total_tuples - num_generation, weights, known, rng)

@@ -15,6 +15,7 @@ from selfcal_lightning.datamodules.ssc_sampler import (
     steps_per_epoch,
 )
 from selfcal_lightning.datamodules.tuples import TupleTable
+from selfcal_lightning.errors import InputError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -119,7 +120,7 @@ class TrainingOrder:
             if name in self._now and old != self._now[name]
         ]
         if changed:
-            raise ValueError(
+            raise InputError(
                 "Expected the settings and rows of the checkpoint that stopped in the middle of an epoch, but got "
                 f"others: {'; '.join(changed)}. Resume with the old ones, or from a checkpoint of an epoch's end."
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.confidence import splits
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, duplicate_ids
 from selfcal_lightning.tasks.registry import check_slice, load_some
 
@@ -43,7 +44,7 @@ class QuestionSource:
     def __post_init__(self) -> None:
         check_slice(self.offset, self.limit)
         if self.share is not None and not 0.0 < self.share <= 1.0:
-            raise ValueError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
+            raise InputError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
 
 
 def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Question]:
@@ -68,10 +69,10 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Ques
                 limit=source.limit,
             )
         except ValueError as error:
-            raise ValueError(f"The `{role}` source {source} cannot be read: {error}") from error
+            raise InputError(f"The `{role}` source {source} cannot be read: {error}") from error
     repeated = duplicate_ids(questions)
     if repeated:
-        raise ValueError(
+        raise InputError(
             f"Expected question ids to be unique within `{role}`, but got {len(repeated)} repeated, "
             f"the first being {repeated[0]!r}. Two sources overlap, or a file repeats an id."
         )
@@ -119,11 +120,11 @@ def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
     if not stated:
         return {task: 1.0 / len(tasks) for task in tasks}
     if len(stated) < len(sources):
-        raise ValueError(
+        raise InputError(
             f"Expected `share` to be stated for all {len(sources)} training sources or for none, "
             f"but got {len(stated)} stated."
         )
     shares = {task: sum(source.share or 0.0 for source in sources if source.task == task) for task in tasks}
     if sum(shares.values()) > 1.0 + 1e-9:
-        raise ValueError(f"Expected the shares to add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
+        raise InputError(f"Expected the shares to add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
     return shares

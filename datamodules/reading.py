@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from selfcal_lightning.datamodules.tuples import NO_OTHER, TargetName, TupleTable
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
@@ -32,7 +33,7 @@ def read_index(store: SampleStore, *, split: str, round: int, questions: Sequenc
         way_out = f"Name `{split}` sources in the data module. {way_out}"
     index = store.index(split=split, round=round)
     if not len(index):
-        raise ValueError(
+        raise InputError(
             f"Expected the store {store.path} to hold samples of round {round} for the split {split!r}, but got none. "
             f"{way_out}"
         )
@@ -42,13 +43,13 @@ def read_index(store: SampleStore, *, split: str, round: int, questions: Sequenc
     wanted = {question.id: question_digest(question) for question in questions}
     missing = wanted.keys() - set(index.question_id)
     if missing:
-        raise ValueError(
+        raise InputError(
             f"Expected the store {store.path} to hold round {round} of all {len(wanted)} questions of the split "
             f"{split!r}, but {len(missing)} are missing, for example {min(missing)!r}. {way_out}"
         )
     changed = [name for name, digest in wanted.items() if stored[name].digest != digest]
     if changed:
-        raise ValueError(
+        raise InputError(
             f"Expected the {split!r} questions to be those that the store {store.path} was sampled for, but got "
             f"{len(changed)} with other messages or references, for example {changed[0]!r}. Go back to the sources "
             "(`chain_of_thought`, `path`) of that run, or use another `store_dir`."
@@ -76,7 +77,7 @@ def check_stored_splits(
     for one, other in combinations(contents, 2):
         shared = sorted(contents[one].keys() & contents[other].keys())
         if shared:
-            raise ValueError(
+            raise InputError(
                 f"Expected `{one}` and `{other}` in the store {store.path} to share no question, but got {len(shared)} "
                 f"in both, for example {contents[one][shared[0]]!r} and {contents[other][shared[0]]!r}, which are one "
                 "question under two ids. Sample or import them into a store from splits or files that do not overlap."
@@ -96,7 +97,7 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
         if name in stored and stored[name] != value
     ]
     if changed:
-        raise ValueError(
+        raise InputError(
             f"Expected the model and query that the store {store.path} was sampled with, but got others: "
             f"{'; '.join(changed)}. Set `base_model` and `query` to those of the store, or use another `store_dir`."
         )
@@ -116,12 +117,12 @@ def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: TargetName) 
     kept = table.select(reasons == "", reasons)
     if not len(kept):
         found = set(reasons)
-        raise ValueError(
+        raise InputError(
             f"Expected at least one of {len(table):,} training responses to have a target ({target!r}), but got none: "
             f"{' and '.join(sorted(found))}. {_way_out(found)}"
         )
     if target in ("ssc", "consistency") and not (np.bincount(table.index.question_index) > 1).any():
-        raise ValueError(
+        raise InputError(
             f"Expected questions to have at least 2 responses with `target={target!r}`, but got 1 each: every target "
             "would be 1.0. Generate more samples, or use `target='label'`."
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from selfcal_lightning.datamodules.reading import check_prompts, read_index
 from selfcal_lightning.datamodules.tuples import question_slices
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
@@ -60,9 +61,9 @@ def check_round_settings(every: int | None, round: int) -> None:
     if every is None:
         return
     if every < 1:
-        raise ValueError(f"Expected `regenerate_every_n_epochs` to be None or at least 1, but got {every}.")
+        raise InputError(f"Expected `regenerate_every_n_epochs` to be None or at least 1, but got {every}.")
     if round != 0:
-        raise ValueError(
+        raise InputError(
             f"Expected `round` to be 0 with `regenerate_every_n_epochs`, but got {round}: the epoch decides which "
             "round is read. Leave one of them out."
         )
@@ -75,7 +76,7 @@ def check_reload(trainer: Trainer, every: int | None) -> None:
     the epoch that it resumed in.
     """
     if every is not None and trainer.reload_dataloaders_every_n_epochs != 1:
-        raise ValueError(
+        raise InputError(
             "Expected `reload_dataloaders_every_n_epochs` of the trainer to be 1 with `regenerate_every_n_epochs`, but "
             f"got {trainer.reload_dataloaders_every_n_epochs}: training would go on with the rows of an earlier round. "
             "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
@@ -154,7 +155,7 @@ def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
     """
     wanted = newest if every is None else round_of_epoch(epoch, every)
     if wanted != newest:
-        raise RuntimeError(
+        raise RunError(
             f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
             "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
         )

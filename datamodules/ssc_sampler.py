@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from selfcal_lightning.datamodules.dealing import Dealer, Dealt
 from selfcal_lightning.datamodules.mixture import EpochDraw, FloatArray, IntArray
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.batch import SSCBatch
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class OptimizerStepSampler:
 
     def _edges(self, draw: EpochDraw) -> IntArray:
         if len(draw.rows) < self._num_steps:
-            raise ValueError(
+            raise InputError(
                 f"Expected at least one row for each of the {self._num_steps} optimiser steps, but got "
                 f"{len(draw.rows)} rows. Lower `total_tuples`, generate more samples, or set `fill=True`."
             )

@@ -7,14 +7,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from types import TracebackType
 
 from selfcal_lightning.errors import UserError
 from selfcal_lightning.interruptions import INTERRUPTION, what_is_kept
 
 TRACEBACK_VARIABLE = "SELFCAL_TRACEBACK"
 FAILED = 1
-_PACKAGE = __name__.partition(".")[0]
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 
 
@@ -31,7 +29,7 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         who: Who says it, such as "selfcal generate".
         command: The command line, for the way to the trace; empty in a process that does not know it.
     """
-    if isinstance(error, UserError) or _is_unswept(error):
+    if isinstance(error, UserError):
         return f"{who}: error: {error}"
     if type(error).__name__ in _OUT_OF_MEMORY:
         return (
@@ -75,21 +73,6 @@ def _tracker() -> str:
     urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
     found = [url for label, _, url in urls if "issue" in label.lower()]
     return f"to {found[0]}" if found else "to those from whom you have this package"
-
-
-def _is_unswept(error: BaseException) -> bool:
-    """Return whether the error is of our own grammar, raised by a line of ours that does not say UserError yet."""
-    if type(error) not in (ValueError, RuntimeError, ImportError) or "Expected " not in str(error):
-        return False
-    return _raised_in(error.__traceback__).partition(".")[0] == _PACKAGE
-
-
-def _raised_in(trace: TracebackType | None) -> str:
-    """Return the name of the module whose line raised."""
-    module = ""
-    while trace is not None:
-        module, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
-    return module
 
 
 def say_last(text: str) -> None:

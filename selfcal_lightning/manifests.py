@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.fingerprints import files_sha256
 from selfcal_lightning.json_files import read_json_object
 
@@ -33,17 +34,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     manifest = read_json_object(path)
     if manifest.get("format", 1) not in range(1, FORMAT + 1):
-        raise ValueError(
+        raise InputError(
             f"Expected {path} to have format {FORMAT} or an earlier one, but got {manifest['format']!r}. Read it with "
             "the version of selfcal_lightning that wrote it."
         )
     if manifest.get("kind") not in KINDS:
-        raise ValueError(
+        raise InputError(
             f"Expected {path} to say by its `kind` whether it is of one of {', '.join(KINDS)}, but got "
             f"{manifest.get('kind')!r}. Export again, or take the file away if another tool wrote it."
         )
     if not isinstance(manifest.get("files", {}), dict):
-        raise ValueError(f"Expected `files` in {path} to map names to hashes, but got {manifest['files']!r}.")
+        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {manifest['files']!r}.")
     return manifest
 
 
@@ -71,12 +72,12 @@ def check_files(folder: Path) -> None:
         return
     wanted = {folder / name: digest for name, digest in manifest["files"].items()}
     if absent := [path for path, digest in wanted.items() if digest is not None and not path.is_file()]:
-        raise ValueError(f"Expected {absent[0]} to be there as {MANIFEST} says, but it is missing.{_WAY_OUT}")
+        raise InputError(f"Expected {absent[0]} to be there as {MANIFEST} says, but it is missing.{_WAY_OUT}")
     # Those set to null count too: whether every byte is hashed depends on the size of all.
     there = [path for path in wanted if _counts(path) and path.is_file()]
     for path, found in zip(there, files_sha256(there), strict=True):
         if wanted[path] not in (None, found):
-            raise ValueError(
+            raise InputError(
                 f"Expected {path} to be the file that was exported, with sha256 {wanted[path]}, but got {found}: it is "
                 f"damaged or was changed.{_WAY_OUT}"
             )

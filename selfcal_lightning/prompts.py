@@ -40,7 +40,7 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             refusal_of_code(model, error)
             or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
             f"(revision {revision!r}) failed: {error}"
@@ -120,12 +120,12 @@ class ChatFormat:
         generation_eos_ids: Sequence[int] = (),
     ) -> None:
         if tokenizer.chat_template is None:
-            raise ValueError(
+            raise InputError(
                 f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. "
                 "Use an instruction-tuned model, or save a `chat_template.jinja` beside its tokenizer."
             )
         if not query.strip():
-            raise ValueError(f"Expected `query` to be a question, but got {query!r}.")
+            raise InputError(f"Expected `query` to be a question, but got {query!r}.")
         self.tokenizer = tokenizer
         self.query_text = query
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -189,7 +189,7 @@ class ChatFormat:
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
         except TemplateError as error:
-            raise ValueError(
+            raise InputError(
                 f"Expected the chat template of {self.tokenizer.name_or_path!r} to accept the roles "
                 f"{[turn['role'] for turn in turns]}, but it refused them: {error}"
             ) from error
@@ -218,7 +218,7 @@ class ChatFormat:
         ]
         rendered = self._render(turns, enable_thinking=False)
         if rendered.count(_SENTINEL) != 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected the chat template of {self.tokenizer.name_or_path!r} to keep an assistant's content once, "
                 f"but it occurs {rendered.count(_SENTINEL)} times. Save a template that keeps earlier turns."
             )
@@ -267,7 +267,7 @@ class ChatFormat:
         candidates |= {ids[0] for ids in encoded if len(ids) == 1}
         exact = sorted(i for i in candidates if self.tokenizer.decode([i]).strip() in words)
         if not exact:
-            raise ValueError(
+            raise InputError(
                 f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a single token for one of "
                 f"{list(texts)}, but it has none. P(True) needs a model whose Yes and No are single tokens."
             )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
+from selfcal_lightning.errors import InputError
+
 Finish = Literal["stop", "length"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # Stands for the model of responses that were made elsewhere.
@@ -63,15 +65,15 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 2.0:
-            raise ValueError(f"Expected `temperature` to lie in [0, 2], but got {self.temperature}.")
+            raise InputError(f"Expected `temperature` to lie in [0, 2], but got {self.temperature}.")
         if self.edt_scale is not None and not 0.0 < self.edt_scale <= 1.0:
-            raise ValueError(f"Expected `edt_scale` to be None or to lie in (0, 1], but got {self.edt_scale}.")
+            raise InputError(f"Expected `edt_scale` to be None or to lie in (0, 1], but got {self.edt_scale}.")
         if self.edt_theta < 0.0:
-            raise ValueError(f"Expected `edt_theta` to be at least 0, but got {self.edt_theta}.")
+            raise InputError(f"Expected `edt_theta` to be at least 0, but got {self.edt_theta}.")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"Expected `top_p` to lie in (0, 1], but got {self.top_p}.")
+            raise InputError(f"Expected `top_p` to lie in (0, 1], but got {self.top_p}.")
         if self.max_new_tokens < 1:
-            raise ValueError(f"Expected `max_new_tokens` to be at least 1, but got {self.max_new_tokens}.")
+            raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {self.max_new_tokens}.")
 
 
 @dataclass(frozen=True, slots=True)

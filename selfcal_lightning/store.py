@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import remove_abandoned, write_atomically
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store_annotations import add_annotations, add_confidences
@@ -119,7 +120,7 @@ class SampleStore:
                 folder holds something else.
         """
         if num_samples is not None and num_samples < 1:
-            raise ValueError(f"Expected `num_samples` to be None or at least 1, but got {num_samples}.")
+            raise InputError(f"Expected `num_samples` to be None or at least 1, but got {num_samples}.")
         check_place(Path(path))
         store = cls(path, num_samples=num_samples)
         file = round_file(store.path, round)
@@ -132,13 +133,13 @@ class SampleStore:
         stored = store.round_manifest(round)
         differences = stored.fingerprint.differences(fingerprint)
         if differences:
-            raise ValueError(
+            raise InputError(
                 f"Expected round {round} of the store {path} to have been sampled with the same settings, but got "
                 + "; ".join(differences)
                 + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
             )
         if None not in (stored.num_samples, num_samples) and num_samples > stored.num_samples:
-            raise ValueError(
+            raise InputError(
                 f"Expected `num_samples` to be at most {stored.num_samples}, the number of samples a question in "
                 f"{path}, but got {num_samples}. Use another `store_dir` for more samples, or ask for fewer."
             )
@@ -155,13 +156,13 @@ class SampleStore:
         file = round_file(self.path, round)
         if not file.exists():
             rounds = list(read_rounds(self.path))
-            raise ValueError(f"Expected round {round} to be in the store {self.path}, but got rounds {rounds}.")
+            raise InputError(f"Expected round {round} to be in the store {self.path}, but got rounds {rounds}.")
         return read_round(file)
 
     def writer(self, part: str, *, round: int = 0, questions_per_shard: int = 64) -> ShardWriter:
         """Return the writer of ``part``, to be opened by ``with``. Every process needs a part of its own."""
         if not PART_NAME.fullmatch(part):
-            raise ValueError(f"Expected `part` to be letters, digits, dots, dashes or underscores, but got {part!r}.")
+            raise InputError(f"Expected `part` to be letters, digits, dots, dashes or underscores, but got {part!r}.")
         record = self.round_manifest(round)
         return ShardWriter(
             self.path / "parts" / part,
@@ -243,7 +244,7 @@ class SampleStore:
             RuntimeError: A writer is at work.
         """
         if first < 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected `first` to be at least 1, but got {first}. Use another `store_dir` for round 0."
             )
         dropped = drop_later_rounds(self.path, first)

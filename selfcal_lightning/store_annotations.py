@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.files import write_atomically
 from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_manifest import flatten
@@ -78,7 +79,7 @@ class Annotation:
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         if not NAME.fullmatch(name):
-            raise ValueError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
+            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
         self.name = name
         self.folder = Path(store_path) / "annotations" / name
         self._file = self.folder / "annotation.json"
@@ -108,7 +109,7 @@ class Annotation:
             if mine.get(name) != theirs.get(name)
         ]
         if differences:
-            raise ValueError(
+            raise InputError(
                 f"Expected the confidences {self.name!r} in {self.folder} to have been computed in the same way, but "
                 f"got {'; '.join(differences)}. Set `overwrite` to replace them, or choose another `name`."
             )
@@ -126,7 +127,7 @@ class Annotation:
             shards: The store's shards (``manifest.shards``).
         """
         if np.isinf(values).any() or len(values) != len(index):
-            raise ValueError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
+            raise InputError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
         known = {entry.file: entry for entry in shards}
         entries = [known[file] for file in index.files]
         columns = {
@@ -166,7 +167,7 @@ class Annotation:
         files = [f"{run}-{part}.parquet" for part in parts]
         absent = [file for file in files if not (self.folder / file).exists()]
         if absent:
-            raise RuntimeError(
+            raise RunError(
                 f"Expected {self.folder} to hold the parts of all {len(parts)} processes, but got none of {absent}. "
                 "All processes must see one file system."
             )
@@ -205,12 +206,12 @@ class Annotation:
         """
         record = self.record
         if record is None:
-            raise ValueError(
+            raise InputError(
                 f"Expected `confidences` to name annotations of the store, but got {self.name!r}; it has "
                 f"{annotation_names(self.folder.parent.parent)}. `selfcal score` and `selfcal predict` write them."
             )
         if self.name in index.confidences:
-            raise ValueError(
+            raise InputError(
                 f"Expected {self.name!r} to be an annotation only, but got rows that bring a confidence of that name."
             )
         values, _ = self._find(index, shards, record.parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.store_manifest import MANIFEST_FILE, StoreManifest, read_rounds
 from selfcal_lightning.store_parts import find_duplicates, part_rereads
 from selfcal_lightning.store_records import ShardEntry, read_record
@@ -49,7 +50,7 @@ def merge_parts(
     equal, differing = find_duplicates(root, entries, questions)
     if differing:
         file, names = next(iter(differing.items()))
-        raise ValueError(
+        raise InputError(
             f"Expected every question to be sampled by one part, but got {sum(map(len, differing.values()))} with"
             f" different samples in two parts, for example {names[0]!r} again in {file}. Two runs worked on one share."
             " Start `selfcal generate` again with `--repair true` to keep those of the first part, or delete the folder"

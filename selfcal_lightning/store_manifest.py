@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
 from selfcal_lightning.store_records import Reread, ShardEntry, read_record
 
@@ -188,10 +189,10 @@ def check_place(root: Path) -> None:
     if not root.exists() or any((root / "rounds").glob("round-*.json")):
         return
     if not root.is_dir():
-        raise ValueError(f"Expected `store_dir` to be a folder, but got {root}, which is a file.")
+        raise InputError(f"Expected `store_dir` to be a folder, but got {root}, which is a file.")
     others = sorted(path.name for path in root.iterdir() if path.name not in CONTENTS and path.name[0] != ".")
     if others:
-        raise ValueError(
+        raise InputError(
             f"Expected `store_dir` to be a sample store or a new or empty folder, but got {root}, which holds "
             f"{', '.join(others[:3])}{' ...' if others[3:] else ''}. Choose a folder of its own, such as "
             f"{root / 'samples'}."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.errors import InputError
 
 
 class KnownConfidence(Protocol):
@@ -100,7 +101,7 @@ def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] 
     """
     ahead = pool_dependent(names, known)
     if ahead:
-        raise ValueError(
+        raise InputError(
             f"Expected confidences that belong to one response, but got {', '.join(ahead)}, which depend on the other "
             "responses to the question: a strategy that reads them looks ahead. Leave them out, with what was fitted "
             "to them."
@@ -114,7 +115,7 @@ def check_name_tells(confidence: KnownConfidence) -> None:
         confidence: What is about to be written.
     """
     if confidence.needs_pool and not pool_dependent([confidence.name]):
-        raise ValueError(
+        raise InputError(
             f"Expected a confidence that depends on the other responses to keep its estimator's name in a JSON-lines "
             f"pool, but got {confidence.name!r}: by another name nobody would know. Leave the name as it is; a store "
             "remembers the estimator of each of its annotations and may hold several."

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence, confidence_of
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -55,7 +56,7 @@ class ResponseTable:
         """
         samples = [sample for entry in pool for sample in entry.samples]
         if not samples:
-            raise ValueError("Expected `pool` to hold at least one response, but got none.")
+            raise InputError("Expected `pool` to hold at least one response, but got none.")
         check_features(pool, features)
         columns = [_column(samples, name) for name in features]
         return cls(
@@ -146,7 +147,7 @@ def _column(samples: Sequence[Sample], name: str) -> Floats:
 
 def _check_probabilities(lowest: float, highest: float, name: str) -> None:
     if lowest < -SMALLEST_PROBABILITY or highest > 1.0 + SMALLEST_PROBABILITY:
-        raise ValueError(
+        raise InputError(
             f"Expected `{name}` to lie in [0, 1], but got values from {lowest:g} to {highest:g}. "
             "A score that is no probability enters as it is, without a logit."
         )

@@ -11,6 +11,7 @@ import torch
 
 from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.confidence.sequences import entry_ids
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.certainty import token_statistics
 from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.records import QuestionSamples
@@ -67,7 +68,7 @@ class TokenReader:
         logit_elements: int = 2**28,
     ) -> None:
         if network.training:
-            raise ValueError(
+            raise InputError(
                 "Expected `network` to be in evaluation mode, but got training mode. Call `.eval()` first."
             )
         config = network.config.get_text_config()

@@ -27,6 +27,7 @@ from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.scaling import check_labels, check_new_name
 from selfcal_lightning.confidence.scores import ConfidenceScores, score_confidence, scores_text
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.consistency import soft_self_consistency, vote_share
 from selfcal_lightning.records import QuestionSamples, Sample
@@ -76,9 +77,9 @@ class Fusion:
         sizes = {len(part) for part in (self.features, self.weights, self.means, self.stds)}
         numbers = (self.intercept, *self.weights, *self.means, *self.stds)
         if len(sizes) > 1 or not self.features:
-            raise ValueError("Expected `features`, `weights`, `means` and `stds` to be of one length of at least 1.")
+            raise InputError("Expected `features`, `weights`, `means` and `stds` to be of one length of at least 1.")
         if not all(math.isfinite(value) for value in numbers) or min(self.stds) <= 0.0:
-            raise ValueError(f"Expected finite numbers and positive `stds`, but got {numbers}.")
+            raise InputError(f"Expected finite numbers and positive `stds`, but got {numbers}.")
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -215,14 +216,14 @@ def fit_fusion(
     features = tuple(features)
     check_new_name(name, required_confidences(features))
     if target not in TARGETS:
-        raise ValueError(f"Expected `target` to be one of {', '.join(TARGETS)}, but got {target!r}.")
+        raise InputError(f"Expected `target` to be one of {', '.join(TARGETS)}, but got {target!r}.")
     if not features or len(set(features)) < len(features):
-        raise ValueError(f"Expected `features` to be at least one name, each once, but got {features}.")
+        raise InputError(f"Expected `features` to be at least one name, each once, but got {features}.")
     if l2 <= 0.0:
-        raise ValueError(f"Expected `l2` to be positive, but got {l2}.")
+        raise InputError(f"Expected `l2` to be positive, but got {l2}.")
     of_pool = pool_dependent(required_confidences(features), known)
     if of_pool and not allow_pool_features:
-        raise ValueError(
+        raise InputError(
             f"Expected `features` to belong to one response, but got {', '.join(of_pool)}, which depend on the other "
             "responses and do not exist in a live run. Set `allow_pool_features` for a fusion for recorded pools only."
         )
@@ -230,7 +231,7 @@ def fit_fusion(
     targets = _targets(pool, table, target, target_confidence)
     used = table.is_complete & ~np.isnan(targets)
     if not used.any():
-        raise ValueError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
+        raise InputError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
     values = table.values[used]
     means, stds = values.mean(axis=0), values.std(axis=0)
     stds = np.where(stds > 1e-12 * np.maximum(1.0, np.abs(means)), stds, 1.0)

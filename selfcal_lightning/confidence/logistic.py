@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.functional.base import Floats
 
 
@@ -45,11 +46,11 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> Logist
     from scipy.optimize import minimize
 
     if columns.ndim != 2 or targets.shape != (len(columns),) or not len(targets):
-        raise ValueError(f"Expected a target for every row of `columns`, but got {targets.shape} and {columns.shape}.")
+        raise InputError(f"Expected a target for every row of `columns`, but got {targets.shape} and {columns.shape}.")
     if not ((targets >= 0.0) & (targets <= 1.0)).all():
-        raise ValueError("Expected `targets` to lie in [0, 1], but got one outside.")
+        raise InputError("Expected `targets` to lie in [0, 1], but got one outside.")
     if not 0.0 < float(targets.mean()) < 1.0:
-        raise ValueError(
+        raise InputError(
             f"Expected `targets` to hold right and wrong responses, but got {len(targets)} that are all "
             f"{targets[0]:g}. Fit on more or other questions."
         )
@@ -72,7 +73,7 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> Logist
     found = minimize(objective, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": tolerance})
     # Rounding may stop the last step just short of a tolerance as tight as this one; a hundred times it is still tight.
     if not found.success and np.abs(gradient(found.x)).max() > 100.0 * tolerance:
-        raise RuntimeError(f"Expected the logistic fit to converge, but got: {found.message}")
+        raise RunError(f"Expected the logistic fit to converge, but got: {found.message}")
     return LogisticFit(found.x[:-1], float(found.x[-1]))
 
 

@@ -19,6 +19,7 @@ from selfcal_lightning.confidence.saved import load_fitted, save_fitted
 from selfcal_lightning.confidence.scaling_maps import IsotonicMap, PlattMap, ScalerMap, TemperatureMap, read_map
 from selfcal_lightning.confidence.scores import ConfidenceScores, score_confidence
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -142,7 +143,7 @@ def fit_scaler(
     name = f"{source}_{kind}" if name is None else name
     check_new_name(name, (source,))
     if kind not in SCALER_KINDS:
-        raise ValueError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
+        raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
     table = ResponseTable.from_pool(pool, (source,))
     check_labels(table)
     used = table.is_complete
@@ -165,7 +166,7 @@ def check_labels(table: ResponseTable) -> None:
     unknown = np.isnan(table.correct)
     if unknown.any():
         question = table.question_ids[int(table.question[unknown][0])]
-        raise ValueError(
+        raise InputError(
             f"Expected every response to be right or wrong, but got {int(unknown.sum())} of {len(unknown)} that nobody "
             f"can judge, such as one to {question!r}, which has no reference. Fit to label-free targets "
             '(target "ssc"), or on questions with references.'
@@ -176,7 +177,7 @@ def check_new_name(name: str, sources: Sequence[str]) -> None:
     """Raise when a fitted confidence would take the name of something else."""
     taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *RESERVED, *sources)
     if not name or name in taken:
-        raise ValueError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
+        raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
 
 
 def _fit_map(
@@ -190,7 +191,7 @@ def _fit_map(
     if kind == "platt":
         return PlattMap.fit(values, targets, takes_logit=is_probability)
     if not is_probability:
-        raise ValueError(
+        raise InputError(
             f"Expected the confidence {source!r} to be a probability for temperature scaling, but got a score. "
             "Use Platt or isotonic scaling."
         )

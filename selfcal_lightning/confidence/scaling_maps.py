@@ -12,6 +12,7 @@ import numpy as np
 
 from selfcal_lightning.confidence.features import log_odds
 from selfcal_lightning.confidence.logistic import fit_logistic, sigmoid
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 
 COOLEST, HOTTEST = 0.01, 100.0
@@ -164,14 +165,14 @@ def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
     if kind == "temperature":
         map_: ScalerMap = TemperatureMap(**parameters)
         if not map_.temperature > 0.0:
-            raise ValueError(f"Expected `temperature` to be positive, but got {map_.temperature}.")
+            raise InputError(f"Expected `temperature` to be positive, but got {map_.temperature}.")
     elif kind == "platt":
         map_ = PlattMap(**parameters)
         if not (math.isfinite(map_.slope) and math.isfinite(map_.intercept)):
-            raise ValueError(f"Expected `slope` and `intercept` to be finite, but got {map_}.")
+            raise InputError(f"Expected `slope` and `intercept` to be finite, but got {map_}.")
     else:
         map_ = IsotonicMap(*(tuple(float(value) for value in parameters[axis]) for axis in ("x", "y")))
         is_rising = all((np.diff(knots) >= 0.0).all() for knots in (map_.x, map_.y))
         if not map_.x or len(map_.x) != len(map_.y) or not is_rising:
-            raise ValueError("Expected the knots `x` and `y` to be rising and of one length of at least 1.")
+            raise InputError("Expected the knots `x` and `y` to be rising and of one length of at least 1.")
     return map_

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from selfcal_lightning.confidence.base import split_hash
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, QuestionSamples, question_hash
 from selfcal_lightning.store_shards import question_digest
 
@@ -145,7 +146,7 @@ def check_disjoint(
     if shared:
         name, other = min(shared)
         example = repr(name) if name == other else f"{other!r} and {name!r}, which are one question under two ids"
-        raise ValueError(
+        raise InputError(
             f"Expected {names[0]} and {names[1]} to share no question, but got {len(shared)} in both, for example "
             f"{example}. {way_out}"
         )
@@ -176,7 +177,7 @@ def check_not_fitted_on(
         shared = one.fitted_on.shared_questions(asked)
         if shared:
             count = len({_id_of(question) for question in asked})
-            raise ValueError(
+            raise InputError(
                 f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} "
                 f"that it was, such as {shared[0]!r}. Numbers on a fitting split flatter: use another split, or the "
                 "other half (`split_in_halves`)."
@@ -205,7 +206,7 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
     """
     ids = sorted(set(question_ids), key=lambda name: (question_hash(f"{seed}/{name}"), name))
     if len(ids) < 2:
-        raise ValueError(f"Expected `question_ids` to hold at least 2 questions, but got {len(ids)}.")
+        raise InputError(f"Expected `question_ids` to hold at least 2 questions, but got {len(ids)}.")
     middle = (len(ids) + 1) // 2
     return tuple(sorted(ids[:middle])), tuple(sorted(ids[middle:]))
 
@@ -220,7 +221,7 @@ def halve_pool(
     """
     leaders = leading_ids([entry.question for entry in pool])
     if len(set(leaders.values())) < 2:
-        raise ValueError(
+        raise InputError(
             f"Expected at least 2 different questions to deal into two halves, but got {len(pool)} of one content. "
             "Look at the texts of the pool."
         )

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from selfcal_lightning.confidence.sequences import ResponseIds, entry_ids
 from selfcal_lightning.engines.base import Engine, RequestsFailedError
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
@@ -117,7 +118,7 @@ class Verbalized:
                         raise  # to ask again another time, instead of taking silence for an answer
                     continue
                 if not responses:
-                    raise RuntimeError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
+                    raise RunError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
                 replies |= {response.request_id: response.text for response in responses}
                 pending -= replies.keys()
         finally:

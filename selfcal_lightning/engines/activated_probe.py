@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfcal_lightning.engines.activated_queries import check_query
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import ConfidenceQuery
 
 CONTEXT_LENGTHS = (5, 41, 83)  # tokens; the longer ones end within a block of the cache behind whole ones
@@ -79,7 +80,7 @@ def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary
     room = longest - len(query_ids)
     lengths = sorted({min(length, room) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
-        raise ValueError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
+        raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
     contexts = tuple(tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths)
     return Probe(contexts, tuple(query_ids), tuple(token_ids))
 
@@ -100,17 +101,17 @@ def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
     again = _nats(answers.base_again, answers.base_asked)
     awake = _nats(answers.awake, answers.base_asked)
     if not asleep <= bound:
-        raise ValueError(
+        raise InputError(
             f"Expected the activated adapter to leave the base model as it is while it sleeps, but in {engine} "
             f"log-probabilities differ by {asleep:.3g}: it reads more than its query."
         )
     if not again <= bound:
-        raise ValueError(
+        raise InputError(
             f"Expected {engine} to keep what an activated adapter computes out of the base model's cache, but "
             f"log-probabilities of the base model differ by {again:.3g} after the adapter was asked."
         )
     if not awake > max(_TIMES_NOISE * max(asleep, again), _LEAST):
-        raise ValueError(
+        raise InputError(
             f"Expected the activated adapter to change what follows its query, but in {engine} log-probabilities "
             f"differ by {awake:.3g}, as much as noise. It was not trained, or it does not wake."
         )
@@ -129,7 +130,7 @@ def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
     """
     difference = largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
-        raise ValueError(
+        raise InputError(
             f"Expected {engine} to give the probabilities of the module that trained the activated adapter to "
             f"{EXACT_DIFFERENCE:g} in float32, but they differ by {difference:.3g}. Is `model` its base model?"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfcal_lightning.errors import InputError
+
 # Folders of the activated adapters that vLLM should know, divided as in PATH; read by our plugin for vLLM.
 ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
 
@@ -11,7 +13,7 @@ ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
 def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
     """Raise ValueError unless ``given`` is the query that the adapter was trained on, both in token ids."""
     if tuple(given) != tuple(query_ids):
-        raise ValueError(
+        raise InputError(
             f"Expected the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids, "
             f"but got {list(given)}. Set `query` to the text in the adapter's manifest, and `model` to its base model."
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from selfcal_lightning.errors import RunError
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import Request, Response
 
 SHOWN_FAILURES = 3
@@ -66,7 +66,7 @@ class FailuresInARow:
 
     def __init__(self, limit: int, *, way_out: str) -> None:
         if limit < 1:
-            raise ValueError(f"Expected `max_failures` to be at least 1, but got {limit}.")
+            raise InputError(f"Expected `max_failures` to be at least 1, but got {limit}.")
         self._limit, self._way_out = limit, way_out
         self._failed: set[tuple[str, bool]] = set()
 
@@ -181,7 +181,7 @@ def generate(
     failures: dict[str, Failure] = {}
     pending = set(engine.submit(requests))
     if len(pending) != len(requests):
-        raise ValueError(f"Expected request ids to be unique, but got {len(requests) - len(pending)} repeated.")
+        raise InputError(f"Expected request ids to be unique, but got {len(requests) - len(pending)} repeated.")
     while pending:
         try:
             responses = engine.poll()

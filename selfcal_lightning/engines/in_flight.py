@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Request, Response
 
 News = Response | tuple[str, Failure]
@@ -51,7 +52,7 @@ class InFlight:
         taken = set(self._number_of)
         for request in requests:
             if request.id in taken:
-                raise ValueError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
+                raise InputError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
             taken.add(request.id)
 
     def begin(self, numbers: Mapping[str, int]) -> None:
@@ -131,7 +132,7 @@ def response_room(request: Request, max_context: int) -> int:
     suffix = 0 if request.query is None else len(request.query.suffix_ids)
     longest = max_context - suffix - 1
     if not 1 <= len(request.prompt_ids) <= longest:
-        raise ValueError(
+        raise InputError(
             f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
             f"{len(request.prompt_ids)}: a context of {max_context} also holds {suffix} of the query and a response."
         )

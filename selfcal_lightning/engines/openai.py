@@ -28,6 +28,7 @@ from selfcal_lightning.engines.openai_wire import (
     sample_body,
     score_body,
 )
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import resolve_model
@@ -127,14 +128,14 @@ class OpenAIEngine:
         )
         for name, value, least in limits:
             if value < least:
-                raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
         if adapter is not None and served_model is None:
-            raise ValueError(
+            raise InputError(
                 f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "
                 "server would sample with the model that it has without it."
             )
         if not deadline > 0.0:
-            raise ValueError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
+            raise InputError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
         model = resolve_model(model)
         self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
         self._served_model, self._tokenizer = served_model, tokenizer or model
@@ -231,10 +232,10 @@ class OpenAIEngine:
         """
         self._ensure_started()
         if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
-            raise ValueError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
+            raise InputError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.max_context:
-                raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         numbers = [next(self._numbers) for _ in prompts]
         self._in_flight.expect_scores(numbers)
         score = partial(self._score, token_ids=tuple(token_ids), with_adapter=with_adapter)
@@ -283,7 +284,7 @@ class OpenAIEngine:
 
     def _ensure_open(self) -> None:
         if self._closed:
-            raise RuntimeError("Expected the engine to be open, but it was closed.")
+            raise RunError("Expected the engine to be open, but it was closed.")
 
     def _ensure_started(self) -> None:
         """Start the thread and ask the server what it has; where that fails, the next call tries again."""

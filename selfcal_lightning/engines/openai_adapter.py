@@ -9,6 +9,7 @@ from typing import Any
 from selfcal_lightning.engines.activated_probe import Probe, ProbeAnswers, check_answers
 from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
 from selfcal_lightning.engines.openai_wire import list_models
+from selfcal_lightning.errors import InputError
 
 Ask = Callable[[tuple[int, ...], bool], Awaitable[list[float]]]  # (prompt, whether by the adapter's name)
 WAY_OUT = (
@@ -32,7 +33,7 @@ def base_of(answer: Any, adapter: str) -> str:
     models = list_models(answer)
     parent = models[adapter].get("parent") if adapter in models else None
     if not isinstance(parent, str) or parent not in models:
-        raise ValueError(
+        raise InputError(
             f"Expected `served_model` to be the server's name for an adapter on one of its models, but got "
             f"{adapter!r}. It has: {', '.join(models)}. {WAY_OUT}"
         )

@@ -6,6 +6,8 @@ import ipaddress
 import os
 import re
 
+from selfcal_lightning.errors import InputError
+
 _BASE_URL = re.compile(r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?(?:/[\w./~-]*)?")
 _HIDDEN = "[key]"
 _LONGEST = 800
@@ -28,12 +30,12 @@ def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
     """
     match = _BASE_URL.fullmatch(base_url)
     if match is None:  # it may hold a password, so it is not repeated
-        raise ValueError(
+        raise InputError(
             "Expected `base_url` to be like https://host:port/v1, without a user name, a password or a query, but got "
             "something else. The key belongs into the environment variable that `api_key_env` names."
         )
     if match["scheme"] == "http" and not allow_http and not _is_this_machine(match["host"]):
-        raise ValueError(
+        raise InputError(
             f"Expected `base_url` to begin with https:// unless it names this machine, but got {base_url!r}: prompts "
             "and key would travel in the clear. Use https, an ssh tunnel to 127.0.0.1, or set `allow_http`."
         )
@@ -48,7 +50,7 @@ def read_key(name: str) -> str | None:
     """
     key = os.environ.get(name, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise ValueError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it anew.")
+        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it anew.")
     return key or None
 
 

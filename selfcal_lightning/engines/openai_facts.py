@@ -10,6 +10,7 @@ from selfcal_lightning.engines.openai_adapter import base_of
 from selfcal_lightning.engines.openai_retries import ServerError
 from selfcal_lightning.engines.openai_transport import StatusError, Transport
 from selfcal_lightning.engines.openai_wire import EDT_ARG, EDT_PROCESSOR, choose_model, edt_probe_body
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts import ChatFormat
 
 _PROBE_TEXT = "Is 17 + 25 = 42?\nYes: a na\u00efve sum. No?"
@@ -87,9 +88,9 @@ async def inspect_server(
 def _context(wanted: int | None, limit: int | None) -> int:
     """Return the longest prompt + response + query; vLLM's limit also counts the token that answers the query."""
     if wanted is None and limit is None:
-        raise ValueError("Expected `max_context` to be given, since the server does not tell its limit, but got None.")
+        raise InputError("Expected `max_context` to be given, since the server does not tell its limit, but got None.")
     if wanted is not None and limit is not None and wanted > limit - 1:
-        raise ValueError(f"Expected `max_context` to be at most {limit - 1} for this server, but got {wanted}.")
+        raise InputError(f"Expected `max_context` to be at most {limit - 1} for this server, but got {wanted}.")
     return wanted if wanted is not None else limit - 1
 
 
@@ -111,7 +112,7 @@ async def _check_tokenizer(transport: Transport, root: str, name: str, chat: Cha
     answer = await _offered(transport, f"{root}/tokenize", body, deadline)
     ours = chat.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
     if answer.get("tokens", ours) != ours:
-        raise ValueError(
+        raise InputError(
             f"Expected `tokenizer` to cut {_PROBE_TEXT!r} as the server's does, but {chat.tokenizer.name_or_path!r} "
             f"gives {ours} and the server's {answer['tokens']}. Name the tokenizer of the model {name!r}."
         )
@@ -125,7 +126,7 @@ async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline
         if error.status == HTTPStatus.BAD_REQUEST and EDT_ARG in str(error):
             return
         raise
-    raise ValueError(
+    raise InputError(
         "Expected the server to know entropy-based dynamic temperature, since `server_edt` is set, but it does not. "
         f"Start it with `--logits-processors {EDT_PROCESSOR}`, or set `server_edt` to false and `edt_scale` to null."
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfcal_lightning.engines.openai_retries import ServerError
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response, SamplingSettings
 
@@ -41,13 +42,13 @@ def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
         server_edt: Whether the server runs our logits processor.
     """
     if edt_parameters(sampling) is not None and not server_edt:
-        raise ValueError(
+        raise InputError(
             f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}: a plain server has no "
             "entropy-based dynamic temperature. Set `edt_scale` to null, or start vLLM's server with "
             f"`--logits-processors {EDT_PROCESSOR}` and set `server_edt`."
         )
     if 0.0 < sampling.temperature < COLDEST_TEMPERATURE and sampling.edt_scale is None:
-        raise ValueError(
+        raise InputError(
             f"Expected `temperature` to be 0 or at least {COLDEST_TEMPERATURE} for a server, but got "
             f"{sampling.temperature}, which it would raise to that without a word."
         )
@@ -213,7 +214,7 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
     for name in candidates:
         if name in limits:
             return name, limits[name] if type(limits[name]) is int and limits[name] > 1 else None
-    raise ValueError(
+    raise InputError(
         f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
     )
 

@@ -14,6 +14,7 @@ from selfcal_lightning.engines.activated_queries import check_query, ends_with_q
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 from selfcal_lightning.engines.transformers_rows import SlotRows
 from selfcal_lightning.engines.transformers_sleep import check_sleep
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.fingerprints import tensors_sha256, weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.adapter_files import read_invocation_ids
@@ -128,13 +129,13 @@ class TransformersEngine:
     ) -> None:
         max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         if max_batch < 1:
-            raise ValueError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
+            raise InputError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
         self._model: CachedModel | None = CachedModel(network)
         limit = self._model.max_positions
         if max_context is None and limit is None:
-            raise ValueError("Expected `max_context` to be given, as the model's configuration states no limit.")
+            raise InputError("Expected `max_context` to be given, as the model's configuration states no limit.")
         if max_context is not None and not 1 < max_context <= (limit or max_context):
-            raise ValueError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
+            raise InputError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
         self.max_context: int = max_context or limit
         self.max_batch = max_batch
         self.chat = chat
@@ -166,12 +167,12 @@ class TransformersEngine:
         in_flight.update(request.id for request in requests)
         repeated = [i for i, count in in_flight.items() if count > 1]
         if repeated:
-            raise ValueError(f"Expected ids to be unique among the requests in flight, but got {repeated[:5]} again.")
+            raise InputError(f"Expected ids to be unique among the requests in flight, but got {repeated[:5]} again.")
         for request in requests:
             if self._query_ids is not None and request.query is not None:
                 check_query(request.query.suffix_ids, self._query_ids)
             if not request.prompt_ids or self._limit(request) < 1:
-                raise ValueError(
+                raise InputError(
                     f"Expected the prompt of request {request.id!r} to hold at least 1 token and to leave room for a "
                     f"response, but got {len(request.prompt_ids)} prompt tokens + {_query_length(request)} query "
                     f"tokens in a `max_context` of {self.max_context}. Shorten the prompt or raise `max_context`."
@@ -215,7 +216,7 @@ class TransformersEngine:
         model = self._require_model()
         for prompt in prompts:
             if not 0 < len(prompt) <= self.max_context:
-                raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         asked = {i for i in order if with_adapter and ends_with_query(prompts[i], self._query_ids)}
         wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
@@ -267,11 +268,11 @@ class TransformersEngine:
             return model.network.disable_adapter()
         if self._adapter is None and self._adapter_sha256 is None:
             return nullcontext()
-        raise ValueError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
+        raise InputError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
 
     def _require_model(self) -> CachedModel:
         if self._model is None:
-            raise RuntimeError("Expected the engine to be open, but it has been closed. Build a new one.")
+            raise RunError("Expected the engine to be open, but it has been closed. Build a new one.")
         return self._model
 
     def _limit(self, request: Request) -> int:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfcal_lightning.attention_backends import without_cudnn
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_folders import check_adapter, check_model_folder, local_adapter, refusal_of_code
 from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter
@@ -145,7 +146,7 @@ class CachedModel:
     def __init__(self, network: PreTrainedModel) -> None:
         config = network.config.get_text_config()
         if config._attn_implementation not in MASKABLE_ATTENTION:
-            raise ValueError(
+            raise InputError(
                 f"Expected the model's attention implementation to be one of {MASKABLE_ATTENTION}, but got "
                 f"{config._attn_implementation!r}. Load the model with attn_implementation='sdpa'."
             )
@@ -336,7 +337,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
     if dtype == "auto":
         dtype = "float32" if device.startswith("cpu") else "bfloat16"
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
+        raise InputError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
     check_model_folder(model)
     if adapter is not None:
         adapter = local_adapter(adapter)
@@ -346,7 +347,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
             model, revision=revision, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
+        raise InputError(
             refusal_of_code(model, error)
             or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
         ) from error
@@ -368,7 +369,7 @@ def _sliding_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
         return window, False
     strange = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if strange:
-        raise ValueError(
+        raise InputError(
             f"Expected layers of full or sliding attention, but got {strange}. Use the vLLM engine for this model."
         )
     mixes = "sliding_attention" in layer_types

@@ -8,6 +8,7 @@ import torch
 
 from selfcal_lightning.engines.activated_probe import Table, check_equals_module
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
+from selfcal_lightning.errors import InputError
 
 
 def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
@@ -28,7 +29,7 @@ def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
     awake = model.query_logits([context], query_ids)
     silent = model.query_logits([context], query_ids, awake=False)
     if torch.equal(awake, silent) or not torch.equal(model.next_token_logits([context]), asleep):
-        raise ValueError(
+        raise InputError(
             "Expected an adapter that is awake for its query and asleep before and after it, but got "
             f"{'one that never wakes' if torch.equal(awake, silent) else 'one that stays awake'}. Is it one that "
             "`selfcal fit` exported, and its weights not all zero?"

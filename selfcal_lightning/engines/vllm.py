@@ -28,6 +28,7 @@ from selfcal_lightning.engines.vllm_records import (
     read_response,
     wire_messages,
 )
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.imports import is_installed, require
 from selfcal_lightning.locations import model_folder, resolve_model
@@ -119,7 +120,7 @@ class VLLMEngine:
         )
         for name, value, least in limits:
             if value < least:
-                raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")
+                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
         model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
@@ -224,7 +225,7 @@ class VLLMEngine:
         for index, prompt in enumerate(prompts):
             self._check_ids(f"prompt {index}", prompt)
             if not 1 <= len(prompt) <= self.max_context:
-                raise ValueError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
         chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
         flights = [
             Flight(
@@ -279,11 +280,11 @@ class VLLMEngine:
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         size = self._limits["vocabulary"]
         if len(ids) and not 0 <= min(ids) <= max(ids) < size:
-            raise ValueError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
+            raise InputError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
 
     def _ensure_started(self) -> None:
         if self._closed:
-            raise RuntimeError("Expected the engine to be open, but it was closed.")
+            raise RunError("Expected the engine to be open, but it was closed.")
         while self._process is None:
             self._start()
 

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from selfcal_lightning.engines.activated_queries import ends_with_query
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ def wake_at_query(adapter: str) -> None:
     """
     query_ids = read_invocation_ids(adapter) if Path(adapter).is_dir() else None
     if not query_ids:
-        raise ValueError(
+        raise InputError(
             f"Expected the folder of an activated adapter, as `selfcal fit` exports it, but got {adapter!r}."
         )
     if vllm.__version__.partition("+")[0] not in TRIED_VERSIONS:
-        raise ValueError(
+        raise InputError(
             f"Expected vLLM {' or '.join(TRIED_VERSIONS)}, which activated adapters were tried on, but got "
             f"{vllm.__version__}: whether it would wake at the query alone is not known. Install that version, or use "
             "`engine: transformers`."

@@ -11,6 +11,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.sample.logits_processor import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
 
+from selfcal_lightning.errors import InputError
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
@@ -90,9 +92,9 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
         if values is None:
             return
         if len(values) != 3 or not (values[0] > 0 and 0 < values[1] <= 1 and values[2] >= 0):
-            raise ValueError(f"Expected `{EXTRA_ARG}` to be [base > 0, 0 < scale <= 1, theta >= 0], but got {values}.")
+            raise InputError(f"Expected `{EXTRA_ARG}` to be [base > 0, 0 < scale <= 1, theta >= 0], but got {values}.")
         if sampling_params.temperature != 1.0 or sampling_params.min_p:
-            raise ValueError(
+            raise InputError(
                 f"Expected `temperature` to be 1.0 and `min_p` to be 0 beside `{EXTRA_ARG}`, which replaces them, "
                 f"but got {sampling_params.temperature} and {sampling_params.min_p}."
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
 from selfcal_lightning.engines.vllm_channel import Channel
+from selfcal_lightning.errors import InputError
 
 WORKER_MODULE = "selfcal_lightning.engines.vllm_worker"
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"})
@@ -193,7 +194,7 @@ def _visible_devices(parent: str | None, devices: Sequence[int]) -> str:
         return ",".join(map(str, devices))
     seen = parent.split(",")
     if beyond := [device for device in devices if device >= len(seen)]:
-        raise ValueError(f"Expected `devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={parent}), got {beyond}.")
+        raise InputError(f"Expected `devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={parent}), got {beyond}.")
     return ",".join(seen[device] for device in devices)
 
 

@@ -14,6 +14,8 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 
+from selfcal_lightning.errors import InputError
+
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
 
@@ -41,7 +43,7 @@ class MaskedProducts(PunicaWrapperCPU):
         self._sampled: Masks = []
         config = get_current_vllm_config_or_none()
         if config is not None and config.compilation_config.mode not in (None, CompilationMode.NONE):
-            raise ValueError(
+            raise InputError(
                 "Expected vLLM to run a model with adapters on a CPU as it stands, but got one that is compiled. Start "
                 "it with `--enforce-eager`."
             )

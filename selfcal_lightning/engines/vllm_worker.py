@@ -30,6 +30,7 @@ from selfcal_lightning.engines.activated_queries import ends_with_query
 from selfcal_lightning.engines.vllm_channel import Channel
 from selfcal_lightning.engines.vllm_params import probabilities, query_params, sampling_params
 from selfcal_lightning.engines.vllm_self_test import try_adapter
+from selfcal_lightning.errors import InputError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -280,7 +281,7 @@ def _model_length(arguments: Any, max_context: int | None) -> int:
     if max_context is None:
         return longest
     if max_context > longest:
-        raise ValueError(f"Expected `max_context` to be at most the model's {longest}, but got {max_context}.")
+        raise InputError(f"Expected `max_context` to be at most the model's {longest}, but got {max_context}.")
     return min(max_context + 1, longest)
 
 

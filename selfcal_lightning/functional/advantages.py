@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from selfcal_lightning.errors import InputError
+
 Scale = Literal["group", "none", "batch"]
 
 
@@ -46,13 +48,13 @@ def group_advantages(
         Ahmadian et al., Back to Basics, arXiv 2402.14740 (leave one out).
     """
     if scale not in ("group", "none", "batch"):
-        raise ValueError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
+        raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
     if not minimum_spread >= 0.0:
-        raise ValueError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
+        raise InputError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
     known = [[reward for reward in group if reward is not None] for group in rewards]
     for group in known:
         if not all(map(math.isfinite, group)):
-            raise ValueError(f"Expected `rewards` to be finite or None, but got {group}.")
+            raise InputError(f"Expected `rewards` to be finite or None, but got {group}.")
     overall = _spread([reward for group in known for reward in group])
     advantages: list[list[float | None]] = []
     for group, values in zip(rewards, known, strict=True):

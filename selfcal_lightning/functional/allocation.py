@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import (
     Array,
     Floats,
@@ -93,7 +94,7 @@ def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0,
     check_same_length(right=a, wrong=b)
     for name, values in (("right", a), ("wrong", b)):
         if not (np.isfinite(values) & (values > 0.0)).all():
-            raise ValueError(f"Expected `{name}` to be finite and above 0, but got {values.min():g}.")
+            raise InputError(f"Expected `{name}` to be finite and above 0, but got {values.min():g}.")
     log_gain = _log_beta_gains(a, b, maximum)
     return _shared(lambda i, k: float(log_gain[i, k]), len(a), total, minimum, maximum)
 
@@ -119,9 +120,9 @@ def interpolated_allocation(first: Array, second: Array, weight: float) -> Integ
     one, two = as_counts(first, "first"), as_counts(second, "second")
     check_same_length(first=one, second=two)
     if one.sum() != two.sum():
-        raise ValueError(f"Expected both allocations to have the same sum, but got {one.sum()} and {two.sum()}.")
+        raise InputError(f"Expected both allocations to have the same sum, but got {one.sum()} and {two.sum()}.")
     if not 0.0 <= weight <= 1.0:
-        raise ValueError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
+        raise InputError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
     return round_to_total(weight * one + (1.0 - weight) * two, int(one.sum()))
 
 
@@ -147,7 +148,7 @@ def round_to_total(values: Array, total: int) -> Integers:
     whole = np.floor(shares + 1e-9)
     short = total - int(whole.sum())
     if (shares < 0.0).any() or not 0 <= short <= np.count_nonzero(shares - whole > 1e-9):
-        raise ValueError(
+        raise InputError(
             f"Expected `values` to be at least 0 and to add up to {total}, but got a sum of {shares.sum():g}."
         )
     whole[np.argsort(whole - shares, kind="stable")[:short]] += 1.0
@@ -177,7 +178,7 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
     """
     drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
     if (drawn > recorded).any():
-        raise ValueError(
+        raise InputError(
             "Expected `allocation` to give a question at most its recorded samples, "
             f"but got {int(drawn[drawn > recorded][0])} of {int(recorded[drawn > recorded][0])}. "
             "Allocate with `maximum` at most the number of recorded samples."
@@ -212,7 +213,7 @@ def sequential_allocation(
     rows = [as_labels(row, "outcomes") for row in outcomes]
     a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))
     if not ((a > 0.0).all() and (b > 0.0).all()):
-        raise ValueError(f"Expected `right` and `wrong` to be above 0, but got {a.min():g} and {b.min():g}.")
+        raise InputError(f"Expected `right` and `wrong` to be above 0, but got {a.min():g} and {b.min():g}.")
     drawn, solved = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
     queue = [(-a[i] / (a[i] + b[i]), i) for i in range(len(rows)) if len(rows[i])]
     heapq.heapify(queue)
@@ -231,9 +232,9 @@ def _shared(gain: Callable[[int, int], float], size: int, total: int, minimum: i
     """Give ``minimum`` to every question, and the rest one by one where ``gain(question, given)`` is largest."""
     spent = minimum * size
     if not 0 <= minimum <= maximum:
-        raise ValueError(f"Expected `minimum` to lie between 0 and `maximum` = {maximum}, but got {minimum}.")
+        raise InputError(f"Expected `minimum` to lie between 0 and `maximum` = {maximum}, but got {minimum}.")
     if spent > _checked_total(total):
-        raise ValueError(
+        raise InputError(
             f"Expected `total` to be at least {spent}, {minimum} for each of {size} questions, but got {total}."
         )
     given = np.full(size, minimum, dtype=np.int64)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,10 +48,10 @@ def as_scores(values: Array, name: str = "confidence") -> Floats:
     """
     scores = np.asarray(as_array(values), dtype=np.float64)
     if scores.ndim != 1:
-        raise ValueError(f"Expected `{name}` to be one-dimensional, but got shape {scores.shape}.")
+        raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {scores.shape}.")
     if np.isnan(scores).any():
         position = int(np.flatnonzero(np.isnan(scores))[0])
-        raise ValueError(
+        raise InputError(
             f"Expected `{name}` to be known for every response, but got None or NaN at position {position}. "
             "Leave such responses out and report how many they are."
         )
@@ -64,7 +66,7 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
     """
     scores = as_scores(values, name)
     if scores.size and (scores.min() < -_ROUNDING or scores.max() > 1.0 + _ROUNDING):
-        raise ValueError(
+        raise InputError(
             f"Expected `{name}` to lie in [0, 1], but got values from {scores.min():g} to {scores.max():g}. "
             "A score that is no probability has no calibration error; scale it first."
         )
@@ -79,7 +81,7 @@ def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
     """
     labels = as_scores(values, name)
     if not ((labels == 0.0) | (labels == 1.0)).all():
-        raise ValueError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
+        raise InputError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
     return labels == 1.0
 
 
@@ -103,7 +105,7 @@ def as_counts(values: Array | int, name: str) -> Integers:
     counts = as_scores(array.reshape(-1), name)
     odd = (counts < 0.0) | (counts != np.floor(counts)) | np.isinf(counts)
     if odd.any():
-        raise ValueError(f"Expected `{name}` to hold whole numbers of at least 0, but got {counts[odd][0]:g}.")
+        raise InputError(f"Expected `{name}` to hold whole numbers of at least 0, but got {counts[odd][0]:g}.")
     return counts.astype(np.int64).reshape(array.shape)
 
 
@@ -112,13 +114,13 @@ def check_same_length(**arrays: NDArray[Any]) -> None:
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         names = ", ".join(f"`{name}`" for name in lengths)
-        raise ValueError(f"Expected {names} to have the same length, but got {tuple(lengths.values())}.")
+        raise InputError(f"Expected {names} to have the same length, but got {tuple(lengths.values())}.")
 
 
 def check_positive(value: int, name: str) -> None:
     """Raise ValueError unless ``value`` is a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"Expected `{name}` to be a positive integer, but got {value!r}.")
+        raise InputError(f"Expected `{name}` to be a positive integer, but got {value!r}.")
 
 
 def question_codes(question_index: Array, name: str = "question_index") -> tuple[NDArray[Any], Integers]:
@@ -129,7 +131,7 @@ def question_codes(question_index: Array, name: str = "question_index") -> tuple
     """
     questions = as_array(question_index)
     if questions.ndim != 1:
-        raise ValueError(f"Expected `{name}` to be one-dimensional, but got shape {questions.shape}.")
+        raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {questions.shape}.")
     distinct, codes = np.unique(questions, return_inverse=True)
     return distinct, codes.astype(np.int64)
 

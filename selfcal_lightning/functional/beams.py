@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_rates, as_scores, check_positive
 
 _LEAST_SCORE = 1e-7
@@ -96,7 +97,7 @@ def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]])
     for path, steps in zip(paths, continuations, strict=True):
         if path.is_done == bool(steps):
             state = "a finished path to have no continuation" if path.is_done else "an open path to have a continuation"
-            raise ValueError(f"Expected {state}, but got {len(steps)} for {path.segments!r}.")
+            raise InputError(f"Expected {state}, but got {len(steps)} for {path.segments!r}.")
         grown += [path] if path.is_done else [Path((*path.segments, step.segment), step.is_last) for step in steps]
     return grown
 

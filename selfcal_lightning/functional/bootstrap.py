@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import (
     AUROC,
     BRIER,
@@ -206,7 +207,7 @@ def paired_bootstrap(
     )
     if not np.array_equal(first.questions, second.questions):
         unshared = np.setxor1d(first.questions, second.questions)
-        raise ValueError(
+        raise InputError(
             "Expected `before` and `after` to hold the same questions, "
             f"but got {len(unshared)} that only one of them has, such as {unshared[:3].tolist()}."
         )
@@ -248,14 +249,14 @@ class _PerQuestion:
     ) -> None:
         unknown = [metric for metric in metrics if metric not in BOOTSTRAP_METRICS]
         if unknown:
-            raise ValueError(f"Expected `metrics` to be among {BOOTSTRAP_METRICS}, but got {unknown}.")
+            raise InputError(f"Expected `metrics` to be among {BOOTSTRAP_METRICS}, but got {unknown}.")
         needs_probability = ECE in metrics or BRIER in metrics
         scores = as_probabilities(confidence) if needs_probability else as_scores(confidence)
         labels = as_labels(correct)
         self.questions, codes = question_codes(question_index)
         check_same_length(confidence=scores, correct=labels, question_index=codes)
         if not len(scores):
-            raise ValueError("Expected `confidence` to hold at least one response, but got none.")
+            raise InputError("Expected `confidence` to hold at least one response, but got none.")
         self.metrics = tuple(metrics)
         self.num_bins = num_bins
         self.size = self._sums(codes, None)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import (
     Array,
     Floats,
@@ -89,7 +90,7 @@ def reliability_bins(
         ([1, 3], [0.1, 0.9], [0.0, 0.667])
     """
     if binning not in ("uniform", "quantile"):
-        raise ValueError(f'Expected `binning` to be "uniform" or "quantile", but got {binning!r}.')
+        raise InputError(f'Expected `binning` to be "uniform" or "quantile", but got {binning!r}.')
     probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
     check_same_length(confidence=probabilities, correct=labels)
     edges = uniform_edges(num_bins)

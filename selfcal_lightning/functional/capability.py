@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, Integers, as_counts, as_rates
 
 
@@ -102,7 +103,7 @@ def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
     samples, correct, draws = np.broadcast_arrays(samples, correct, draws)
     if (draws > samples).any():
         n, most = int(samples[draws > samples].flat[0]), int(draws[draws > samples].flat[0])
-        raise ValueError(
+        raise InputError(
             f"Expected `k` to be at most the number of samples, but got k = {most} for {n}. "
             "Sample more responses, or estimate c* and use `simulated_pass_at_k`."
         )
@@ -146,12 +147,12 @@ def checked_counts(num_samples: Array, num_correct: Array) -> tuple[Integers, In
     correct = as_counts(num_correct, "num_correct")
     samples, correct = np.broadcast_arrays(samples, correct)
     if (samples < 1).any():
-        raise ValueError(
+        raise InputError(
             "Expected `num_samples` to be at least 1 everywhere, but got 0. "
             "Leave questions without samples out and report how many they are."
         )
     if (correct > samples).any():
-        raise ValueError(
+        raise InputError(
             "Expected `num_correct` to be at most `num_samples`, "
             f"but got {int(correct[correct > samples].flat[0])} of {int(samples[correct > samples].flat[0])}."
         )

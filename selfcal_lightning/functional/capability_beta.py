@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_counts, as_rates
 from selfcal_lightning.functional.capability import checked_counts
 
@@ -37,9 +38,9 @@ class InflatedBeta:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.inflation <= 1.0:
-            raise ValueError(f"Expected `inflation` to lie in [0, 1], but got {self.inflation}.")
+            raise InputError(f"Expected `inflation` to lie in [0, 1], but got {self.inflation}.")
         if not self.concentration > 0.0:
-            raise ValueError(f"Expected `concentration` to be above 0, but got {self.concentration}.")
+            raise InputError(f"Expected `concentration` to be above 0, but got {self.concentration}.")
 
     def pass_at_k(self, p: Array, k: Array | int) -> Floats:
         """Compute the expected chance that one of k samples is right, of the shape that p and k broadcast to.
@@ -85,7 +86,7 @@ def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) ->
         as_rates(p, "p"), as_counts(k, "k"), np.asarray(concentration, dtype=np.float64)
     )
     if not (strength > 0.0).all():
-        raise ValueError(f"Expected `concentration` to be above 0, but got {strength[~(strength > 0.0)].flat[0]}.")
+        raise InputError(f"Expected `concentration` to be above 0, but got {strength[~(strength > 0.0)].flat[0]}.")
     step = np.arange(int(draws.max(initial=0)))
     # B(a, b + k) / B(a, b) = prod_{j < k} (b + j) / (s + j) = prod_{j < k} (1 - p / (1 + j / s)).
     with np.errstate(divide="ignore"):
@@ -164,7 +165,7 @@ def _counts(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[F
     samples, correct = checked_counts(num_samples, num_correct)
     p, correct, samples = np.broadcast_arrays(as_rates(predicted, "predicted"), correct, samples)
     if p.ndim != 1 or not (samples > 1).any():
-        raise ValueError(
+        raise InputError(
             "Expected `predicted` to be one-dimensional and a question to have at least 2 samples, "
             f"but got shape {p.shape} and at most {int(samples.max(initial=0))} samples."
         )

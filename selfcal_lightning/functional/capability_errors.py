@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_rates, check_same_length
 from selfcal_lightning.functional.capability import checked_counts
 
@@ -170,7 +171,7 @@ def _columns(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[
     p = as_rates(predicted, "predicted")
     samples, correct = checked_counts(num_samples, num_correct)
     if p.ndim != 1:
-        raise ValueError(f"Expected `predicted` to be one-dimensional, but got shape {p.shape}.")
+        raise InputError(f"Expected `predicted` to be one-dimensional, but got shape {p.shape}.")
     check_same_length(predicted=p, num_correct=np.atleast_1d(correct))
     return p, correct / samples, samples.astype(np.float64)
 
@@ -178,7 +179,7 @@ def _columns(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[
 def _noise(share: Floats, samples: Floats) -> Floats:
     """Return the unbiased estimate of the variance of each share [Q]."""
     if (samples < 2).any():
-        raise ValueError(
+        raise InputError(
             "Expected `num_samples` to be at least 2 where the noise of the samples is taken out, but got 1. "
             "Sample more, or pass `debiased=False` and say that the error includes the noise."
         )

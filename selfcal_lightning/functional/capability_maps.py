@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_rates, as_scores, check_same_length
 from selfcal_lightning.functional.capability import pass_at_k
 from selfcal_lightning.functional.discrimination import average_rank
@@ -62,7 +63,7 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
     values, wanted = as_scores(scores, "scores"), as_rates(targets, "targets")
     check_same_length(scores=values, targets=wanted)
     if not len(values):
-        raise ValueError("Expected `scores` to hold at least one score to fit a map to, but got none.")
+        raise InputError("Expected `scores` to hold at least one score to fit a map to, but got none.")
     model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, wanted)
     return tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist())
 
@@ -85,7 +86,7 @@ def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *,
         [[0.25, 0.5, 0.75], [0.5, 0.75, 1.0]]
     """
     if not len(ks):
-        raise ValueError("Expected `ks` to hold at least one number of samples, but got none.")
+        raise InputError("Expected `ks` to hold at least one number of samples, but got none.")
     ordered = tuple(sorted(set(ks)))
     knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
     return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))
@@ -114,9 +115,9 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
     """
     values, wanted = as_scores(scores, "scores"), as_scores(distribution, "distribution")
     if ties not in ("mean", "first"):
-        raise ValueError(f'Expected `ties` to be "mean" or "first", but got {ties!r}.')
+        raise InputError(f'Expected `ties` to be "mean" or "first", but got {ties!r}.')
     if not len(wanted):
-        raise ValueError("Expected `distribution` to hold at least one value, but got none.")
+        raise InputError("Expected `distribution` to hold at least one value, but got none.")
     if not len(values):
         return np.zeros(0)
     ranks = average_rank(values) if ties == "mean" else np.argsort(np.argsort(values, kind="stable")) + 1.0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, check_positive
 
 _CHUNK_ELEMENTS = 2**24
@@ -61,12 +62,12 @@ def self_certainty(logits: Array, *, mask: Array | None = None) -> Tensor:
     """
     certainty = token_certainty(logits)
     if certainty.dim() < 1:
-        raise ValueError("Expected `logits` to have shape [..., tokens, vocabulary], but got one dimension only.")
+        raise InputError("Expected `logits` to have shape [..., tokens, vocabulary], but got one dimension only.")
     if mask is None:
         return certainty.mean(-1)
     counts = torch.as_tensor(mask, device=certainty.device).bool()
     if counts.shape != certainty.shape:
-        raise ValueError(f"Expected `mask` to have shape {tuple(certainty.shape)}, but got {tuple(counts.shape)}.")
+        raise InputError(f"Expected `mask` to have shape {tuple(certainty.shape)}, but got {tuple(counts.shape)}.")
     return torch.where(counts, certainty, 0.0).sum(-1) / counts.sum(-1)
 
 
@@ -129,7 +130,7 @@ def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
     check_positive(k, "k")
     size = torch.as_tensor(logits).shape[-1:]
     if size and k > size[0]:
-        raise ValueError(f"Expected `k` to be at most the size of the vocabulary, {size[0]}, but got {k}.")
+        raise InputError(f"Expected `k` to be at most the size of the vocabulary, {size[0]}, but got {k}.")
     return _by_rows(logits, lambda z, log_total: log_total - z.topk(k, dim=-1).values.mean(-1))
 
 
@@ -149,7 +150,7 @@ def token_statistics(logits: Tensor, token_ids: Tensor) -> TokenStatistics:
         [-1.3863, 0.0, 1.3863]
     """
     if logits.dim() != 2 or token_ids.shape != logits.shape[:1]:
-        raise ValueError(
+        raise InputError(
             f"Expected `logits` [n, V] and `token_ids` [n], but got {tuple(logits.shape)} and {tuple(token_ids.shape)}."
         )
     parts = []
@@ -175,7 +176,7 @@ def _by_rows(logits: Array, function: Callable[[Tensor, Tensor], Tensor]) -> Ten
     """Apply ``function`` of z [rows, V] and log sum exp z [rows] to logits [..., V], a few rows at a time."""
     values = torch.as_tensor(logits)
     if values.dim() < 1 or values.shape[-1] < 1:
-        raise ValueError(f"Expected `logits` to have shape [..., vocabulary], but got {tuple(values.shape)}.")
+        raise InputError(f"Expected `logits` to have shape [..., vocabulary], but got {tuple(values.shape)}.")
     chunks = [function(z, z.logsumexp(-1)) for z in _shifted(values.reshape(-1, values.shape[-1]))]
     return torch.cat(chunks).reshape(values.shape[:-1])
 

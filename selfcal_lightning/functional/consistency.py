@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
 
 _UNREADABLE = object()
@@ -121,7 +122,7 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
     """
     check_positive(num_buckets, "num_buckets")
     if not -1e-9 <= target <= 1.0 + 1e-9:
-        raise ValueError(f"Expected `target` to lie in [0, 1], but got {target}.")
+        raise InputError(f"Expected `target` to lie in [0, 1], but got {target}.")
     return min(max(math.floor(target * num_buckets + 1e-9 * num_buckets), 0), num_buckets - 1)
 
 
@@ -134,13 +135,13 @@ def _weighed_classes(
         ValueError: If the lengths differ or a confidence is negative or not finite.
     """
     if len(answers) != len(confidences):
-        raise ValueError(
+        raise InputError(
             "Expected `answers` and `confidences` to have the same length, "
             f"but got {len(answers)} and {len(confidences)}."
         )
     for confidence in confidences:
         if confidence is not None and not (math.isfinite(confidence) and confidence >= 0.0):
-            raise ValueError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
+            raise InputError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
     classes = [
         _UNREADABLE if answer is None or confidence is None else answer
         for answer, confidence in zip(answers, confidences, strict=True)

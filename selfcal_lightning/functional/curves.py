@@ -8,6 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, Integers, as_labels, as_scores, check_same_length
 
 
@@ -220,7 +221,7 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
         Wilson, Probable Inference, the Law of Succession, and Statistical Inference, 1927.
     """
     if not 0 <= successes <= total:
-        raise ValueError(f"Expected `successes` to lie between 0 and {total}, but got {successes}.")
+        raise InputError(f"Expected `successes` to lie between 0 and {total}, but got {successes}.")
     if total == 0:
         return Proportion(None, None, None, 0)
     z, share = NormalDist().inv_cdf(0.5 + level / 2.0), successes / total
@@ -242,7 +243,7 @@ def break_even(cost: float, saved: float | None) -> int | None:
         (334, None, 0)
     """
     if cost < 0.0:
-        raise ValueError(f"Expected `cost` to be at least 0, but got {cost}.")
+        raise InputError(f"Expected `cost` to be at least 0, but got {cost}.")
     if saved is None or math.isnan(saved) or saved <= 0.0:
         return None
     return math.ceil(cost / saved)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats
 from selfcal_lightning.functional.calibration_bias import ErrorBounds
 
@@ -53,7 +54,7 @@ class Estimate:
             Estimate(value=0.5, low=0.25, high=0.75, num_undefined=0)
         """
         if not 0.0 < level < 1.0:
-            raise ValueError(f"Expected `level` to lie in (0, 1), but got {level}.")
+            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         defined = resampled[~np.isnan(resampled)]
         low, high = (None, None)
         if len(defined):
@@ -71,7 +72,7 @@ class Estimate:
             Estimate(value=0.125, low=0.0, high=0.375, num_undefined=0)
         """
         if not 0.0 < level < 1.0:
-            raise ValueError(f"Expected `level` to lie in (0, 1), but got {level}.")
+            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         if bounds is None:
             return cls(None, None, None)
         low, high = bounds.interval(level)

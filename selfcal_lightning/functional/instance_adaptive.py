@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Integers, as_rates, check_positive
 
 # As published: no question is thought easier or harder than this, so that 46,050 samples are the most.
@@ -36,7 +37,7 @@ def required_samples(p: Array, *, target: float = 0.99, num_paths: int = 1) -> I
         Park et al., arXiv 2506.09338.
     """
     if not 0.0 < target < 1.0:
-        raise ValueError(f"Expected `target` to lie in (0, 1), but got {target}.")
+        raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
     check_positive(num_paths, "num_paths")
     chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P)
     needed = np.log1p(-target) / np.log1p(-chances) / num_paths

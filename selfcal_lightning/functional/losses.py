@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
+from selfcal_lightning.errors import InputError
+
 
 def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) -> Tensor:
     """Compute the SmoothL1 loss of each confidence against its target.
@@ -34,7 +36,7 @@ def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) 
         arXiv 2503.00031, section 4.2.
     """
     if beta <= 0.0:
-        raise ValueError(f"Expected `beta` to be above 0, but got {beta}.")
+        raise InputError(f"Expected `beta` to be above 0, but got {beta}.")
     first, second = _same_shape(confidence, target)
     return F.smooth_l1_loss(first, second, reduction="none", beta=beta)
 
@@ -108,9 +110,9 @@ def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[fl
         Koenker and Bassett, Regression Quantiles, 1978; Park et al., arXiv 2506.09338.
     """
     if not all(0.0 < level < 1.0 for level in quantiles):
-        raise ValueError(f"Expected `quantiles` to lie in (0, 1), but got {list(quantiles)}.")
+        raise InputError(f"Expected `quantiles` to lie in (0, 1), but got {list(quantiles)}.")
     if quantile_scores.shape != (*target.shape, len(quantiles)):
-        raise ValueError(
+        raise InputError(
             f"Expected `quantile_scores` to have shape {(*target.shape, len(quantiles))}, that of `target` and one "
             f"column for each level, but got {tuple(quantile_scores.shape)}."
         )
@@ -146,13 +148,13 @@ def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, ti
         Burges et al., Learning to Rank using Gradient Descent, 2005, section 3.
     """
     if temperature <= 0.0 or tie_weight < 0.0:
-        raise ValueError(
+        raise InputError(
             "Expected `temperature` to be above 0 and `tie_weight` to be at least 0, "
             f"but got {temperature} and {tie_weight}."
         )
     first, second = _same_shape(scores, target, "scores", "target")
     if first.dim() != 1:
-        raise ValueError(f"Expected `scores` and `target` to have shape [B], but got {tuple(first.shape)}.")
+        raise InputError(f"Expected `scores` and `target` to have shape [B], but got {tuple(first.shape)}.")
     i, j = torch.triu_indices(len(first), len(first), offset=1, device=first.device)
     difference, order = (first[i] - first[j]) / temperature, torch.sign(second[i] - second[j])
     is_tie = order == 0.0
@@ -228,7 +230,7 @@ def _same_shape(
 ) -> tuple[Tensor, Tensor]:
     """Return both tensors in their wider dtype, at least float32; ``name`` and ``other`` stand in the message."""
     if first.shape != second.shape:
-        raise ValueError(
+        raise InputError(
             f"Expected `{name}` and `{other}` to have the same shape, "
             f"but got {tuple(first.shape)} and {tuple(second.shape)}."
         )

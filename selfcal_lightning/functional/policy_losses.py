@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.certainty import token_entropy
 from selfcal_lightning.functional.losses import at_least_float32, row_means
 
@@ -60,12 +61,12 @@ def policy_gradient_loss(
         Zheng et al., GSPO, arXiv 2507.18071 (one ratio a response).
     """
     if normalise not in ("tokens", "responses"):
-        raise ValueError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
+        raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
     if min(clip) < 0.0:
-        raise ValueError(f"Expected `clip` to hold two numbers of at least 0, but got {clip}.")
+        raise InputError(f"Expected `clip` to hold two numbers of at least 0, but got {clip}.")
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
     if logprob.dim() != 1 or advantage.dim() != 1:
-        raise ValueError(
+        raise InputError(
             "Expected `logprob` to have shape [n] and `advantage` shape [B], "
             f"but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
         )
@@ -168,7 +169,7 @@ def entropy_bonus(logits: Tensor, row: Tensor, *, num_rows: int) -> Tensor:
         tensor([1.3863])
     """
     if logits.dim() != 2 or row.shape != logits.shape[:1]:
-        raise ValueError(f"Expected `logits` [n, V] and `row` [n], but got {tuple(logits.shape)}, {tuple(row.shape)}.")
+        raise InputError(f"Expected `logits` [n, V] and `row` [n], but got {tuple(logits.shape)}, {tuple(row.shape)}.")
     return row_means(token_entropy(logits), row, num_rows=num_rows)
 
 
@@ -177,4 +178,4 @@ def _check_same(**columns: Tensor) -> None:
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1:
         names = ", ".join(f"`{name}`" for name in shapes)
-        raise ValueError(f"Expected {names} to have the same shape, but got {tuple(shapes.values())}.")
+        raise InputError(f"Expected {names} to have the same shape, but got {tuple(shapes.values())}.")

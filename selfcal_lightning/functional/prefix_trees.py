@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
+
 
 class PrefixTree(NamedTuple):
     """A prompt and what follows it, once for every branch; lengths in tokens.
@@ -51,13 +53,13 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
     stop = 0
     for tree in trees:
         if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
-            raise ValueError(
+            raise InputError(
                 f"Expected `trees` to follow one another, each with a prompt of at least one token and with branches, "
                 f"but got {tree} where a tree should start at {stop}."
             )
         stop = tree.stop
     if stop > width:
-        raise ValueError(f"Expected `trees` to fit a row of {width} tokens, but got {stop}.")
+        raise InputError(f"Expected `trees` to fit a row of {width} tokens, but got {stop}.")
 
 
 def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
@@ -82,7 +84,7 @@ tensor([0, 1, 2, 7, 8, 9]))
     kept: list[Tensor] = []
     for tree in trees:
         if min(tree.branches) < tail:
-            raise ValueError(f"Expected every branch to end with {tail} tokens of a query, but got {tree}.")
+            raise InputError(f"Expected every branch to end with {tail} tokens of a query, but got {tree}.")
         start = shorter[-1].stop if shorter else 0
         shorter.append(PrefixTree(start, tree.prompt, tuple(length - tail for length in tree.branches)))
         kept.append(torch.arange(tree.start, tree.start + tree.prompt))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_array, as_scores
 from selfcal_lightning.functional.losses import at_least_float32
 
@@ -37,11 +38,11 @@ def fit_ridge(features: Array, targets: Array, *, penalty: float) -> tuple[Float
     """
     x, y = np.asarray(as_array(features), dtype=np.float64), as_scores(targets, "targets")
     if x.ndim != 2 or len(x) != len(y) or not len(y):
-        raise ValueError(f"Expected `features` [N, D] and `targets` [N], but got shapes {x.shape} and {y.shape}.")
+        raise InputError(f"Expected `features` [N, D] and `targets` [N], but got shapes {x.shape} and {y.shape}.")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("Expected `features` and `targets` to be finite, but got infinity or NaN.")
+        raise InputError("Expected `features` and `targets` to be finite, but got infinity or NaN.")
     if penalty < 0.0:
-        raise ValueError(f"Expected `penalty` to be at least 0, but got {penalty}.")
+        raise InputError(f"Expected `penalty` to be at least 0, but got {penalty}.")
     centre, mean = x.mean(axis=0), float(y.mean())
     x = x - centre
     # Least squares over added rows of sqrt(penalty N) I: also solved where X'X alone is singular.
@@ -68,7 +69,7 @@ def class_loss(logits: Tensor, target: Tensor) -> Tensor:
         tensor([50.])
     """
     if logits.dim() != 2 or logits.shape[1] < 2 or target.shape != logits.shape[:1]:
-        raise ValueError(
+        raise InputError(
             "Expected `logits` [B, K] of at least two classes and `target` [B], "
             f"but got {tuple(logits.shape)} and {tuple(target.shape)}."
         )
@@ -101,6 +102,6 @@ def class_confidence(logits: Tensor) -> Tensor:
         tensor(0.5000)
     """
     if logits.dim() < 1 or logits.shape[-1] < 2:
-        raise ValueError(f"Expected `logits` [..., K] of at least two classes, but got {tuple(logits.shape)}.")
+        raise InputError(f"Expected `logits` [..., K] of at least two classes, but got {tuple(logits.shape)}.")
     probabilities = at_least_float32(logits).softmax(-1)
     return probabilities @ torch.linspace(0.0, 1.0, logits.shape[-1]).to(probabilities)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, as_counts, as_rates, check_same_length
 from selfcal_lightning.functional.capability_errors import squared_error
 from selfcal_lightning.functional.losses import at_least_float32
@@ -85,7 +86,7 @@ def monotone_quantiles(raw: Tensor) -> StepScores:
         [0.5, 0.269, 0.731]
     """
     if raw.dim() < 1 or raw.shape[-1] != 3:
-        raise ValueError(f"Expected `raw` to have shape [..., 3], but got {tuple(raw.shape)}.")
+        raise InputError(f"Expected `raw` to have shape [..., 3], but got {tuple(raw.shape)}.")
     centre, below, above = at_least_float32(raw).unbind(-1)
     mean = centre.sigmoid()
     low, high = (centre - F.softplus(below)).sigmoid(), (centre + F.softplus(above)).sigmoid()
@@ -116,9 +117,9 @@ def coverage(quantile: Array, rate: Array, level: float, *, tolerance: float = 0
         Coverage(outside=0.25, nominal=0.1, count=4)
     """
     if not 0.0 < level < 1.0:
-        raise ValueError(f"Expected `level` to lie in (0, 1), but got {level}.")
+        raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
     if not tolerance >= 0.0:
-        raise ValueError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
+        raise InputError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
     predicted, observed = as_rates(quantile, "quantile"), as_rates(rate, "rate")
     check_same_length(quantile=predicted, rate=observed)
     if not observed.size:
@@ -153,7 +154,7 @@ def brier_excess(score: Array, rate: Array, num_rollouts: Array) -> float | None
     uneven = abs(successes - successes.round()) > 1e-4
     if uneven.any():
         n = rollouts if rollouts.ndim == 0 else rollouts[uneven][0]
-        raise ValueError(
+        raise InputError(
             "Expected `rate` to be a whole number of successes among `num_rollouts`, "
             f"but got {observed[uneven][0]:g} of {int(n)}."
         )
@@ -194,13 +195,13 @@ def quantile_head_from(
     """
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]) or num_outputs < 1:
         shape = None if bias is None else tuple(bias.shape)
-        raise ValueError(
+        raise InputError(
             "Expected `weight` [C, D], `bias` [C] or None, and at least one output, "
             f"but got {tuple(weight.shape)}, {shape} and {num_outputs}."
         )
     classes = [*positive, negative]
     if not positive or len(set(classes)) < len(classes) or not 0 <= min(classes) <= max(classes) < len(weight):
-        raise ValueError(
+        raise InputError(
             f"Expected `positive` and `negative` to be different classes below {len(weight)}, "
             f"but got {list(positive)} and {negative}."
         )
@@ -229,7 +230,7 @@ def monotone_head_from(head: QuantileHead, *, gap: float = 1.0) -> QuantileHead:
         [0.5, 0.269, 0.731]
     """
     if not gap > 0.0:
-        raise ValueError(f"Expected `gap` to be above 0, but got {gap}.")
+        raise InputError(f"Expected `gap` to be above 0, but got {gap}.")
     rows = head.weight.shape[1]
     weight, bias = torch.zeros_like(head.weight[:1]).repeat(3, 1, 1), torch.zeros_like(head.bias[:1]).repeat(3, 1)
     weight[0], bias[0] = head.weight[0], head.bias[0]

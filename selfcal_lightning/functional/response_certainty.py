@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.functional.certainty import TokenStatistics, self_certainty
 
@@ -49,10 +50,10 @@ def span_means(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         tensor([2., 5.])
     """
     if values.dim() != 1:
-        raise ValueError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
+        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
     for start, end in spans:
         if not 0 <= start < end <= len(values):
-            raise ValueError(f"Expected `spans` to be ranges of the {len(values)} tokens, but got ({start}, {end}).")
+            raise InputError(f"Expected `spans` to be ranges of the {len(values)} tokens, but got ({start}, {end}).")
     return torch.stack([values[start:end].mean() for start, end in spans]) if len(spans) else values.new_zeros(0)
 
 
@@ -77,13 +78,13 @@ def step_scores(metric: Tensor, logprob: Tensor, *, weight: float = 0.5) -> Tens
         tensor([1.])
     """
     if metric.shape != logprob.shape or metric.dim() != 1:
-        raise ValueError(
+        raise InputError(
             f"Expected `metric` and `logprob` to have shape [S], but got {tuple(metric.shape)}, {tuple(logprob.shape)}."
         )
     if not 0.0 <= weight <= 1.0:
-        raise ValueError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
+        raise InputError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
     if (metric < 0.0).any():
-        raise ValueError(f"Expected `metric` to be at least 0, but got {metric.min().item():g}.")
+        raise InputError(f"Expected `metric` to be at least 0, but got {metric.min().item():g}.")
     return metric ** (1.0 - weight) * torch.exp(weight * logprob)
 
 
@@ -155,7 +156,7 @@ def group_confidences(values: Tensor, *, window: int) -> Tensor:
     """
     check_positive(window, "window")
     if values.dim() != 1:
-        raise ValueError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
+        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
     if not len(values):
         return values
     size = min(window, len(values))
@@ -186,7 +187,7 @@ def lowest_group_confidence(values: Tensor, *, window: int = 2048, share: float 
         Fu et al., Deep Think with Confidence, arXiv 2508.15260.
     """
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"Expected `share` to lie in [0, 1], but got {share}.")
+        raise InputError(f"Expected `share` to lie in [0, 1], but got {share}.")
     groups = group_confidences(values, window=window)
     if not len(groups):
         return None
@@ -210,5 +211,5 @@ def tail_confidence(values: Tensor, *, size: int = 2048) -> float | None:
     """
     check_positive(size, "size")
     if values.dim() != 1:
-        raise ValueError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
+        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
     return values[-size:].double().mean().item() if len(values) else None

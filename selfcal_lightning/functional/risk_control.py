@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_probabilities, check_same_length
 from selfcal_lightning.functional.risk_planning import questions_needed
 from selfcal_lightning.functional.risk_tests import (
@@ -105,7 +106,7 @@ def certify_threshold(
     check_same_length(confidence=scores, loss=losses)
     thresholds = np.asarray(grid, dtype=np.float64)
     if not thresholds.size or np.isnan(scores).any() or not np.isfinite(thresholds).all():
-        raise ValueError("Expected a `grid` of finite thresholds and a `confidence` without nan (-inf abstains).")
+        raise InputError("Expected a `grid` of finite thresholds and a `confidence` without nan (-inf abstains).")
     answered, total = selective_counts(scores, losses, thresholds)
     p_values = _p_values(test, losses, answered, total, risk)
     rejected = reject(p_values, delta=delta, procedure=procedure, num_starts=num_starts)
@@ -139,9 +140,9 @@ def _p_values(test: Test, losses: Floats, answered: NDArray[np.int64], total: Fl
     if test == "hoeffding_bentkus":
         return hoeffding_bentkus_p_value(total / np.maximum(answered, 1), answered, risk=risk)
     if test != "binomial":
-        raise ValueError(f'Expected `test` to be "binomial" or "hoeffding_bentkus", but got {test!r}.')
+        raise InputError(f'Expected `test` to be "binomial" or "hoeffding_bentkus", but got {test!r}.')
     if not np.isin(losses, (0.0, 1.0)).all():
-        raise ValueError('Expected `loss` to hold 0 and 1 only; use `test="hoeffding_bentkus"` for losses between.')
+        raise InputError('Expected `loss` to hold 0 and 1 only; use `test="hoeffding_bentkus"` for losses between.')
     return binomial_p_value(total, answered, risk=risk)
 
 

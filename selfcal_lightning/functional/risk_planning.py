@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_probabilities, check_positive, check_same_length
 from selfcal_lightning.functional.risk_tests import check_rate, hoeffding_bentkus_p_value, selective_counts
 
@@ -50,7 +51,7 @@ def guided_grid(
     check_same_length(confidence=scores, loss=losses)
     known = scores[np.isfinite(scores)]
     if not known.size:
-        raise ValueError("Expected `confidence` to hold at least one finite value, but got none.")
+        raise InputError("Expected `confidence` to hold at least one finite value, but got none.")
     quantiles = np.linspace(0.0, 1.0, num_thresholds)
     candidates = np.unique(np.quantile(known, quantiles, method="lower"))[::-1]
     answered, total = selective_counts(scores, losses, candidates)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, check_positive
 
 Procedure = Literal["fixed_sequence", "bonferroni"]
@@ -93,7 +94,7 @@ def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: i
     if procedure == "bonferroni":
         return np.asarray(values <= delta / max(len(values), 1))
     if procedure != "fixed_sequence":
-        raise ValueError(f'Expected `procedure` to be "fixed_sequence" or "bonferroni", but got {procedure!r}.')
+        raise InputError(f'Expected `procedure` to be "fixed_sequence" or "bonferroni", but got {procedure!r}.')
     starts = start_positions(len(values), num_starts)
     passes = values <= delta / max(len(starts), 1)
     rejected = np.zeros(len(values), dtype=bool)
@@ -124,4 +125,4 @@ def selective_counts(confidence: Floats, loss: Floats, thresholds: Floats) -> tu
 def check_rate(value: float, name: str) -> None:
     """Raise ValueError unless ``value`` lies strictly between 0 and 1."""
     if not 0.0 < value < 1.0:
-        raise ValueError(f"Expected `{name}` to lie in (0, 1), but got {value}.")
+        raise InputError(f"Expected `{name}` to lie in (0, 1), but got {value}.")

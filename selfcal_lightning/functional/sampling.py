@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
+
 _GREEDY_BELOW = 1e-5
 
 
@@ -39,7 +41,7 @@ def dynamic_temperature(
         Self-Calibration (arXiv 2503.00031), section 3.1; EDT (arXiv 2403.14541).
     """
     if not isinstance(scale, Tensor) and not 0.0 < scale <= 1.0:
-        raise ValueError(f"Expected `scale` to lie in (0, 1], but got {scale}.")
+        raise InputError(f"Expected `scale` to lie in (0, 1], but got {scale}.")
     log_p = _at_least_float32(logits).log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p.clamp_min(torch.finfo(p.dtype).min)).sum(-1)

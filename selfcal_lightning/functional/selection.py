@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_rates, as_scores, check_positive, check_same_length
 from selfcal_lightning.functional.curves import risk_coverage
 
@@ -98,7 +99,7 @@ def threshold_for_share(scores: Sequence[float | None], share: float) -> float |
         0.5
     """
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"Expected `share` to lie in (0, 1], but got {share}.")
+        raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
     # .35 of 20 are 7, in spite of floats.
     return threshold_for_count(scores, max(1, math.ceil(share * len(scores) - 1e-9)))
 
@@ -122,7 +123,7 @@ def threshold_for_accuracy(scores: Array, correct: Array, accuracy: float) -> fl
         0.5
     """
     if not 0.0 <= accuracy <= 1.0:
-        raise ValueError(f"Expected `accuracy` to lie in [0, 1], but got {accuracy}.")
+        raise InputError(f"Expected `accuracy` to lie in [0, 1], but got {accuracy}.")
     curve = risk_coverage(scores, correct)
     enough = np.flatnonzero(1.0 - curve.risk >= accuracy - 1e-12)
     return float(curve.threshold[enough[-1]]) if len(enough) else None
@@ -158,7 +159,7 @@ def selective(scores: Array, capability: Array, *, left_out: float) -> Selective
     values, right = as_scores(scores, "scores"), as_rates(capability, "capability")
     check_same_length(scores=values, capability=right)
     if not 0.0 <= left_out <= 1.0:
-        raise ValueError(f"Expected `left_out` to lie in [0, 1], but got {left_out}.")
+        raise InputError(f"Expected `left_out` to lie in [0, 1], but got {left_out}.")
     asked = len(values) * (1.0 - left_out)
     distinct, group = np.unique(-values, return_inverse=True)
     sizes = np.bincount(group, minlength=len(distinct))
@@ -192,7 +193,7 @@ def relative_weights(*columns: Array) -> Floats:
         ([1.0, 1.0], [2.718, 0.368])
     """
     if not columns:
-        raise ValueError("Expected at least one column, but got none.")
+        raise InputError("Expected at least one column, but got none.")
     values = {f"columns[{at}]": as_scores(column, f"columns[{at}]") for at, column in enumerate(columns)}
     check_same_length(**values)
     total = np.zeros(len(next(iter(values.values()))))
@@ -218,7 +219,7 @@ def below_percentile(values: Array, percentile: float) -> NDArray[np.bool_]:
     """
     column = as_scores(values, "values")
     if not 0.0 <= percentile <= 100.0:
-        raise ValueError(f"Expected `percentile` to lie in [0, 100], but got {percentile}.")
+        raise InputError(f"Expected `percentile` to lie in [0, 100], but got {percentile}.")
     return column <= np.percentile(column, percentile) if len(column) else np.zeros(0, dtype=bool)
 
 
@@ -237,6 +238,6 @@ def difficulty_level(capability: Array, edges: Sequence[float]) -> NDArray[np.in
         [5, 4, 2, 1]
     """
     if any(low > high for low, high in pairwise(edges)):
-        raise ValueError(f"Expected `edges` to rise, but got {list(edges)}.")
+        raise InputError(f"Expected `edges` to rise, but got {list(edges)}.")
     below = np.searchsorted(np.asarray(edges, dtype=np.float64), as_scores(capability, "capability"), side="right")
     return (len(edges) + 1 - below).astype(np.int64)

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from selfcal_lightning.errors import InputError
+
 StepRule = Literal["sentence", "line", "blank_line", "heading", "marker"]
 Aggregation = Literal["last", "min", "prod", "mean"]
 POSITIONS = ("question", "first", "middle", "before_answer", "end")
@@ -119,7 +121,7 @@ def token_spans(pieces: Sequence[str], spans: Sequence[Span | tuple[int, int]]) 
     ends = list(accumulate(map(len, pieces)))
     for start, end in spans:
         if not 0 <= start < end <= (ends[-1] if ends else 0):
-            raise ValueError(f"Expected `spans` to be ranges of the text's characters, but got ({start}, {end}).")
+            raise InputError(f"Expected `spans` to be ranges of the text's characters, but got ({start}, {end}).")
     return [Span(bisect_right(ends, start), bisect_left(ends, end) + 1) for start, end in spans]
 
 
@@ -153,7 +155,7 @@ def prefix_after(ends: Sequence[int], k: int) -> int | None:
         [0, 4, 9, None]
     """
     if k < 0:
-        raise ValueError(f"Expected `k` to be at least 0, but got {k}.")
+        raise InputError(f"Expected `k` to be at least 0, but got {k}.")
     return None if k >= len(ends) else 0 if k == 0 else ends[k - 1]
 
 
@@ -170,7 +172,7 @@ def step_position(k: int, num_steps: int) -> int:
         ['question', 'first', 'middle', 'before_answer', 'end']
     """
     if not 0 <= k <= num_steps:
-        raise ValueError(f"Expected `k` to lie between 0 and {num_steps}, but got {k}.")
+        raise InputError(f"Expected `k` to lie between 0 and {num_steps}, but got {k}.")
     if k == 0:
         return 0
     return 4 if k == num_steps else 3 if k == num_steps - 1 else 1 if k == 1 else 2
@@ -194,7 +196,7 @@ def aggregate(scores: Sequence[float], how: Aggregation) -> float | None:
         [1.0, 0.25, 0.125]
     """
     if how not in ("last", "min", "prod", "mean"):
-        raise ValueError(f'Expected `how` to be "last", "min", "prod" or "mean", but got {how!r}.')
+        raise InputError(f'Expected `how` to be "last", "min", "prod" or "mean", but got {how!r}.')
     if not len(scores):
         return None
     if how == "last":
@@ -207,11 +209,11 @@ def aggregate(scores: Sequence[float], how: Aggregation) -> float | None:
 def _steps(text: str, rule: StepRule, marker: str | None, *, is_over: bool = True) -> list[_Step]:
     """Return the steps of a text in order, each with some text in it."""
     if rule not in ("sentence", "line", "blank_line", "heading", "marker"):
-        raise ValueError(
+        raise InputError(
             f'Expected `rule` to be "sentence", "line", "blank_line", "heading" or "marker", but got {rule!r}.'
         )
     if (rule == "marker") != bool(marker):
-        raise ValueError(
+        raise InputError(
             f"Expected `marker` to be given with the rule 'marker' alone, but got {marker!r} with {rule!r}."
         )
     if rule == "heading":

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import betainc, entr, gammainc, gammaln
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, Integers, as_array
 
 # Integrals are exact to about as many decimals. Rounded, the same counts give the same number in every batch, and
@@ -126,16 +127,16 @@ def dirichlet_leader_probability(counts: Array, *, top: int = 5) -> Floats:
         Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
     """
     if not isinstance(top, int) or isinstance(top, bool) or top < 2:
-        raise ValueError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
+        raise InputError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
     return _by_combination(_largest(_as_counts(counts), top), _dirichlet_integral)
 
 
 def _as_votes(counts: Array) -> Floats:
     votes = np.asarray(as_array(counts), dtype=np.float64)
     if votes.ndim == 0 or votes.shape[-1] == 0:
-        raise ValueError(f"Expected `counts` to be of shape [..., K] with K at least 1, but got shape {votes.shape}.")
+        raise InputError(f"Expected `counts` to be of shape [..., K] with K at least 1, but got shape {votes.shape}.")
     if votes.size and not (np.isfinite(votes).all() and votes.min() >= 0.0):
-        raise ValueError(f"Expected `counts` to be finite and at least 0, but got {votes.min()}.")
+        raise InputError(f"Expected `counts` to be finite and at least 0, but got {votes.min()}.")
     return votes
 
 
@@ -143,7 +144,7 @@ def _as_counts(counts: Array) -> Floats:
     """Return whole ``counts`` [..., K]."""
     votes = _as_votes(counts)
     if (votes != np.floor(votes)).any():
-        raise ValueError("Expected `counts` to be whole numbers, but got fractions. Count answers; do not weigh them.")
+        raise InputError("Expected `counts` to be whole numbers, but got fractions. Count answers; do not weigh them.")
     return votes
 
 

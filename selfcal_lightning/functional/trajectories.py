@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_array
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def response_layer_means(hidden_states: Tensor, *, prompt_length: int) -> Tensor
         tensor([[2.]])
     """
     if hidden_states.dim() != 3 or not 1 <= prompt_length < hidden_states.shape[1]:
-        raise ValueError(
+        raise InputError(
             "Expected `hidden_states` [layers, tokens, width] and `prompt_length` from 1 to below the tokens, "
             f"but got {tuple(hidden_states.shape)} and {prompt_length}."
         )
@@ -95,7 +96,7 @@ def chain_of_embedding(layer_means: Array, *, normalize: bool = True) -> ChainOf
     """
     states = np.asarray(as_array(layer_means), dtype=np.float64)
     if states.ndim != 2 or not np.isfinite(states).all():
-        raise ValueError(f"Expected `layer_means` to be finite and of shape [layers, width], but got {states.shape}.")
+        raise InputError(f"Expected `layer_means` to be finite and of shape [layers, width], but got {states.shape}.")
     norms = np.linalg.norm(states, axis=1)
     if len(states) < 2 or (norms == 0.0).any():
         return None

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from selfcal_lightning.errors import InputError
+
 
 class ExactMetric(Metric):
     """Base of the metrics here.
@@ -73,12 +75,12 @@ def check_vectors(**columns: Tensor) -> None:
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(column.ndim != 1 for column in columns.values()):
         names = ", ".join(f"`{name}`" for name in shapes)
-        raise ValueError(f"Expected {names} to have the same shape [B], but got {tuple(shapes.values())}.")
+        raise InputError(f"Expected {names} to have the same shape [B], but got {tuple(shapes.values())}.")
 
 
 def check_probabilities(values: Tensor, name: str) -> None:
     """Raise ValueError unless ``values`` lie in [0, 1]; NaN does not."""
     if not ((values >= 0.0) & (values <= 1.0)).all():
-        raise ValueError(
+        raise InputError(
             f"Expected `{name}` to lie in [0, 1], but got {values[~((values >= 0.0) & (values <= 1.0))][:3].tolist()}."
         )

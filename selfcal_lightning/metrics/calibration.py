@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import uniform_edges
 from selfcal_lightning.functional.calibration import ReliabilityBins
 from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
@@ -50,7 +51,7 @@ class BinnedCalibrationError(ExactMetric):
     def __init__(self, num_bins: int = 10, *, norm: Literal["l1", "max"] = "l1", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if norm not in ("l1", "max"):
-            raise ValueError(f'Expected `norm` to be "l1" or "max", but got {norm!r}.')
+            raise InputError(f'Expected `norm` to be "l1" or "max", but got {norm!r}.')
         self.edges = uniform_edges(num_bins)
         self.norm = norm
         for name in ("count", "confidence_sum", "correct_sum"):

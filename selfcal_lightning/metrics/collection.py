@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import (
     AUROC,
     BRIER,
@@ -141,7 +142,7 @@ class CalibrationMetrics(ExactMetric):
         columns = {"confidence": confidence, "correct": correct, "target": target, "yes_no_mass": yes_no_mass}
         check_vectors(**columns, question_index=question_index)
         if len(task) != len(confidence):
-            raise ValueError(f"Expected `task` to name the task of all {len(confidence)} rows, but got {len(task)}.")
+            raise InputError(f"Expected `task` to name the task of all {len(confidence)} rows, but got {len(task)}.")
         hashes = {name: question_hash(name) for name in task}
         letters = [(hashes[name], at, byte) for name in hashes for at, byte in enumerate(name.encode())]
         self.values.append(torch.stack([column.detach().double() for column in columns.values()], dim=1))

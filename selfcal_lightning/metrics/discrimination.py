@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
 from selfcal_lightning.metrics.base import ExactMetric, check_vectors
 
@@ -80,7 +81,7 @@ class WithinQuestionAUROC(ExactMetric):
     def __init__(self, *, average: Literal["question", "pair"] = "question", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if average not in ("question", "pair"):
-            raise ValueError(f'Expected `average` to be "question" or "pair", but got {average!r}.')
+            raise InputError(f'Expected `average` to be "question" or "pair", but got {average!r}.')
         self.average = average
         self.add_rows("responses", width=2, dtype=torch.float64)
         self.add_rows("questions", width=1, dtype=torch.int64)

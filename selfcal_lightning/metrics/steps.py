@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import uniform_edges
 from selfcal_lightning.functional.calibration import ReliabilityBins
 from selfcal_lightning.functional.losses import pinball_loss
@@ -42,7 +43,7 @@ class _PositionMetric(ExactMetric):
     def add(self, position: Tensor, columns: Sequence[Tensor]) -> None:
         """Add columns [B] to the sums of their positions [B]."""
         if not ((position >= 0) & (position < len(POSITIONS))).all():
-            raise ValueError(f"Expected `position` to lie in [0, {len(POSITIONS)}), but got {position.tolist()[:5]}.")
+            raise InputError(f"Expected `position` to lie in [0, {len(POSITIONS)}), but got {position.tolist()[:5]}.")
         # index_add, not bincount: it has a deterministic form on GPUs.
         self.sums += torch.zeros_like(self.sums).index_add_(0, position.long(), torch.stack(list(columns), dim=1))
 
@@ -107,7 +108,7 @@ class StepMetrics(_PositionMetric):
         check_probabilities(rate, "rate")
         score, rate, size = score.detach().double(), rate.detach().double(), num_rollouts.double()
         if not (size >= 1).all():
-            raise ValueError(f"Expected `num_rollouts` to be at least 1, but got {size.min().item():g}.")
+            raise InputError(f"Expected `num_rollouts` to be at least 1, but got {size.min().item():g}.")
         error, ones = (score - rate) ** 2, torch.ones_like(score)
         is_repeated = size >= 2
         excess = torch.where(is_repeated, error - rate * (1.0 - rate) / (size - 1.0).clamp(min=1.0), 0.0)
@@ -167,9 +168,9 @@ class QuantileMetrics(_PositionMetric):
     def __init__(self, levels: tuple[float, float] = (0.1, 0.9), *, tolerance: float = 0.05, **kwargs: Any) -> None:
         super().__init__(num_columns=4, **kwargs)
         if not 0.0 < levels[0] < levels[1] < 1.0:
-            raise ValueError(f"Expected `levels` to rise within (0, 1), but got {levels}.")
+            raise InputError(f"Expected `levels` to rise within (0, 1), but got {levels}.")
         if not tolerance >= 0.0:
-            raise ValueError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
+            raise InputError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
         self.levels = levels
         self.tolerance = tolerance
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree, cut_branches
 from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.causal_lm import selected_logits
@@ -190,7 +191,7 @@ def _asked_logits(
 def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation != SEGMENTS:
-        raise ValueError(
+        raise InputError(
             f'Expected `attn_implementation` to be None or "{SEGMENTS}" for packed rows of an activated adapter, but '
             f"got {implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
         )

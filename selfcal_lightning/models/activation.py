@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 
@@ -61,12 +62,12 @@ def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         _switch(_adapted_layers(adapted), asleep=True)
         asleep = _last_logits(adapted, ids)
     if not torch.equal(asleep, base):
-        raise ValueError(
+        raise InputError(
             f"Expected the activated adapter {adapter!r} to leave the base model as it is while it sleeps, but logits "
             f"differ by {(asleep - base).abs().max().item():.3g}: samples would not be the base model's."
         )
     if torch.equal(awake, base):
-        raise ValueError(
+        raise InputError(
             f"Expected the activated adapter {adapter!r} to change what follows its query, but it changes nothing. It "
             "was not trained, or its weights were not found. Leave it out: the confidences are those of the base model."
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.model_folders import ADAPTER_WEIGHTS, check_adapter
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, invoked_by
@@ -47,13 +48,13 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         if self.r < 1:
-            raise ValueError(f"Expected `r` to be a positive integer, but got {self.r}.")
+            raise InputError(f"Expected `r` to be a positive integer, but got {self.r}.")
         if self.alpha <= 0:
-            raise ValueError(f"Expected `alpha` to be positive, but got {self.alpha}.")
+            raise InputError(f"Expected `alpha` to be positive, but got {self.alpha}.")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"Expected `dropout` to lie in [0, 1), but got {self.dropout}.")
+            raise InputError(f"Expected `dropout` to lie in [0, 1), but got {self.dropout}.")
         if isinstance(self.target_modules, str) or not self.target_modules:
-            raise ValueError(
+            raise InputError(
                 f"Expected `target_modules` to be a non-empty list of layer names, but got {self.target_modules!r}."
             )
 
@@ -97,7 +98,7 @@ def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
     """
     check_target_modules(model, settings.target_modules)
     if "lm_head" in settings.target_modules and model.config.get_text_config().tie_word_embeddings:
-        raise ValueError(
+        raise InputError(
             'Expected `target_modules` without "lm_head", but got it: this model shares its weights with the input '
             "embedding, and a merged update would be lost on saving."
         )
@@ -112,7 +113,7 @@ def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> Non
     missing = [target for target in target_modules if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing:
         existing = sorted({name.rpartition(".")[2] for name in names})
-        raise ValueError(
+        raise InputError(
             f"Expected `target_modules` to name linear layers of the model, but got {missing}, which match none. "
             f"{type(model).__name__} has {existing}: set `lora.target_modules` to some of these."
         )
@@ -205,7 +206,7 @@ def adapter_difference(model: PeftModel, directory: Path) -> float:
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
     if shapes[0] != shapes[1]:
         changed = sorted(name for name in shapes[0].keys() | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
-        raise ValueError(
+        raise InputError(
             f"Expected the adapter in {directory} to have the tensors of the model's, but got {len(changed)} that "
             f"differ, the first: {changed[0]}. The `lora` settings must be those that it was trained with."
         )
@@ -220,5 +221,5 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
         ValueError: If the base is quantised: a merge would be rounded to its few levels again.
     """
     if quantized_layers(model):
-        raise ValueError("Expected an unquantised base to merge into: load the base model in bfloat16 and merge there.")
+        raise InputError("Expected an unquantised base to merge into: load the base model in bfloat16 and merge there.")
     return model.merge_and_unload(safe_merge=True)

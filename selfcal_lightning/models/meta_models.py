@@ -28,7 +28,7 @@ def meta_causal_lm(
 
     config = load_config(base_model, revision=revision)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
+        raise InputError(
             f"Expected `base_model` to hold plain weights, but got {base_model!r}, which is quantised. Use the "
             "unquantised model, or `trainer.strategy: ddp`."
         )
@@ -112,7 +112,7 @@ def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> No
     for part in computed:
         buffer = module._buffers[part]
         if not buffer.is_floating_point():
-            raise ValueError(
+            raise InputError(
                 f"Expected the buffers of the base model to be floats, but {name}.{part} is {buffer.dtype} and cannot "
                 "be told from one that was never computed. Use `trainer.strategy: ddp`."
             )
@@ -121,7 +121,7 @@ def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> No
         model._init_weights(module)
     for part in computed:
         if module._buffers[part].isnan().any():
-            raise ValueError(
+            raise InputError(
                 f"Expected transformers to compute the buffer {name}.{part}, but it did not. Use "
                 "`trainer.strategy: ddp`."
             )

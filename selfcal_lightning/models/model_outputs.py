@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.functional.output_layer import float32_logits, log_normaliser, negative_log_likelihood
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, forward_arguments, query_ids
@@ -223,7 +224,7 @@ def _hidden_states(
         handle.remove()
     ((hidden, weight, bias),) = found
     if not weight.untyped_storage().size():
-        raise RuntimeError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
+        raise RunError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
     # The output, which is empty, takes part in the loss with a 0: FSDP2 prepares its backward pass by its gradient.
     return hidden + logits.sum(), weight, bias
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import nn
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import keep_bitsandbytes_quiet, require
 from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 from selfcal_lightning.records import Dtype
@@ -26,12 +27,12 @@ CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_
 def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
     """Raise ValueError for an unknown choice, and for a quantised base without an adapter: it cannot be trained."""
     if quantization not in {None, *get_args(Quantization)}:
-        raise ValueError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
+        raise InputError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
     if optimizer not in get_args(OptimizerName):
         known = ", ".join(f'"{name}"' for name in get_args(OptimizerName))
-        raise ValueError(f"Expected `optimizer` to be one of {known}, but got {optimizer!r}.")
+        raise InputError(f"Expected `optimizer` to be one of {known}, but got {optimizer!r}.")
     if quantization is not None and not adapted:
-        raise ValueError(
+        raise InputError(
             f"Expected `lora` settings with `quantization` {quantization!r}, but got None: weights of four bits cannot "
             "be trained. Set `lora`, or leave `quantization` out."
         )
@@ -74,7 +75,7 @@ def load_nf4_causal_lm(
 
     stored = load_config(base_model, revision=revision)
     if getattr(stored, "quantization_config", None) is not None:
-        raise ValueError(
+        raise InputError(
             f"Expected `base_model` to be an unquantised model for `quantization` 'nf4', but got {base_model!r}, which "
             "is quantised already. Name the model that it was made of."
         )
@@ -93,7 +94,7 @@ def load_nf4_causal_lm(
         ),
     )
     if not quantized_layers(model):
-        raise ValueError(
+        raise InputError(
             f"Expected {type(model).__name__} to have linear layers beside its output layer, but got none that "
             "`quantization` could apply to. Leave it out."
         )

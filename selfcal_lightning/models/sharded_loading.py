@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.meta_models import attach_lora_on_meta, meta_causal_lm, places
@@ -105,7 +106,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        raise ValueError(
+        raise InputError(
             f"Expected `base_model` to name its decoder layers in `_no_split_modules`, but {type(model).__name__} "
             "names none that it has. Use `trainer.strategy: ddp`."
         )
@@ -139,7 +140,7 @@ def _fill_parameters(
     for parameter, spots in names.items():
         name, stored = next(((name, s) for name, s in spots if name in drawn or s in files), (None, None))
         if name is None:
-            raise ValueError(
+            raise InputError(
                 f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
                 "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
             )
@@ -148,7 +149,7 @@ def _fill_parameters(
             rows = drawn[name][start:stop]
         else:
             if files.shape(stored) != tuple(parameter.shape):
-                raise ValueError(
+                raise InputError(
                     f"Expected {stored!r} to have shape {tuple(parameter.shape)}, but got {files.shape(stored)}. The "
                     "config.json and the weights must be of one model."
                 )
@@ -171,7 +172,7 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
     mesh, (*copies, placement) = parameter.device_mesh, parameter.placements
     start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     if placement != Shard(0) or copies != [Replicate()] * len(copies) or parameter.to_local().shape[0] != stop - start:
-        raise RuntimeError(
+        raise RunError(
             f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {parameter.to_local().shape} of "
             f"{parameter.shape} by {parameter.placements}."
         )
@@ -187,7 +188,7 @@ def _fill_buffers(
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)
             if stored not in files:
-                raise ValueError(
+                raise InputError(
                     f"Expected the files of the base model to hold the buffer {stored!r}, but they do not."
                 )
             buffer = files.read(stored).to(buffer.dtype)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees, tree_position_ids
 
 
@@ -103,23 +104,23 @@ class SSCBatch:
             row = torch.full_like(question_index, -1)
         fields = {name: value for name, value in locals().items() if name != "self"}
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(
+            raise InputError(
                 f"Expected `attention_mask` to have shape {tuple(input_ids.shape)}, but got "
                 f"{tuple(attention_mask.shape)}."
             )
         rows = sum(len(tree.branches) for tree in trees) if trees else input_ids.shape[0]
         for name in ("query_position", "task"):
             if len(fields[name]) != rows:
-                raise ValueError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
+                raise InputError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
         labels = len(label_position), len(label_id), len(label_row)
         if len(set(labels)) > 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected `label_position`, `label_id` and `label_row` to be of one length, but got {labels}."
             )
         if trees:
             check_trees(trees, input_ids.shape[1])
             if input_ids.shape[0] != 1:
-                raise ValueError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
+                raise InputError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
             if position_ids is None:
                 fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
         self.__dict__.update(fields)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import open_atomically, remove_abandoned
 
 # What every checkpoint of Lightning holds, weights-only ones too.
@@ -39,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if re.match(r"\w{2,}:/", str(path)):
-            raise ValueError(
+            raise InputError(
                 f"Expected the address of a checkpoint to be text, but got {str(path)!r}, an address that became a "
                 "`Path` on the way and would be a folder on this disk. Give it as a string."
             )
@@ -82,10 +83,10 @@ def read_checkpoint(
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (UnpicklingError, EOFError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(_refusal(path, f"which cannot be read as one: {reason}")) from error
+        raise InputError(_refusal(path, f"which cannot be read as one: {reason}")) from error
     missing = [key for key in LIGHTNING_KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
     if missing:
-        raise ValueError(_refusal(path, f"a file of torch without {missing[0]!r}, which Lightning's checkpoints hold"))
+        raise InputError(_refusal(path, f"a file of torch without {missing[0]!r}, which Lightning's checkpoints hold"))
     return checkpoint
 
 
@@ -99,24 +100,24 @@ def check_checkpoint_file(path: Path) -> None:
         ValueError: It is empty, cut short, damaged, or something else.
     """
     if path.is_dir():
-        raise ValueError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
+        raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
     if not path.exists():
         raise FileNotFoundError(f"Expected a checkpoint of `selfcal fit`, but got {path}, which is absent.{_way(path)}")
     with open(path, "rb") as file:
         start = file.read(len(ZIP_START))
     if not start:
-        raise ValueError(_refusal(path, "an empty file"))
+        raise InputError(_refusal(path, "an empty file"))
     if start != ZIP_START:
-        raise ValueError(_refusal(path, f"another kind of file, which begins with {start!r}"))
+        raise InputError(_refusal(path, f"another kind of file, which begins with {start!r}"))
     if not _is_whole(path):
-        raise ValueError(_refusal(path, "a file that is cut short"))
+        raise InputError(_refusal(path, "a file that is cut short"))
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
-        raise ValueError(_refusal(path, f"a damaged file: {error}")) from error
+        raise InputError(_refusal(path, f"a damaged file: {error}")) from error
     if damaged is not None:
-        raise ValueError(_refusal(path, f"a damaged file: the checksum of {damaged!r} differs"))
+        raise InputError(_refusal(path, f"a damaged file: the checksum of {damaged!r} differs"))
 
 
 def check_training_state(checkpoint: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def check_training_state(checkpoint: dict[str, Any]) -> None:
     """
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"Expected `ckpt_path` to hold the state of training, but got a checkpoint without {missing[0]!r}: it was "
             "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start anew."
         )

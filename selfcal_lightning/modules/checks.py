@@ -62,12 +62,12 @@ def generation_settings(
     way_out = "leave it out, or set `lora.activated: false` for joint training"
     for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
         if value:
-            raise ValueError(
+            raise InputError(
                 f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
                 f"{value}: {way_out}."
             )
     if gradient_checkpointing:
-        raise ValueError(
+        raise InputError(
             "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
             f"responses, but got True: {way_out}."
         )
@@ -77,9 +77,9 @@ def generation_settings(
 def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -> None:
     """Raise ValueError for a number of tokens that is none, or that nothing would read."""
     if recompute_above < 0:
-        raise ValueError(f"Expected `recompute_above` to be at least 0, but got {recompute_above}.")
+        raise InputError(f"Expected `recompute_above` to be at least 0, but got {recompute_above}.")
     if recompute_above and not gradient_checkpointing:
-        raise ValueError(
+        raise InputError(
             f"Expected `recompute_above` with `gradient_checkpointing: true` only, but got {recompute_above} without "
             "it: nothing is recomputed. Set it, or leave `recompute_above` out."
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, read_invocation_ids
 from selfcal_lightning.models.lora import read_adapter_state
@@ -66,12 +67,12 @@ class ExportedAdapter:
         if mine is not None:
             mine["target_modules"] = sorted(mine["target_modules"])
         if mine != theirs:
-            raise ValueError(
+            raise InputError(
                 f"Expected `lora` settings of the adapter in {self.folder}, {theirs}, but got {mine}. Set them in the "
                 "model's settings."
             )
         if query_ids is not None and query_ids != module.chat.query.suffix_ids:
-            raise ValueError(
+            raise InputError(
                 f"Expected `query` to be the one that the adapter in {self.folder} wakes for, {list(query_ids)} in "
                 f"token ids, but got {list(module.chat.query.suffix_ids)}."
             )

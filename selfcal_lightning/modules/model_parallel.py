@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
 from selfcal_lightning.modules.checkpoint_io import is_address
@@ -57,14 +58,14 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         timeout_minutes: float = 30.0,
     ) -> None:
         if tensor_parallel_size != 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected `tensor_parallel_size` to be 1, but got {tensor_parallel_size}: tensor parallelism is not "
                 "supported. Leave it out; FSDP2 over all processes needs less traffic for adapters."
             )
         if timeout_minutes <= 0.0:
-            raise ValueError(f"Expected `timeout_minutes` to be positive, but got {timeout_minutes}.")
+            raise InputError(f"Expected `timeout_minutes` to be positive, but got {timeout_minutes}.")
         if data_parallel_size is not None and data_parallel_size < 1:
-            raise ValueError(f"Expected `data_parallel_size` to be None or at least 1, but got {data_parallel_size}.")
+            raise InputError(f"Expected `data_parallel_size` to be None or at least 1, but got {data_parallel_size}.")
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,
@@ -95,7 +96,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         world_size = self.num_nodes * self.num_processes
         size = world_size if self._group_size is None else self._group_size
         if world_size % size:
-            raise ValueError(
+            raise InputError(
                 f"Expected `data_parallel_size` to divide the number of processes, {world_size}, but got {size}. "
                 "Leave it out to mean all, or give the number of GPUs of a node."
             )
@@ -124,7 +125,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         policy = None
         if self.gather_bfloat16:
             if self.precision_plugin.precision != "bf16-mixed":
-                raise ValueError(
+                raise InputError(
                     "Expected `trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got "
                     f"{self.precision_plugin.precision}. Set it, or leave `gather_bfloat16` out."
                 )
@@ -199,7 +200,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         _check_is_on_disk(checkpoint_path)
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_dir():
-            raise ValueError(
+            raise InputError(
                 f"Expected `ckpt_path` to be a single file, as this strategy writes them, but got the folder {path}."
             )
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
@@ -207,7 +208,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
 
 def _check_is_on_disk(path: str | Path) -> None:
     if is_address(path):
-        raise ValueError(
+        raise InputError(
             f"Expected checkpoints under FSDP2 to lie on a disk that all processes see, but got {str(path)!r}. Give "
             "ModelCheckpoint a folder as `dirpath`, and copy its files from there."
         )

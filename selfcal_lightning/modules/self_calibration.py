@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.attention_backends import exclude_cudnn
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
@@ -344,7 +345,7 @@ class SelfCalibrationModule(LightningModule):
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
         total = self.trainer.estimated_stepping_batches
         if not math.isfinite(total) or total < 1:
-            raise ValueError(
+            raise InputError(
                 f"Expected the number of optimiser steps to be known for the cosine, but got {total}. "
                 "Set `trainer.max_epochs` or `trainer.max_steps`."
             )

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 
@@ -77,7 +78,7 @@ def check_support(
     way = way_of(trainer.strategy)
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
-        raise ValueError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
+        raise InputError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
     device = trainer.strategy.root_device.type
     asked = ["LoRA" if lora else "full fine-tuning", "CPU" if device == "cpu" else "GPU", f"precision {precision}"]
     asked += ["QLoRA (nf4)"] if quantization is not None else []
@@ -85,7 +86,7 @@ def check_support(
     asked += ["gradient checkpointing"] if gradient_checkpointing else []
     for feature in asked:
         if SUPPORT[feature][way] == "no":
-            raise ValueError(f"Expected a run that {way} supports, but got {feature}: {REASONS[feature, way]}.")
+            raise InputError(f"Expected a run that {way} supports, but got {feature}: {REASONS[feature, way]}.")
 
 
 def way_of(strategy: Strategy) -> Way:
@@ -110,7 +111,7 @@ def way_of(strategy: Strategy) -> Way:
     reason = next(
         (reason for kind, reason in reasons.items() if isinstance(strategy, kind)), "which was never tried here"
     )
-    raise ValueError(
+    raise InputError(
         f"Expected `trainer.strategy` to be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
         f"Use `ddp`, or for sharded weights `class_path: {STRATEGY}`."
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.manifests import MANIFEST
 from selfcal_lightning.store_manifest import StoreFingerprint
@@ -70,7 +71,7 @@ def _fitted_strategy(
     name: str | None, fields: Mapping[str, Any], scorers: Sequence[FittedScorer], fitted: FittedThreshold
 ) -> Strategy:
     if fitted.parameter in fields:
-        raise ValueError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
+        raise InputError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
     fitted.check_scorers(scorers)
     return fitted.configure(make_strategy(name or fitted.strategy, **{**fitted.fields, **fields}))
 
@@ -93,7 +94,7 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
     plain = fingerprint.as_json()
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
-        raise ValueError(
+        raise InputError(
             f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}. "
             "Set these as they were, or sample calibration questions as you want to answer and fit a threshold there."
         )

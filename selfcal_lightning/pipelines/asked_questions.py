@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
 from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.dataset import DatasetTask, write_messages
@@ -34,7 +35,7 @@ def ask_question(
         ('Question: What is 2+2?', '4')
     """
     if not text.strip():
-        raise ValueError(f"Expected `question` to hold text, but got {text!r}.")
+        raise InputError(f"Expected `question` to hold text, but got {text!r}.")
     reader = get_task(task)
     if isinstance(reader, DatasetTask):
         answers = reader.dataset.answers
@@ -42,11 +43,11 @@ def ask_question(
         gold = None if reference is None else answers.canonical(reference)
     else:
         if not chain_of_thought:
-            raise ValueError(f"Expected `chain_of_thought` to be true for task {task!r}, which has no other prompt.")
+            raise InputError(f"Expected `chain_of_thought` to be true for task {task!r}, which has no other prompt.")
         messages = (Message("user", text),)
         gold = None if reference is None else reader.extract(str(reference))
     if reference is not None and gold is None:
-        raise ValueError(
+        raise InputError(
             f"Expected `reference` to be an answer of task {task!r} ({reader.answer_type}), but got {reference!r}."
         )
     return Question(question_id, task, messages, gold, text)
@@ -82,12 +83,12 @@ def read_questions(path: str | Path, *, task: str, chain_of_thought: bool = True
                 chain_of_thought=chain_of_thought,
             )
         except ValueError as error:
-            raise ValueError(f"{file}:{number}: {error}") from error
+            raise InputError(f"{file}:{number}: {error}") from error
         questions.append(question)
     if not questions:
-        raise ValueError(f"Expected {file} to hold at least one question, but got none.")
+        raise InputError(f"Expected {file} to hold at least one question, but got none.")
     if repeated := duplicate_ids(questions):
-        raise ValueError(f"Expected the ids in {file} to be unique, but got {repeated[0]!r} again.")
+        raise InputError(f"Expected the ids in {file} to be unique, but got {repeated[0]!r} again.")
     return questions
 
 
@@ -106,7 +107,7 @@ def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected {file} to be text in UTF-8, but got: {error}.") from error
+        raise InputError(f"Expected {file} to be text in UTF-8, but got: {error}.") from error
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith('{"'):
             expected = f"a question in plain text (JSON lines belong into a file ending in {' or '.join(JSON_ENDINGS)})"

@@ -20,6 +20,7 @@ from selfcal_lightning.confidence.saved import check_fitted_target
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.scores import scores_text
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.risk_tests import Procedure
 from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
@@ -174,7 +175,7 @@ def run_fit_threshold(
         ValueError: There is none, or options or pool are not as described.
     """
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
-        raise ValueError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
+        raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
     check_can_answer(strategy)
     check_fitted_target(output, KIND)
     known = load_scorers(scorers)
@@ -211,7 +212,7 @@ def _fields(strategy: str, settings: Mapping[str, Any], **options: Any) -> dict[
     """Return the strategy's fields that were set, by ``settings`` or by an option of their name."""
     given = {name: value for name, value in options.items() if value is not None}
     if twice := sorted(given.keys() & settings.keys()):
-        raise ValueError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
+        raise InputError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
     return {**settings, **given}
 
 
@@ -243,7 +244,7 @@ def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: An
             "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal fit-confidence`).",
         }
         way_out = ways[error.certificate.shortfall or "ranking"]
-        raise ValueError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
+        raise InputError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
 
 
 def describe_scorer(fitted: FittedScorer) -> str:
@@ -277,7 +278,7 @@ def _check_drawing(path: Path, output: str) -> None:
     from selfcal_lightning.reports.figure_files import is_own_figure
 
     if path == Path(output):
-        raise ValueError(
+        raise InputError(
             f"Expected `output` to be the name of a JSON file, such as {path.with_suffix('.json')}, but got "
             f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
         )

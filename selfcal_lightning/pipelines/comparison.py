@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     confidence = np.fromiter((math.nan if value is None else value for value in found), dtype=np.float64)
     is_there = ~np.isnan(confidence)
     if not is_there.any():
-        raise ValueError(
+        raise InputError(
             f"Expected at least one response with the confidence {name!r}, but got none. {how_to_get(name)}"
         )
     verdicts = (sample.correct for entry in pool for sample in entry.samples)
@@ -69,7 +70,7 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     questions = np.repeat(ids, [len(entry.samples) for entry in pool])[is_there]
     if (correct < 0).any():
         unknown = str(questions[correct < 0][0])
-        raise ValueError(f"Expected every test question to have a reference answer, but {unknown!r} has none.")
+        raise InputError(f"Expected every test question to have a reference answer, but {unknown!r} has none.")
     return ScoredResponses(confidence[is_there], correct.astype(bool), questions)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from selfcal_lightning.errors import InputError
+
 FREE_SHARE = 0.95  # the rest is for what the driver and the engine's process need outside their own accounts
 LEAST_CACHE_SHARE = 0.02
 MOST = 0.9
@@ -33,7 +35,7 @@ def memory_share(free: int, total: int, *, weights: int, limit: float | None = N
     least = weights / total + LEAST_CACHE_SHARE
     if share < least:
         gib = 2.0**30
-        raise ValueError(
+        raise InputError(
             f"Expected `gpu_memory_utilization` times {total / gib:.1f} GiB to hold the engine's weights "
             f"({weights / gib:.1f} GiB) and a cache beside the trainer, that is at least {least:.2f}, but got "
             f"{share:.2f}: {free / gib:.1f} GiB are free and `gpu_memory_utilization` is {limit}. Raise it if it is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated
 from selfcal_lightning.pipelines.fitted_confidences import WeighedPool, weigh_pool
 from selfcal_lightning.pipelines.pools import RecordedPool
@@ -72,6 +73,6 @@ def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
     """Raise ValueError where more samples are asked for than every question has; keywords are the options' names."""
     for name, values in asked.items():
         if values and max(values) > width:
-            raise ValueError(
+            raise InputError(
                 f"Expected `{name}` to be at most {width}, the samples that every question has, but got {max(values)}."
             )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.json_files import json_object_or_none
 
@@ -26,10 +27,10 @@ def check_evaluation_folder(folder: Path) -> None:
         folder: New, of an earlier evaluation, or with nothing in it that an evaluation would replace.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
+        raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
     if taken and not is_evaluation(folder):
-        raise ValueError(
+        raise InputError(
             f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {folder}, where "
             f"{', '.join(taken[:3])} would be replaced and is something else. Choose another folder."
         )

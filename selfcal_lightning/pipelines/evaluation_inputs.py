@@ -167,7 +167,7 @@ def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
     ids = sorted(set(leaders.values()), key=question_hash)
     chosen = set(ids[: round(share * len(ids))])
     if len(chosen) < 2 or len(chosen) == len(ids):
-        raise ValueError(f"Expected enough questions for both parts, but got {len(ids)} in all at a share of {share}.")
+        raise InputError(f"Expected enough questions for both parts, but got {len(ids)} in all at a share of {share}.")
     aside = {name for name, leader in leaders.items() if leader in chosen}
     kept = leaders.keys() - aside
     return Inputs(
@@ -277,7 +277,7 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
         if ids != set(order):
             unshared = sorted(ids ^ set(order))
             lacks = side if unshared[0] in order else sides[0]
-            raise ValueError(
+            raise InputError(
                 f"Expected all sides of test set {test!r} to answer the same questions, but got {len(unshared)} that "
                 f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks. Evaluate "
                 "them apart, one call a side, or sample the rest."

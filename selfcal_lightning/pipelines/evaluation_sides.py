@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.pipelines.comparison import SIDES
@@ -47,7 +48,7 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
             return {first: ModelSide(before), second: ModelSide(after)}
         activated = adapter is not None and read_invocation_ids(adapter) is not None
         return {first: ModelSide(before), second: ModelSide(before, adapter, first if activated else None)}
-    raise ValueError(
+    raise InputError(
         "Expected two models (`before` and `after`, or `before` and an `adapter` on it), one (`model`, perhaps with an "
         f"`adapter`) or recorded `pools`, but got before={before!r}, after={after!r}, model={model!r}, "
         f"adapter={adapter!r}."

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.manifests import read_manifest, strange_files
 from selfcal_lightning.overwriting import is_empty_folder
 from selfcal_lightning.store_manifest import flatten
@@ -37,21 +38,21 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
         return
     manifest = read_manifest(target) if target.is_dir() else None
     if manifest is None:
-        raise ValueError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
+        raise InputError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
     if manifest["kind"] not in kinds:
         what = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}[manifest["kind"]]
-        raise ValueError(
+        raise InputError(
             f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds {what}: that is never "
             "replaced here. Choose another folder."
         )
     if not overwrite:
-        raise ValueError(
+        raise InputError(
             f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds an earlier export. "
             "Choose another folder, or set `overwrite`."
         )
     strange = [] if others else strange_files(target, manifest)
     if strange:
-        raise ValueError(
+        raise InputError(
             f"Expected `output_dir` to hold nothing but an earlier export, but got {str(target)!r} with other files in "
             f"it, such as {strange[0]!r}. Move them away, or choose another folder."
         )

@@ -12,6 +12,7 @@ from rich.console import Console
 from selfcal_lightning.confidence.base import check_confidence
 from selfcal_lightning.confidence.dependence import recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.curves import best_setting_within, wilson_interval
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
@@ -106,7 +107,7 @@ def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) ->
     """Return the sides whose responses were sampled as at the fit, as far as that is known; say who is left out."""
     changed = {side: fitted.sampling_differences(weighed.pool.sampled_by) for side, weighed in test.pools.items()}
     if all(changed.values()):
-        raise ValueError(
+        raise InputError(
             f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got "
             f"{'; '.join(next(iter(changed.values())))}. Fit a threshold on calibration questions sampled like these."
         )
@@ -122,7 +123,7 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
     entries = weighed.pool.entries
     check_not_fitted_on(entries, fitted)
     if strategy.max_samples > width:
-        raise ValueError(
+        raise InputError(
             f"Expected the budget of {fitted.name!r} to be at most the {width} samples that every question has, but "
             f"got {strategy.max_samples}. Sample more responses, or fit a threshold for fewer."
         )

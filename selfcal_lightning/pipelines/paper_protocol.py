@@ -12,6 +12,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
@@ -131,7 +132,7 @@ def _readable(pool: RecordedPool) -> list:
     ]
     kept = [entry for entry in entries if entry.samples]
     if not kept:
-        raise ValueError("Expected at least one readable response, but got none. Check the task of the pool.")
+        raise InputError("Expected at least one readable response, but got none. Check the task of the pool.")
     return kept
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import RunError
 from selfcal_lightning.files import to_json, write_atomically
 from selfcal_lightning.pipelines.stop_signals import Interrupt, PreemptedError, never
 
@@ -126,7 +127,7 @@ class Rendezvous:
                 return
             self.check()
             if state.get("state") == "failed":
-                raise RuntimeError(f"Expected process {rank} to finish its share, but it failed: {state['problem']}")
+                raise RunError(f"Expected process {rank} to finish its share, but it failed: {state['problem']}")
             if state != seen:
                 seen, since = state, time.monotonic()
             if time.monotonic() - told > BEAT_SECONDS:
@@ -134,7 +135,7 @@ class Rendezvous:
                 told = time.monotonic()
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
-                raise RuntimeError(
+                raise RunError(
                     f"Expected process {rank} to finish its share, but got no sign of life for {silence:.0f} s. "
                     "Start the same command again: what is in the store is reused. On several machines the store must "
                     "lie on a file system that all of them share."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.records import IMPORTED, QuestionSamples
 from selfcal_lightning.store import SampleStore
@@ -33,7 +34,7 @@ def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_tas
     """
     manifest = store.join()
     if any(record.fingerprint.model.model == IMPORTED for record in manifest.rounds.values()):
-        raise ValueError(
+        raise InputError(
             f"Expected {store.path} to hold responses that were sampled here, but got a store of responses made "
             "elsewhere, whose answers and verdicts may have been given with them. Import the file again, into another "
             "`store_dir`."

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.transformers_model import MASKABLE_ATTENTION
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
@@ -75,7 +76,7 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
     """Raise ValueError where the adapter of ``round`` in ``folder`` is of another training than ``training``."""
     manifest = read_manifest(folder)
     if manifest is None or manifest["store"]["training"] != training:
-        raise ValueError(
+        raise InputError(
             f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
             "training with other settings. Samples are never mixed: go back to those settings, or use another "
             "`store_dir`. To keep the samples of the base model, copy this store and take the later rounds out of the "

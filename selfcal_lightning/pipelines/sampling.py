@@ -18,6 +18,7 @@ from selfcal_lightning.engines.base import (
     FailuresInARow,
     RequestsFailedError,
 )
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.pipelines.stop_signals import Interrupt, never
 from selfcal_lightning.records import (
@@ -86,7 +87,7 @@ class GenerationReport:
     def check_complete(self) -> None:
         """Raise RuntimeError where questions were left out: the run is not done."""
         if self.left_out:
-            raise RuntimeError(
+            raise RunError(
                 f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
                 f"failed and were left out. What is complete is kept in {self.store_dir}: start the same command again "
                 "to sample them."
@@ -201,9 +202,9 @@ def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettin
 def check_questions(questions: Sequence[Question]) -> None:
     """Raise ValueError when there are no questions or an id occurs twice."""
     if not questions:
-        raise ValueError("Expected `questions` to hold at least one question, but got none.")
+        raise InputError("Expected `questions` to hold at least one question, but got none.")
     if repeated := duplicate_ids(questions):
-        raise ValueError(
+        raise InputError(
             f"Expected question ids to be unique, but got {len(repeated)} more than once, the first of them "
             f"{repeated[0]!r}. Give every question an id of its own, or name every task once."
         )
@@ -219,7 +220,7 @@ def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[
     """
     number, total = shard
     if not 0 <= number < total:
-        raise ValueError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
+        raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
     return [question for question in questions if question_hash(question.id) % total == number]
 
 
@@ -233,12 +234,12 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
     for question in questions:
         found = stored.get(question.id)
         if found is not None and found.split != split:
-            raise ValueError(
+            raise InputError(
                 f"Expected question {question.id!r} to be in split {split!r}, but got {found.split!r} in the store "
                 f"{store.path}. A question belongs to one split: remove it from one, or use another `store_dir`."
             )
         if found is not None and found.digest != question_digest(question):
-            raise ValueError(
+            raise InputError(
                 f"Expected question {question.id!r} to be as it was when the store {store.path} was sampled, but got "
                 "another task, wording or reference. Use another `store_dir`, or go back to the earlier questions."
             )
@@ -361,7 +362,7 @@ class _Sampler:
                 self._row.add(name, state.question.id, failure)
             return []
         if not responses:
-            raise RuntimeError(f"Expected the engine to go on, but got nothing with {len(self._in_flight)} in flight.")
+            raise RunError(f"Expected the engine to go on, but got nothing with {len(self._in_flight)} in flight.")
         self._row.clear()
         self._store_refused()
         return responses
@@ -412,7 +413,7 @@ def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int
     stored = store.round_manifest(round).fingerprint
     for name, there, here in (("sampling", stored.sampling, sampling), ("seed", stored.seed, seed)):
         if there != here:
-            raise ValueError(
+            raise InputError(
                 f"Expected `{name}` to be {there!r} as in the store {store.path}, but got {here!r}. Samples are never "
                 "mixed: use another `store_dir`, or these settings."
             )
@@ -422,9 +423,9 @@ def _check_number(store: SampleStore, num_samples: int, missing: int, *, round: 
     """Refuse another number of samples than the store has, unless it has more and nothing is missing."""
     stored = store.round_manifest(round).num_samples
     if num_samples < 1 or num_samples > stored:
-        raise ValueError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
+        raise InputError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
     if missing and num_samples != stored:
-        raise ValueError(
+        raise InputError(
             f"Expected `num_samples` to be {stored}, since {missing} questions are missing in the store {store.path} "
             f"with that number of samples, but got {num_samples}. Finish it with {stored} (readers may then take the "
             "first ones), or use another `store_dir`."
@@ -437,7 +438,7 @@ def _encode_prompts(questions: Sequence[Question], chat: ChatFormat, max_context
     room = max_context - len(chat.query.suffix_ids) - 1
     too_long = [name for name, prompt in prompts.items() if len(prompt) > room]
     if too_long:
-        raise ValueError(
+        raise InputError(
             f"Expected prompts of at most {room} tokens, which leaves room for a response and the confidence query in "
             f"a context of {max_context}, but got {len(prompts[too_long[0]])} for question {too_long[0]!r} "
             f"({len(too_long)} such questions of {len(prompts)}). Leave these questions out, or use a model with a "

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import write_json_lines
 from selfcal_lightning.overwriting import check_replaceable
 from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line
@@ -47,7 +48,7 @@ class PoolTarget:
         self._lines: list[PoolLine] = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
-            raise ValueError(f"Expected {path} to hold responses, but got none.")
+            raise InputError(f"Expected {path} to hold responses, but got none.")
         self._scores: dict[int, dict[str, float | None]] = {}
 
     def __enter__(self) -> PoolTarget:

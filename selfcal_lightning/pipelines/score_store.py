@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.score_targets import Entry, brings
 from selfcal_lightning.records import QuestionSamples, question_hash
 from selfcal_lightning.store import SampleStore
@@ -45,7 +46,7 @@ def select_rows(
         mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
         keep &= mine[codes] if len(names) else keep
     if not keep.any():
-        raise ValueError(
+        raise InputError(
             f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
             f"share {shard[0]}/{shard[1]}, but got none. Check the names, or finish `selfcal generate` first."
         )
@@ -95,7 +96,7 @@ class StoreTarget:
     def _scored(self, name: str) -> np.ndarray:
         """Return which rows were scored in the same way before, bool [R]."""
         if name in self.index.confidences:
-            raise ValueError(
+            raise InputError(
                 f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring with "
                 "them. Choose another `name`."
             )

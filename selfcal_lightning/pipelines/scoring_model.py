@@ -10,6 +10,7 @@ from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.registry import build_estimator, estimator_class
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import EngineOptions, expected_head_dtype, open_engine, serve_model
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.fingerprints import weights_sha256
 from selfcal_lightning.locations import model_folder, resolve_model
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
@@ -71,11 +72,11 @@ class ScoringModel:
             return resolve_model(self.settings.model)
         sampled = self._sampled
         if sampled.model in (None, IMPORTED):
-            raise ValueError(
+            raise InputError(
                 "Expected `model` to name the model that scores, but got null for responses made elsewhere."
             )
         if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
-            raise ValueError(
+            raise InputError(
                 f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
                 "but got null. Name both."
             )
@@ -101,7 +102,7 @@ class ScoringModel:
         }
         named = self.settings.model is not None or found["adapter_sha256"] is not None
         if not named and not self._sampled_the_store(found):
-            raise ValueError(
+            raise InputError(
                 f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
                 "`model` to score with them all the same, or another one."
             )

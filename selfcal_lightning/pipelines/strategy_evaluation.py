@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
 from selfcal_lightning.strategies.pool import CurveStrategy
@@ -64,16 +65,16 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
     shortest = pool.shortest
     fewest = len(shortest.samples)
     if max_samples is not None and not 1 <= max_samples <= fewest:
-        raise ValueError(
+        raise InputError(
             f"Expected `max_samples` to lie between 1 and {fewest}, the fewest responses that a question of {name} has "
             f"({shortest.question.id!r}), but got {max_samples}. Lower it, or sample more."
         )
     samples = [sample for entry in pool.entries for sample in entry.samples]
     unknown = next((s.question_id for s in samples if s.correct is None and s.answer is not None), None)
     if unknown is not None:
-        raise ValueError(f"Expected every question of {name} to have a reference answer, but {unknown!r} has none.")
+        raise InputError(f"Expected every question of {name} to have a reference answer, but {unknown!r} has none.")
     if all(sample.answer is None for sample in samples):
-        raise ValueError(
+        raise InputError(
             f"Expected at least one readable answer in {name}, but got none in {len(samples)} responses. Check that "
             f"{pool.entries[0].question.task!r} is the task that these responses were written for."
         )
@@ -95,7 +96,7 @@ def evaluate_jobs(
     """
     for job in jobs:
         if job.strategy.max_samples > reshuffles.width:
-            raise ValueError(
+            raise InputError(
                 f"Expected the budget of {job.strategy.name!r} to be at most the {reshuffles.width} samples that every "
                 f"question has, but got {job.strategy.max_samples}."
             )

@@ -50,7 +50,7 @@ class StrategySettings:
         check_thresholds(self.thresholds)
         for name in ("num_reshuffles", "num_resamples"):
             if getattr(self, name) < 0:
-                raise ValueError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+                raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
         if self.max_samples is not None and self.max_samples < 1:
             raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
         _check_counts(budgets=self.budgets, targets=self.targets)
@@ -62,7 +62,7 @@ def _check_counts(**counts: Sequence[int] | None) -> None:
     """Raise ValueError unless every list is None or holds whole numbers from 1; keywords are the options' names."""
     for name, values in counts.items():
         if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
-            raise ValueError(
+            raise InputError(
                 f"Expected `{name}` to be null or numbers of samples from 1, at least one, but got {list(values)}."
             )
 

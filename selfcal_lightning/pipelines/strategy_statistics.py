@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.curves import (
     best_setting_within,
@@ -114,7 +115,7 @@ def reference_of(resampled: Sequence[Resampled]) -> Resampled:
     for row in resampled:
         if row.contender == Contender(side, REFERENCE, None):
             return row
-    raise ValueError(
+    raise InputError(
         f"Expected {REFERENCE!r} without a confidence among the strategies, since all are held against it."
     )
 
@@ -246,7 +247,7 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
 def _at(reference: Resampled, budget: int) -> int:
     """Return the position of a budget in the grid of the reference."""
     if budget not in reference.grid:
-        raise ValueError(
+        raise InputError(
             f"Expected a budget between 1 and {int(max(reference.grid))}, the samples that every question has, "
             f"but got {budget}."
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
 from selfcal_lightning.pipelines.pool_lines import PoolLine, read_pool
 from selfcal_lightning.tasks.base import Task
@@ -53,7 +54,7 @@ def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLi
         texts.append([{"text": text} for text in responses])
     questions = task.load(split, path=str(path))
     if len(questions) != len(texts):
-        raise ValueError(
+        raise InputError(
             f"Expected task {task.name!r} to make a question of each of the {len(texts)} rows of {path}, but got "
             f"{len(questions)}. Take out the rows that it warns of."
         )

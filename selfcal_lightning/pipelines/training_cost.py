@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.pools import load_recorded_pool
 from selfcal_lightning.strategies.base import total_tokens
 
@@ -32,11 +33,11 @@ class TrainingCost:
     def __post_init__(self) -> None:
         numbers = (self.generated_tokens, self.trained_tokens, self.trained_token_price, self.seconds or 0.0)
         if min(numbers) < 0.0:
-            raise ValueError(f"Expected costs of at least 0, but got {self}.")
+            raise InputError(f"Expected costs of at least 0, but got {self}.")
         if (self.seconds is None) != (self.tokens_per_second is None):
-            raise ValueError(f"Expected `seconds` and `tokens_per_second` together, but got {self}.")
+            raise InputError(f"Expected `seconds` and `tokens_per_second` together, but got {self}.")
         if self.seconds is not None and (self.generated_tokens or self.trained_tokens or self.store):
-            raise ValueError("Expected the cost either in `seconds` or in tokens, but got both.")
+            raise InputError("Expected the cost either in `seconds` or in tokens, but got both.")
 
     def tokens(self) -> float:
         """Return the cost in generated tokens.
@@ -62,5 +63,5 @@ def stored_tokens(store: str) -> float:
     pool = load_recorded_pool(store, texts=False)
     total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
     if total is None:
-        raise ValueError(f"Expected the lengths of all responses in {store}, but some are unknown.")
+        raise InputError(f"Expected the lengths of all responses in {store}, but some are unknown.")
     return float(total)

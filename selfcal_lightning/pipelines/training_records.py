@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.foreign import line_error, open_imported, read_json_lines
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Sample
@@ -91,7 +92,7 @@ def import_training_records(
     """
     path = Path(path)
     if not prompt_separator:
-        raise ValueError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
+        raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
     reader = tasks(task)
     groups: dict[str, list[RecordedResponse]] = {}
     counts = dict.fromkeys(("records", "unreadable", "without_target", "doubled_prompts", "ended"), 0)
@@ -114,7 +115,7 @@ def import_training_records(
         counts["doubled_prompts"] += doubled
         counts["ended"] += ended
     if not groups:
-        raise ValueError(f"Expected {path} to hold training records, but got an empty file.")
+        raise InputError(f"Expected {path} to hold training records, but got an empty file.")
     chat = None if model is None else ChatFormat(load_tokenizer(model, revision=revision))
     settings = {"prompt_separator": prompt_separator, "end_of_turn": end_of_turn, "task": task, "split": split}
     store = open_imported(store_dir, path, settings | ({} if chat is None else chat.describe()))

@@ -13,6 +13,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_labels, as_probabilities
 from selfcal_lightning.functional.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.functional.discrimination import auroc, roc_curve
@@ -95,7 +96,7 @@ def reliability_comparison(
         4
     """
     if not before or list(before) != list(after):
-        raise ValueError(
+        raise InputError(
             f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
         )
     sides = {"before": before, "after": after}
@@ -123,7 +124,7 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
     """
     columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
     if not columns or any(list(row) != columns for row in diagrams.values()):
-        raise ValueError(
+        raise InputError(
             f"Expected every row of `diagrams` to hold the same columns, but got {[*map(list, diagrams.values())]}."
         )
     figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * rows), layout="constrained")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.reports.strategy_rows import ConsensusRow, CurveRow
 
@@ -51,7 +52,7 @@ def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: 
     """
     drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
     if not drawn:
-        raise ValueError(f"Expected at least one curve whose {cost} are known, but got none.")
+        raise InputError(f"Expected at least one curve whose {cost} are known, but got none.")
     sides = list(dict.fromkeys(row.contender.side for row in drawn))
     names = list(dict.fromkeys(row.contender.confidence for row in drawn))
     figure = Figure(figsize=(0.7 + _WIDTH * len(names), 1.1 + _HEIGHT * len(sides)), layout="constrained")
@@ -85,7 +86,7 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
         ValueError: There is no curve to draw.
     """
     if not rows:
-        raise ValueError("Expected at least one curve, but got none.")
+        raise InputError("Expected at least one curve, but got none.")
     sides = list(dict.fromkeys(row.side for row in rows))
     figure = Figure(figsize=(0.7 + 4.0 * len(sides), 3.9), layout="constrained")
     panels = figure.subplots(1, len(sides), sharex=True, sharey=True, squeeze=False)[0]

@@ -11,6 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich import box
 from rich.table import Table
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.reports.figures import AFTER, BEFORE
 from selfcal_lightning.reports.tables import format_estimate
@@ -80,7 +81,7 @@ def votes_figure(rows: Sequence[VoteRow]) -> Figure:
         ValueError: There is no row.
     """
     if not rows:
-        raise ValueError("Expected at least one row to draw, but got none.")
+        raise InputError("Expected at least one row to draw, but got none.")
     tests = list(dict.fromkeys(row.test for row in rows))
     figure = Figure(figsize=(0.4 + _WIDTH * len(tests), 0.7 + _HEIGHT), layout="constrained")
     panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.functional.stopping import (
     beta_leader_probability,
@@ -103,10 +104,10 @@ class AdaptiveConsistency:
 
     def __post_init__(self) -> None:
         if self.criterion not in THRESHOLDS:
-            raise ValueError(f"Expected `criterion` to be one of {', '.join(THRESHOLDS)}, but got {self.criterion!r}.")
+            raise InputError(f"Expected `criterion` to be one of {', '.join(THRESHOLDS)}, but got {self.criterion!r}.")
         is_weighted = self.criterion == "confidence_ratio"
         if self.confidence is not None and not is_weighted:
-            raise ValueError(
+            raise InputError(
                 f"Expected `confidence` to be None for the criterion {self.criterion!r}, which counts answers, but got "
                 f"{self.confidence!r}. Take the criterion 'confidence_ratio' to weigh them."
             )
@@ -186,7 +187,7 @@ class AdaptiveConsistency:
             return None if sample.answer is None else 1.0
         weight = vote_confidence(sample, self.confidence)
         if weight is not None and weight < 0.0:
-            raise ValueError(NEGATIVE_WEIGHT.format(value=weight))
+            raise InputError(NEGATIVE_WEIGHT.format(value=weight))
         return weight
 
     def _certainty(self, votes: dict[str, float], total: float) -> float:

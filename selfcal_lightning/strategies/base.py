@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.tasks.judging import is_failed
 
@@ -24,7 +25,7 @@ class Ask:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise ValueError(f"Expected `num_samples` to be at least 1, but got {self.num_samples}.")
+            raise InputError(f"Expected `num_samples` to be at least 1, but got {self.num_samples}.")
 
 
 class Strategy(Protocol):

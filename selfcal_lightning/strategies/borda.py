@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
 from selfcal_lightning.strategies.curves import Floats, Integers, as_budgets, outcome_of_budgets, vote_leader, votes_of
@@ -49,7 +50,7 @@ class BordaVoting:
     def __post_init__(self) -> None:
         is_number = isinstance(self.power, int | float) and not isinstance(self.power, bool)
         if not is_number or not 0.0 <= self.power <= MAX_POWER:
-            raise ValueError(f"Expected `power` to be a number in [0, {MAX_POWER:g}], but got {self.power!r}.")
+            raise InputError(f"Expected `power` to be a number in [0, {MAX_POWER:g}], but got {self.power!r}.")
         check_budget(self.max_samples)
         check_confidence_name(self.confidence)
 

@@ -9,6 +9,7 @@ from selfcal_lightning.confidence.base import add_scores, check_confidence
 from selfcal_lightning.confidence.dependence import KnownConfidence, refuse_looking_ahead
 from selfcal_lightning.confidence.fitted import FittedScorer
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.registry import check_can_answer
@@ -56,7 +57,7 @@ def calibration_pool(
     """
     check_can_answer(strategy.name)
     if not pool:
-        raise ValueError("Expected `pool` to hold at least one calibration question, but got none.")
+        raise InputError("Expected `pool` to hold at least one calibration question, but got none.")
     check_not_fitted_on(pool, scorers)
     entries = ready_entries(strategy, pool, scorers, known=known)
     return CalibrationPool(entries, tuple(scorers), FittedOn.from_pool(pool))
@@ -82,7 +83,7 @@ def ready_entries(
     """Return the questions with the scorers' confidences, checked for what the strategy needs of them."""
     unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
     if unknown is not None:
-        raise ValueError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
+        raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
     _check_width(strategy, pool)
     scored = tuple(
         replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool
@@ -96,7 +97,7 @@ def ready_entries(
 def _check_width(strategy: Strategy, pool: Sequence[QuestionSamples]) -> None:
     shortest = min(pool, key=lambda entry: len(entry.samples))
     if strategy.max_samples > len(shortest.samples):
-        raise ValueError(
+        raise InputError(
             f"Expected `max_samples` of {strategy.name} to be at most {len(shortest.samples)}, the fewest responses "
             f"that a calibration question has ({shortest.question.id!r}), but got {strategy.max_samples}: where the "
             "responses end, another procedure is tested than the one that will be used. Lower it, or sample more."

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
@@ -87,7 +88,7 @@ class CGES:
         check_positive(self.wrong_answers, "wrong_answers")
         check_threshold(self.evidence, "evidence")
         if not 0.0 < self.clamp < 0.5:
-            raise ValueError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp}.")
+            raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp}.")
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample at a time until the posterior of the leader suffices."""
@@ -156,7 +157,7 @@ class CGES:
         """Return log c - log(1 - c) of confidences, clamped; nan stays."""
         outside = (confidence < 0.0) | (confidence > 1.0)
         if outside.any():
-            raise ValueError(
+            raise InputError(
                 f"Expected the confidence {self.confidence!r} to be a probability in [0, 1], but got "
                 f"{confidence[outside].flat[0]:g}. Fit a scaler on a calibration split and take its output."
             )
@@ -207,7 +208,7 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
 
     strategy = CGES() if strategy is None else strategy
     if not pool.correct.any():
-        raise ValueError("Expected `pool` to hold right answers, but got none. Sample a split with references.")
+        raise InputError("Expected `pool` to hold right answers, but got none. Sample a split with references.")
 
     def loss(evidence: float) -> float:
         return _log_loss(replace(strategy, evidence=float(evidence)), pool)

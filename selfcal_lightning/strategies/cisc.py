@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
 from selfcal_lightning.strategies.curves import (
@@ -59,7 +60,7 @@ class CISC:
     def __post_init__(self) -> None:
         is_number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
         if not is_number or not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"Expected `temperature` to be a number of at least {MIN_TEMPERATURE:g}, but got {self.temperature!r}."
             )
         check_budget(self.max_samples)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.strategies.pool import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.votes import NEGATIVE_WEIGHT, check_budget, check_threshold
 
@@ -241,7 +242,7 @@ def as_thresholds(grid: Sequence[float], name: str = "threshold") -> Floats:
 
 def _check_weights(weight: Floats) -> None:
     if weight.size and weight.min() < 0.0:
-        raise ValueError(NEGATIVE_WEIGHT.format(value=weight.min()))
+        raise InputError(NEGATIVE_WEIGHT.format(value=weight.min()))
 
 
 def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Flags) -> Floats:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample, Verdict, duplicate_ids
 from selfcal_lightning.strategies.base import Ask, Solving, Strategy, total_tokens
 from selfcal_lightning.strategies.sources import SampleSource, Waste
@@ -62,9 +63,9 @@ def run_strategy(
         ('4', True, 1, 2)
     """
     if repeated := duplicate_ids(questions):
-        raise ValueError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
+        raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
     if lookahead < 0:
-        raise ValueError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
+        raise InputError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
     source.prepare(questions, confidence=strategy.confidence)
     driver = _Driver(strategy, source, lookahead, on_verdict, progress)
     return driver.run(questions)

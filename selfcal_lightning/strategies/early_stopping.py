@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
 from selfcal_lightning.strategies.curves import Votes, as_thresholds, first_crossing, outcome_at, vote_leader, votes_of
@@ -62,7 +63,7 @@ class EarlyStopping:
         check_confidence_name(self.confidence)
         if self.fallback not in get_args(Fallback):
             known = ", ".join(map(repr, get_args(Fallback)))
-            raise ValueError(f"Expected `fallback` to be one of {known}, but got {self.fallback!r}.")
+            raise InputError(f"Expected `fallback` to be one of {known}, but got {self.fallback!r}.")
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample at a time; stop at the first that suffices."""

@@ -66,15 +66,15 @@ class FittedThreshold:
         check_can_answer(self.strategy)
         most = self.fields.get("max_samples")
         if not isinstance(most, int) or not 1 <= most <= self.num_samples:
-            raise ValueError(
+            raise InputError(
                 f"Expected `max_samples` to lie between 1 and {self.num_samples}, the responses that every calibration "
                 f"question had, but got {most}: what draws more is another procedure than the one that was tested."
             )
         is_risk = self.target == "risk"
         if is_risk != (self.delta is not None) or is_risk != (self.parameter is None):
-            raise ValueError(f"Expected `delta` and no `parameter` with a risk only, but got a {self.target}.")
+            raise InputError(f"Expected `delta` and no `parameter` with a risk only, but got a {self.target}.")
         if not math.isfinite(self.threshold):
-            raise ValueError(f"Expected `threshold` to be a number, but got {self.threshold}.")
+            raise InputError(f"Expected `threshold` to be a number, but got {self.threshold}.")
 
     @property
     def promise(self) -> str:
@@ -113,7 +113,7 @@ class FittedThreshold:
         """Raise ValueError unless the confidence comes of the very scorers of the fit; others may stand beside them."""
         found = scorer_digests(self.fields.get("confidence"), scorers)
         if found != dict(self.scorers):
-            raise ValueError(
+            raise InputError(
                 f"Expected the scorers that {self.name!r} was fitted with, {sorted(self.scorers)}, but got "
                 f"{sorted(found)}, or others of these names. Give the very files of the fit by `scorers`."
             )
@@ -172,7 +172,7 @@ class FittedThreshold:
             return cls.from_json(content)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"Expected {path} to hold a whole threshold, but got: {reason}") from error
+            raise InputError(f"Expected {path} to hold a whole threshold, but got: {reason}") from error
 
 
 def fields_of(strategy: Strategy) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Integers
 
 # The defaults of every verb that fits, chooses or reports, so that they agree where nothing is said.
@@ -57,10 +58,10 @@ class Orders:
 
     def __post_init__(self) -> None:
         if self.num_reshuffles < 0:
-            raise ValueError(f"Expected `num_reshuffles` to be at least 0, but got {self.num_reshuffles}.")
+            raise InputError(f"Expected `num_reshuffles` to be at least 0, but got {self.num_reshuffles}.")
         fewest = int(self.length.min()) if len(self.length) else 0
         if not 1 <= self.width <= fewest:
-            raise ValueError(
+            raise InputError(
                 f"Expected `width` to lie between 1 and {fewest}, the fewest samples that a question has, but got "
                 f"{self.width}."
             )

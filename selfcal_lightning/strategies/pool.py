@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy, sample_tokens
 
@@ -97,7 +98,7 @@ class PoolArrays:
         ids = self.question_ids[questions]
         times, left_over = divmod(len(order), len(ids))
         if left_over:
-            raise ValueError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
+            raise InputError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
         taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
         length = np.full(len(order), order.shape[1], dtype=np.int64)
         return replace(taken, question_ids=ids * times, length=length)

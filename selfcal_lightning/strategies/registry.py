@@ -63,7 +63,7 @@ def check_can_answer(name: str) -> None:
         ValueError: Expected `strategy` to be one that can answer, but got 'pass_at_n', which knows the reference.
     """
     if name in ORACLES:
-        raise ValueError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
+        raise InputError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
 
 
 def setting_names(name: str) -> tuple[str, ...]:

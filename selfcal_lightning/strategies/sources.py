@@ -17,6 +17,7 @@ from selfcal_lightning.confidence.base import (
 )
 from selfcal_lightning.confidence.dependence import refuse_looking_ahead
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -173,7 +174,7 @@ class EngineSource:
         max_failures: int = MAX_FAILURES,
     ) -> None:
         if target is not None and target < 1:
-            raise ValueError(f"Expected `target` to be None or at least 1, but got {target}.")
+            raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
         self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
         self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
         self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
@@ -202,7 +203,7 @@ class EngineSource:
         room = self._engine.max_context - self.query_tokens - 1
         for question, prompt_ids in self._prompts.values():
             if not 1 <= len(prompt_ids) <= room:
-                raise ValueError(
+                raise InputError(
                     f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
                     f"{len(prompt_ids)}: a context of {self._engine.max_context} also holds {self.query_tokens} of "
                     "the confidence query and a response. Shorten the question, or use a model of longer context."
@@ -273,7 +274,7 @@ class EngineSource:
                 self._row.add(name, self._place[name][0].question.id, failure)
             return dict.fromkeys(error.failures)
         if not responses:
-            raise RuntimeError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+            raise RunError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
         self._row.clear()
         return {response.request_id: response for response in responses}
 
@@ -310,10 +311,10 @@ class ReplaySource:
         target: int = 1,
     ) -> None:
         if target < 1:
-            raise ValueError(f"Expected `target` to be at least 1, but got {target}.")
+            raise InputError(f"Expected `target` to be at least 1, but got {target}.")
         self._pool = {entry.question.id: entry for entry in pool}
         if len(self._pool) < len(pool):
-            raise ValueError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
+            raise InputError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
         self._scorers, self._suffix_tokens, self._target = scorers, query_tokens, target
         self._scored: dict[str, tuple[Sample, ...]] = {}
         self._started: dict[str, int] = {}
@@ -333,7 +334,7 @@ class ReplaySource:
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         """Score the samples of ``questions``; see ``SampleSource``."""
         if missing := [question.id for question in questions if question.id not in self._pool]:
-            raise ValueError(
+            raise InputError(
                 f"Expected all questions to be in the pool, but {len(missing)} of {len(questions)} are not, the first "
                 f"of them {missing[0]!r}. Sample them first (`selfcal generate`), or leave them out."
             )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy
@@ -157,11 +158,11 @@ def grid_outcome(
         seed: Of these orders.
     """
     if not len(grid):
-        raise ValueError("Expected `grid` to hold at least one value, but got none.")
+        raise InputError("Expected `grid` to hold at least one value, but got none.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
     width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
     if width > fewest:
-        raise ValueError(
+        raise InputError(
             f"Expected `grid` to ask for at most the {fewest} samples that every question has, but got {width}. Leave "
             "larger values out, or sample more."
         )
@@ -220,7 +221,7 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
 def as_curved(strategy: Strategy) -> CurveStrategy:
     """Return ``strategy``, which has a vectorised form; raise ValueError where it has none."""
     if not isinstance(strategy, CurveStrategy):
-        raise ValueError(
+        raise InputError(
             f"Expected {strategy.name} to have a vectorised `curve` to choose its setting by, but got none. Add one, "
             "or fit a threshold with a guarantee (`fit_risk_threshold`), which replays the strategy."
         )

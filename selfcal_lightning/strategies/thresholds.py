@@ -93,7 +93,7 @@ def fit_budget_threshold(
             question of ``pool``, or an argument is wrong.
     """
     if not budget > 0.0:
-        raise ValueError(f"Expected `budget` to be positive, but got {budget}.")
+        raise InputError(f"Expected `budget` to be positive, but got {budget}.")
     calibration = calibration_pool(strategy, pool, scorers)
     outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
     return threshold_for_budget(as_curved(strategy), calibration, outcome, budget)
@@ -116,7 +116,7 @@ def threshold_for_budget(
     best = best_setting_within(outcome.mean_samples, outcome.accuracy, budget)
     if best is None:
         cheapest = int(outcome.mean_samples.argmin())
-        raise ValueError(
+        raise InputError(
             f"Expected a value of the grid to use at most {budget:g} samples on average, but the cheapest, "
             f"{outcome.grid[cheapest]:g}, uses {outcome.mean_samples[cheapest]:.2f}. Widen the grid."
         )
@@ -143,13 +143,13 @@ def fit_accuracy_threshold(
             on a question of ``pool``, or an argument is wrong.
     """
     if not 0.0 < accuracy <= 1.0:
-        raise ValueError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
+        raise InputError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
     calibration = calibration_pool(strategy, pool, scorers)
     outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
     found = cheapest_setting_reaching(outcome.mean_samples, outcome.accuracy, accuracy)
     if found is None:
         best = int(outcome.accuracy.argmax())
-        raise ValueError(
+        raise InputError(
             f"Expected a value of the grid to reach an accuracy of {accuracy:g}, but the best, "
             f"{outcome.grid[best]:g}, reaches {outcome.accuracy[best]:.4f}. Widen the grid, raise the strategy's "
             "budget, or ask for less."
@@ -196,7 +196,7 @@ def fit_risk_threshold(
             ``pool``, or an argument is wrong.
     """
     if guide is not None and grid is not None:
-        raise ValueError("Expected either `guide` or `grid`, but got both.")
+        raise InputError("Expected either `guide` or `grid`, but got both.")
     calibration = calibration_pool(strategy, pool, scorers)
     confidence, wrong, samples = _verdicts(strategy, calibration.entries)
     if guide is not None:
@@ -276,7 +276,7 @@ def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[F
     verdicts = [replay(strategy, entry) for entry in entries]
     answered = [verdict for verdict in verdicts if verdict.answer is not None]
     if answered and all(verdict.confidence is None for verdict in answered):
-        raise ValueError(
+        raise InputError(
             f"Expected {strategy.name} to state a confidence in its answers, but got none in {len(answered)} of "
             f"{len(verdicts)} verdicts. A threshold with a guarantee needs a strategy that does."
         )

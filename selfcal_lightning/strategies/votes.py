@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.records import Sample
 from selfcal_lightning.strategies.base import weighted_votes
@@ -24,13 +25,13 @@ def check_budget(value: int, name: str = "max_samples") -> None:
 def check_threshold(value: float, name: str = "threshold") -> None:
     """Raise ValueError unless ``value`` is a number in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"Expected `{name}` to be a number in [0, 1], but got {value!r}.")
+        raise InputError(f"Expected `{name}` to be a number in [0, 1], but got {value!r}.")
 
 
 def check_confidence_name(value: str | None) -> None:
     """Raise ValueError unless ``value`` names a confidence, for the strategies that cannot do without one."""
     if not isinstance(value, str) or not value:
-        raise ValueError(
+        raise InputError(
             f"Expected `confidence` to be the name of a confidence such as 'p_true', but got {value!r}. "
             "Plain votes are the strategy self_consistency."
         )
@@ -39,7 +40,7 @@ def check_confidence_name(value: str | None) -> None:
 def check_optional_confidence_name(value: str | None) -> None:
     """Raise ValueError unless ``value`` is None (plain votes) or names a confidence."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"Expected `confidence` to be None or the name of a confidence, but got {value!r}.")
+        raise InputError(f"Expected `confidence` to be None or the name of a confidence, but got {value!r}.")
 
 
 def vote_confidence(sample: Sample, confidence: str) -> float | None:
@@ -56,7 +57,7 @@ def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, 
     for sample in samples if confidence is not None else ():
         value = vote_confidence(sample, str(confidence))
         if value is not None and value < 0.0:
-            raise ValueError(NEGATIVE_WEIGHT.format(value=value))
+            raise InputError(NEGATIVE_WEIGHT.format(value=value))
     return weighted_votes(samples, confidence)
 
 

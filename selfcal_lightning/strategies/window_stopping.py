@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
 from selfcal_lightning.strategies.curves import (
@@ -62,7 +63,7 @@ class WindowStopping:
         check_budget(self.max_samples)
         if self.mode not in get_args(Mode):
             known = ", ".join(map(repr, get_args(Mode)))
-            raise ValueError(f"Expected `mode` to be one of {known}, but got {self.mode!r}.")
+            raise InputError(f"Expected `mode` to be one of {known}, but got {self.mode!r}.")
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample (sliding) or for the rest of a window (disjoint) at a time."""

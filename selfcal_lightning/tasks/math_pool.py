@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfcal_lightning.errors import InputError, RunError
+
 logger = logging.getLogger(__name__)
 
 _WORKER = Path(__file__).with_name("math_worker.py")
@@ -43,7 +45,7 @@ class MathWorker:
         if not line or "error" in json.loads(line):
             self.kill()
             reason = json.loads(line)["error"] if line else f"no sign of life within {start_seconds} s"
-            raise RuntimeError(f"The process for checking expressions with math-verify did not start: {reason}.")
+            raise RunError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
     def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
         """Send a request; the reply is read with `read_reply`.
@@ -123,10 +125,10 @@ class MathPool:
         undecided_seconds: float = 120.0,
     ) -> None:
         if num_workers < 1:
-            raise ValueError(f"Expected `num_workers` to be a positive integer, but got {num_workers}.")
+            raise InputError(f"Expected `num_workers` to be a positive integer, but got {num_workers}.")
         if min(cpu_seconds, wall_seconds, undecided_seconds) <= 0.0:
             limits = f"{cpu_seconds}, {wall_seconds} and {undecided_seconds}"
-            raise ValueError(f"Expected the time limits to be positive, but got {limits}.")
+            raise InputError(f"Expected the time limits to be positive, but got {limits}.")
         self.num_workers = num_workers
         self.cpu_seconds = cpu_seconds
         self.wall_seconds = wall_seconds
@@ -268,7 +270,7 @@ def allow_undecided(seconds: float) -> None:
         ValueError: It is no time.
     """
     if not seconds > 0.0:
-        raise ValueError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
+        raise InputError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
     default_pool().undecided_seconds = seconds
 
 

@@ -82,7 +82,7 @@ def load_some(
     last = None if limit is None else offset + limit
     questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=last)
     if offset and offset >= len(questions):
-        raise ValueError(
+        raise InputError(
             f"Expected `offset` to be less than the {len(questions):,} questions of split {split!r} of {task}, but got "
             f"{offset:,}."
         )
@@ -92,9 +92,9 @@ def load_some(
 def check_slice(offset: int, limit: int | None) -> None:
     """Raise ValueError unless ``offset`` and ``limit`` can cut questions out of a split."""
     if limit is not None and limit < 1:
-        raise ValueError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+        raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
     if offset < 0:
-        raise ValueError(f"Expected `offset` to be at least 0, but got {offset}.")
+        raise InputError(f"Expected `offset` to be at least 0, but got {offset}.")
 
 
 for _dataset in (

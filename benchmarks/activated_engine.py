@@ -168,6 +168,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# P(True) of an activated adapter in vLLM",
         "",
+        f"    python benchmarks/activated_engine.py --size {report['size']} --passes {report['passes']}",
+        "",
         f"CPU seconds of the engine's process, one thread, float32, {report['size']} Llama, LoRA r 16 on all linear "
         f"layers, {report['responses']} responses of {RESPONSE} tokens to prompts of {PROMPT}: medians of "
         f"{report['passes']} passes, the ways taking turns. vLLM {report['vllm']}, {report['machine']['cores']} cores.",

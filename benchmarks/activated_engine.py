@@ -56,7 +56,9 @@ def write_models(size: str, chat: ChatFormat, folder: Path) -> Folders:
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(
-        LlamaConfig(**SIZES[size], max_position_embeddings=512, tie_word_embeddings=True), dtype=torch.float32
+        LlamaConfig(**SIZES[size], max_position_embeddings=512, tie_word_embeddings=True),
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     base.save_pretrained(folder / "base")
     settings = {"r": 16, "lora_alpha": 32, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}

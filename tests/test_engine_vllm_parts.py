@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from selfcal_lightning.engines import vllm
 from selfcal_lightning.engines.vllm_channel import Channel
@@ -224,8 +226,9 @@ def test_a_start_in_vain_is_not_repeated(start: Callable[..., Any], plan: str, e
 
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (24, 32), (257, 320), (512, 512), (513, None)])
 def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, served: int | None) -> None:
-    config = {"r": 1, "rank_pattern": {"q_proj": rank}}
+    config = {"peft_type": "LORA", "r": 1, "rank_pattern": {"q_proj": rank}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"lora": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     if served is None:
         with pytest.raises(ValueError, match="to be at most 512, which is what vLLM serves, but got 513"):
             lora_rank(str(tmp_path))

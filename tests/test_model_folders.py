@@ -200,6 +200,6 @@ def test_an_adapter_in_the_place_of_a_model_does_not_lead_elsewhere(
 def test_an_adapter_without_a_manifest_is_loaded(tiny_model: str, adapter: Path) -> None:
     network = load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu")
     assert network.num_parameters() == load_causal_lm(tiny_model).num_parameters()
-    assert lora_rank(str(adapter)) == 4
+    assert lora_rank(str(adapter)) == 8, "the next that vLLM has room for"
     stored = load_file(adapter / "adapter_model.safetensors")
     assert read_adapter_state(adapter).keys() == stored.keys() != set()

@@ -1,7 +1,7 @@
 """The questions of a store with their samples as far as they are counted: without texts and tokens, read by column.
 
-A response of 300 tokens takes 15 KiB as a whole record and a fiftieth of that here, so that a pool of millions of
-responses fits in memory.
+A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so that a pool of millions of responses
+fits in memory.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def load_recorded_pool(
         confidences: Annotations of the store to merge in (``selfcal score`` and ``selfcal predict`` write them).
         limit: The first so many questions; None takes all.
         texts: Whether the samples keep their texts and token ids. Without them a response of 300 tokens takes a
-            fiftieth of the memory, and all that evaluations and fits count is there.
+            thirtieth of the memory, and all that evaluations and fits count is there.
         tasks: Returns the task of a name.
 
     Raises:

@@ -64,14 +64,20 @@ class PoolArrays:
                 if sample.answer is None:
                     continue
                 answer[row, column] = codes.setdefault(sample.answer, len(codes))
-                value = 1.0 if confidence is None else confidence_of(sample, confidence)
-                values[row, column] = np.nan if value is None else value
+                values[row, column] = 1.0
                 correct[row, column] = bool(sample.correct)
         length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
-        return cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens)
+        plain = cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens)
+        return plain if confidence is None else plain.with_confidence(pool, confidence)
 
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
-        """Return arrays that :meth:`from_samples` built without a confidence, of the same samples with one."""
+        """Return what :meth:`from_samples` gives with a confidence, of arrays that it built of ``pool`` without one.
+
+        Args:
+            pool: The samples.
+            confidence: Name of the confidence to read.
+            query_tokens: Tokens that reading it costs a sample, where they are not counted yet.
+        """
         samples = [sample for entry in pool for sample in entry.samples]
         found = (confidence_of(sample, confidence) for sample in samples)
         column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))

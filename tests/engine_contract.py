@@ -147,12 +147,17 @@ class EngineContract:
     def test_cancelling_tells_what_was_thrown_away(self, engine: Engine, reference: Reference) -> None:
         requests = reference.requests(EDT, count=8)
         whole = {r.request_id: len(r.token_ids) for r in generate(engine, requests)}
-        ids = engine.submit(requests)
-        early = {response.request_id for response in engine.poll()}
-        drawn = engine.cancel([*ids, "unknown"])
-        assert drawn.keys() <= set(ids) - early, "what was delivered is not thrown away"
-        assert all(0 <= count <= whole[name] for name, count in drawn.items())
-        assert sum(drawn.values()) > 0
+        thrown_away = 0
+        for _ in range(20):  # on a busy machine all responses may be there before anything can be cancelled
+            ids = engine.submit(requests)
+            early = {response.request_id for response in engine.poll()}
+            drawn = engine.cancel([*ids, "unknown"])
+            assert drawn.keys() <= set(ids) - early, "what was delivered is not thrown away"
+            assert all(0 <= count <= whole[name] for name, count in drawn.items())
+            thrown_away += sum(drawn.values())
+            if thrown_away:
+                break
+        assert thrown_away > 0
         assert engine.cancel(ids) == {}
         assert engine.poll() == []
 

@@ -57,7 +57,7 @@ def test_fit_shows_its_plan_and_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(demo("--check", "true")) == 0
+    assert run(demo("--check", "true", "--data.total_tuples", "7000")) == 0
     plan = words(capsys.readouterr().out)
     assert plan.startswith("selfcal fit: checked; nothing is sampled or written.")
     assert "train: 3 word_problems; validation: 2 word_problems" in plan

@@ -60,6 +60,7 @@ KEPT = {
     "import-records": _GOES_ON,
     "drop-rounds": "The same command deletes the rest.",
     "demo": "The samples so far are kept; the same command goes on, and trains anew.",
+    "reread": "The store is as it was, or all of it is read anew; the same command begins anew.",
 }
 STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 

@@ -174,7 +174,8 @@ def fit(tiny_model: str, folder: Path, checkpoint: Path, *options: str) -> int:
         ["fit", "--trainer.accelerator", "cpu", "--trainer.use_distributed_sampler", "false",
          "--trainer.logger", "false", "--trainer.default_root_dir", str(folder), "--trainer.max_epochs", "1",
          "--trainer.enable_progress_bar", "false", "--model", MODULE, "--model.base_model", tiny_model,
-         "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"), "--ckpt_path", str(checkpoint), *options]
+         "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"), "--data.total_tuples", "8",
+         "--ckpt_path", str(checkpoint), *options]
     )  # fmt: skip
 
 

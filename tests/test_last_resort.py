@@ -134,7 +134,7 @@ def test_a_worker_tells_a_defect_from_a_mistake(
     from selfcal_lightning.pipelines import devices, shares
 
     monkeypatch.setattr(devices, "_watch_parent", lambda: None)
-    monkeypatch.setattr(shares, "GenerationSettings", dict)
+    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
     job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
     for error in (TypeError("unsupported operand"), KeyError("weights")):
         monkeypatch.setattr(shares, "sample_share", raising(error))
@@ -153,7 +153,7 @@ def test_a_worker_keeps_other_packages_quiet_too(monkeypatch: pytest.MonkeyPatch
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setattr(devices, "_watch_parent", lambda: None)
-    monkeypatch.setattr(shares, "GenerationSettings", dict)
+    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
     monkeypatch.setattr(shares, "sample_share", raising(KeyboardInterrupt()))
     job = json.dumps({"settings": {}, "shard": [0, 2], "report": str(tmp_path / "report.json")})
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))

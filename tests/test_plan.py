@@ -118,7 +118,7 @@ def test_a_run_draws_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path: Path) -> None:
     for accumulated, steps in ((1, 4), (3, 2)):  # 16 tuples in batches of 4
         data = data_module(tiny_model, tmp_path / "store")
-        module, samples = module_of(tiny_model), generation(max_new_tokens=8, edt_scale=None)
+        module, samples = module_of(tiny_model), generation(edt_scale=None)
         trainer = trainer_with(samples, accumulate_grad_batches=accumulated, limit_val_batches=0)
         planned = data.plan_run("fit", trainer, module, data).training
         assert [row.steps for row in planned] == [steps]
@@ -147,7 +147,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
         (["--trainer.max_epochs", "-1"], "a training of a known length"),
         (["--trainer.callbacks.monitor", "val/gsm8k/calibration/ECE"], "`monitor` to be one of val/calibration/ECE"),
-        (["--data.store_dir", "taken"], "holds notes.txt and no samples"),
+        (["--data.store_dir", "taken"], "which holds notes.txt"),
         (["--trainer.callbacks.output_dir", "taken"], "`output_dir` to be new or empty"),
         (["--data.store_dir", "taken/notes.txt/store"], "is a file"),
     ],

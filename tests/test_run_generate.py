@@ -17,6 +17,7 @@ from other_models import plain_copy
 
 from selfcal_lightning.pipelines import devices, generate, shares
 from selfcal_lightning.pipelines.evaluation_inputs import TestSet, sample_models
+from selfcal_lightning.pipelines.evaluation_sides import ModelSide
 from selfcal_lightning.pipelines.generate import parse_shard, run_generate
 from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -77,7 +78,7 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
 def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
     options = {"num_samples": 1, "max_new_tokens": 4, "dtype": "float32"}
     test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
-    inputs = sample_models({"base": tiny_model}, [test], None, tmp_path, **options)
+    inputs = sample_models({"base": ModelSide(tiny_model)}, [test], None, tmp_path, **options)
     ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
     assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]
 

@@ -64,7 +64,7 @@ def test_a_description_goes_through_json_and_back(name: str) -> None:
 
 def test_mistakes_are_answered_with_help() -> None:
     with pytest.raises(
-        ValueError, match=r"`name` to be one of best_of_n, .*'self_consistancy'\. Did you mean 'self_con"
+        ValueError, match=r"`strategy` to be one of best_of_n, .*'self_consistancy'\. Did you mean 'self_con"
     ):
         make_strategy("self_consistancy")
     with pytest.raises(ValueError, match=r"one of best_of_n, .* but got 'zzz'\.$"):

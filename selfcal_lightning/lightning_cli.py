@@ -20,7 +20,6 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.interruptions import keeping
 from selfcal_lightning.log_folders import untrained_folders_removed
 from selfcal_lightning.manifests import read_manifest
-from selfcal_lightning.model_folders import check_adapter
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO, is_address
 from selfcal_lightning.modules.exported import ExportedAdapter
 from selfcal_lightning.parsing_errors import own_sentence
@@ -113,19 +112,10 @@ class SelfCalibrationCLI(LightningCLI):
             raise InputError(own) from error
 
     def before_predict(self) -> None:
-        """Let the module take the weights of ``--adapter``.
-
-        Raises:
-            ValueError: It is no adapter, or there is a checkpoint beside it.
-        """
-        settings = self.config["predict"]
-        if (adapter := settings.adapter) is None:
+        """Let the module take the weights of ``--adapter``."""
+        adapter = self.config["predict"].adapter
+        if adapter is None:
             return
-        if settings.ckpt_path is not None:
-            raise InputError(
-                f"Expected either `ckpt_path` or `adapter`, but got {settings.ckpt_path!r} and {adapter!r}."
-            )
-        check_adapter(adapter)
         manifest = read_manifest(Path(adapter))
         self.model.exported = ExportedAdapter(Path(adapter), None if manifest is None else manifest["base_model"])
 
@@ -148,7 +138,10 @@ class SelfCalibrationCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
         ckpt_path = self._get(self.config_init, CKPT_PATH)
-        plan = plan_training_run(subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path)
+        adapter = self.config[subcommand].get("adapter")  # of predict alone
+        plan = plan_training_run(
+            subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path, adapter=adapter
+        )
         if self._get(self.config, CHECK):
             sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
             return
@@ -157,7 +150,7 @@ class SelfCalibrationCLI(LightningCLI):
         kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
         with keeping(lambda: kept), untrained_folders_removed(self.trainer):
             super()._run_subcommand(subcommand)
-        if subcommand != FIT and ckpt_path is None and self.trainer.is_global_zero:
+        if subcommand != FIT and ckpt_path is None and adapter is None and self.trainer.is_global_zero:
             say(untrained_note(subcommand))
 
 

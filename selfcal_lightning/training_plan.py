@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.model_folders import check_adapter
 from selfcal_lightning.modules.checkpoint_io import check_checkpoint_file, is_address
 from selfcal_lightning.plan import Participant, Place, Plan, check_places, merge_plans
 
@@ -18,7 +19,13 @@ CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
 
 
 def plan_training_run(
-    verb: str, trainer: Trainer, module: LightningModule, data: LightningDataModule | None, *, ckpt_path: str | None
+    verb: str,
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    *,
+    ckpt_path: str | None,
+    adapter: str | None = None,
 ) -> Plan:
     """Check what a run of the Trainer needs, and return what it will do. Nothing is sampled, loaded or written.
 
@@ -28,14 +35,19 @@ def plan_training_run(
         module: The module, its model not yet loaded.
         data: The data module.
         ckpt_path: The checkpoint, as the user gave it.
+        adapter: The exported adapter in its place, of ``predict``.
 
     Raises:
         UserError: Something would fail later; the message says what, and the way out.
     """
+    if adapter is not None and ckpt_path is not None:
+        raise InputError(f"Expected either `ckpt_path` or `adapter`, but got {ckpt_path!r} and {adapter!r}.")
+    if adapter is not None:
+        check_adapter(adapter)
     check_ckpt_path(ckpt_path)
     if verb == FIT:
         check_length(trainer)
-    others = [trainer_part(verb, trainer, ckpt_path)]
+    others = [trainer_part(verb, trainer, ckpt_path, adapter)]
     parts = [one.plan_run(verb, trainer, module, data) for one in participants(trainer, module, data)]
     plan = merge_plans([*parts, *others])
     check_places(plan)
@@ -56,11 +68,11 @@ def check_ckpt_path(ckpt_path: str | None) -> None:
     check_checkpoint_file(Path(ckpt_path))
 
 
-def trainer_part(verb: str, trainer: Trainer, ckpt_path: str | None) -> Plan:
+def trainer_part(verb: str, trainer: Trainer, ckpt_path: str | None, adapter: str | None) -> Plan:
     """Return what the trainer itself writes, and what a stopped run leaves."""
     places = [Place("logs", str(place)) for place in _log_folders(trainer)]
     places += [Place("checkpoints", str(one.dirpath)) for one in _checkpoints(trainer)] if verb == FIT else []
-    notes = () if verb == FIT or ckpt_path is not None else (untrained_note(verb),)
+    notes = () if verb == FIT or ckpt_path is not None or adapter is not None else (untrained_note(verb),)
     return Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),) if verb == FIT else (), notes=notes)
 
 

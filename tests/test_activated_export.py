@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from exported import checkpoint, shaken
 from module_batches import MIXED, NO_DROPOUT, batch_of
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft_alora import reference_p_true
-from test_export import _checkpoint, _shaken
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.models.adapter_files import read_invocation_ids
@@ -26,7 +26,7 @@ ACTIVATED = replace(NO_DROPOUT, activated=True)
 
 @pytest.fixture(scope="module")
 def module(tiny_model: str) -> SelfCalibrationModule:
-    module = _shaken(tiny_model, lora=ACTIVATED)
+    module = shaken(tiny_model, lora=ACTIVATED)
     generator = torch.Generator().manual_seed(2)
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -49,7 +49,7 @@ def test_the_folder_says_when_the_adapter_wakes(module: SelfCalibrationModule, a
     assert manifest["activated"] is True
     assert manifest["prompt"]["suffix_ids"] == list(module.chat.query.suffix_ids)
     assert manifest["hyper_parameters"]["lora"]["activated"] is True
-    joint = write_export(_shaken(tiny_model), adapter.parent / "joint")
+    joint = write_export(shaken(tiny_model), adapter.parent / "joint")
     assert read_invocation_ids(str(joint)) is None
     assert "alora" not in (joint / "README.md").read_text().lower()
 
@@ -92,7 +92,7 @@ def test_the_model_card_can_be_followed(module: SelfCalibrationModule, adapter: 
 def test_merging_is_refused_with_the_reason(
     source: str, module: SelfCalibrationModule, adapter: Path, tmp_path: Path
 ) -> None:
-    given = _checkpoint(module, tmp_path / "last.ckpt") if source == "checkpoint" else str(adapter)
+    given = checkpoint(module, tmp_path / "last.ckpt") if source == "checkpoint" else str(adapter)
     if source == "of PEFT alone":
         (adapter / MANIFEST).unlink()
     with pytest.raises(ValueError, match="change what the model generates") as raised:
@@ -103,7 +103,7 @@ def test_merging_is_refused_with_the_reason(
 
 
 def test_the_adapter_of_a_checkpoint_is_written(module: SelfCalibrationModule, adapter: Path, tmp_path: Path) -> None:
-    written = Path(run_export(_checkpoint(module, tmp_path / "a.ckpt"), str(tmp_path / "written"), merge=False))
+    written = Path(run_export(checkpoint(module, tmp_path / "a.ckpt"), str(tmp_path / "written"), merge=False))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (written / name).read_bytes() == (adapter / name).read_bytes()
     manifests: list[dict[str, Any]] = [read_manifest(folder) for folder in (adapter, written)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from exported import shaken
 from module_batches import NO_DROPOUT
-from test_export import _shaken
 from training_runs import data_module, generation, trainer_with
 
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
@@ -31,7 +31,7 @@ OPTIONS |= {"max_new_tokens": 40, "dtype": "float32", "store_split": "validation
 
 @pytest.fixture(scope="module")
 def module(tiny_model: str) -> SelfCalibrationModule:
-    module = _shaken(tiny_model, lora=ACTIVATED)
+    module = shaken(tiny_model, lora=ACTIVATED)
     generator = torch.Generator().manual_seed(2)
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -69,7 +69,7 @@ def test_generate_samples_the_base_and_says_so(
     assert texts(own_store) == texts(base_store)
     base, own = (SampleStore(store).index() for store in (base_store, own_store))
     assert np.abs(base.p_true - own.p_true).max() > 0.003
-    models = [SampleStore(store).round_manifest()["fingerprint"]["model"] for store in (base_store, own_store)]
+    models = [SampleStore(store).round_manifest().fingerprint.model.as_json() for store in (base_store, own_store)]
     assert models[0]["adapter_sha256"] is models[1]["adapter_sha256"] is None
     assert "activated_adapter_sha256" not in models[0]
     assert models[1]["activated_adapter_sha256"] is not None
@@ -138,7 +138,7 @@ def test_evaluate_scores_the_same_responses_again(
 
 
 def test_evaluate_samples_a_joint_adapter_itself(tiny_model: str, tmp_path: Path) -> None:
-    joint = str(write_export(_shaken(tiny_model), tmp_path / "joint"))
+    joint = str(write_export(shaken(tiny_model), tmp_path / "joint"))
     results = run_evaluate(
         before=tiny_model, adapter=joint, output_dir=str(tmp_path / "out"), num_samples=2, max_new_tokens=20,
         tests=[TestSet("id", "word_problems", split="test_id", limit=2)], num_resamples=5, strategies=[],

@@ -151,11 +151,11 @@ def test_another_query_is_refused(
 def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from test_export import _shaken
+    from exported import shaken
 
     from selfcal_lightning.pipelines.export import write_export
 
-    module = _shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
+    module = shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(2))

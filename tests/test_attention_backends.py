@@ -15,6 +15,8 @@ from selfcal_lightning.confidence.forward import TokenReader
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import TransformersEngine
 from selfcal_lightning.engines.transformers_model import load_network
+from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.modules import self_calibration
 from selfcal_lightning.pipelines.adapter_check import Probe, mean_logprob_difference
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Sample, SamplingSettings
@@ -95,6 +97,7 @@ def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
     assert cuda.cudnn_sdp_enabled()
     with monkeypatch.context() as patch:  # the model stays where this machine has memory
         patch.setattr(type(module), "device", torch.device("cuda", 0))
+        patch.setattr(self_calibration, "load_causal_lm", lambda *names, device, **rest: load_causal_lm(*names, **rest))
         module.configure_model()
     assert not cuda.cudnn_sdp_enabled()
     calibration, generation, _ = module._losses(batch_of(MIXED[:4], chat))

@@ -50,6 +50,7 @@ def test_weights_are_counted_as_the_engine_holds_them(
 ) -> None:
     tensors = {"weight": torch.zeros(10, 10, dtype=stored), "steps": torch.zeros(10, dtype=torch.int64)}
     save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     assert engine_weights_bytes(str(tmp_path), revision=None, dtype=asked) == expected
 
 

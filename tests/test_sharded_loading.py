@@ -160,6 +160,7 @@ def test_files_that_do_not_fit_the_model_are_refused(untied: str, tmp_path: Path
 
 def test_missing_files_are_named(untied: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"a folder with \*\.safetensors files, .* has none"):
         WeightFiles.of_model(str(tmp_path / "other"))
     shutil.copy(next(Path(untied).glob("*.safetensors")), tmp_path / "other" / "weights.safetensors")

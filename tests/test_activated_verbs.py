@@ -177,7 +177,7 @@ def test_predict_takes_an_exported_adapter(
     assert index.confidences["predicted"] == pytest.approx(SampleStore(own_store).index().p_true, abs=1e-5)
     for more, message in (
         (["--adapter", adapter, "--ckpt_path", "a.ckpt"], "Expected either `ckpt_path` or `adapter`"),
-        (["--adapter", str(tmp_path)], "Expected `adapter` to be a folder with adapter_config.json"),
+        (["--adapter", str(tmp_path)], "Expected `adapter` to be the folder of a LoRA adapter"),
         (
             ["--adapter", adapter, "--model.init_args.lora.activated", "false"],
             "Expected `lora` settings of the adapter",

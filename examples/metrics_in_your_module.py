@@ -45,5 +45,6 @@ if __name__ == "__main__":
     y = (torch.rand(512) < (2 * x[:, 0]).sigmoid()).float()
     loader = DataLoader(TensorDataset(x, y), batch_size=64)
     trainer = lightning.Trainer(max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.fit(Classifier(), loader)
-    print({name: round(float(value), 3) for name, value in trainer.validate(dataloaders=loader)[0].items()})
+    model = Classifier()
+    trainer.fit(model, loader)
+    print({name: round(float(value), 3) for name, value in trainer.validate(model, loader)[0].items()})

@@ -133,7 +133,7 @@ def check_disjoint(
         >>> first, second = [Question("a", "t", ())], [Question("a", "t", ()), Question("b", "t", ())]
         >>> check_disjoint(first, second, names=("`train`", "`test`"), way_out="Use another file.")
         Traceback (most recent call last):
-        ValueError: Expected `train` and `test` to share no question, but got 1 in both, for example 'a'. Use another...
+        selfcal_lightning.errors.InputError: Expected `train` and `test` to share no question, but got 1 in ...
     """
     ids: set[str] = set()
     contents: dict[str, str] = {}
@@ -170,7 +170,7 @@ def check_not_fitted_on(
         >>> check_not_fitted_on(["c"], scaler)
         >>> check_not_fitted_on(["c", "b"], scaler)
         Traceback (most recent call last):
-        ValueError: Expected questions that 'fused' was not fitted on, but got 1 of 2 that it was, such as 'b'. ...
+        selfcal_lightning.errors.InputError: Expected questions that 'fused' was not fitted on, but got 1 of 2 ...
     """
     asked = [item.question if isinstance(item, QuestionSamples) else item for item in questions]
     for one in fitted if isinstance(fitted, Iterable) else (fitted,):

@@ -60,7 +60,7 @@ def check_can_answer(name: str) -> None:
     Example:
         >>> check_can_answer("pass_at_n")
         Traceback (most recent call last):
-        ValueError: Expected `strategy` to be one that can answer, but got 'pass_at_n', which knows the reference.
+        selfcal_lightning.errors.InputError: Expected `strategy` to be one that can answer, but got ...
     """
     if name in ORACLES:
         raise InputError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")

@@ -28,11 +28,14 @@ Labelled = dict[str, tuple[np.ndarray, np.ndarray]]
 class CalibrationCurve(Callback):
     """Draws the validation pool: per task, and over all of them where there are several.
 
-    Tags in TensorBoard, with the scalars of the metrics beside the figures:
+    Tags of the figures in TensorBoard:
 
     - ``calibration_curve/before/<task>/<figure>``: the weights that training starts from, at step 0;
     - ``calibration_curve/val/<task>/<figure>``: after every validation, the one before drawn in for comparison. Where
       training ends without a validation of its last step, one more pass is made.
+
+    The metrics of a pass that Lightning does not make itself stand with those that it logs, under ``val/``, so that
+    before and after share their charts.
 
     The pool holds samples of the base model: these are not the calibrated model's own responses.
 
@@ -69,7 +72,8 @@ class CalibrationCurve(Callback):
             return
         points = score_pool(trainer, pl_module)
         self._before = labelled(points)
-        self._draw(trainer, "before", pl_module.val_metrics.compute())
+        self._log(trainer, pl_module.val_metrics.compute())
+        self._draw(trainer, "before")
         pl_module.val_metrics.reset()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
@@ -78,28 +82,30 @@ class CalibrationCurve(Callback):
             return
         self._drawn_at = trainer.global_step
         points = pl_module.val_metrics.points()
-        self._draw(trainer, "val", pl_module.val_metrics.compute(), points)
+        self._draw(trainer, "val", points)
 
     def on_train_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Score and draw the pool once more where no validation has seen the last weights."""
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
         points = score_pool(trainer, pl_module)
-        self._draw(trainer, "val", pl_module.val_metrics.compute(), points)
+        self._log(trainer, pl_module.val_metrics.compute())
+        self._draw(trainer, "val", points)
         pl_module.val_metrics.reset()
 
-    def _draw(
-        self, trainer: Trainer, stage: str, values: Mapping[str, float], points: CalibrationPoints | None = None
-    ) -> None:
-        """Write figures and scalars, on the first process."""
+    def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Write the metrics of a pass that Lightning knows nothing of, on the first process."""
+        scalars = {f"val/{name}": float(value) for name, value in values.items() if value == value}
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def _draw(self, trainer: Trainer, stage: str, points: CalibrationPoints | None = None) -> None:
+        """Write the figures, on the first process."""
         if not trainer.is_global_zero:
             return
         pools = self._before if points is None else labelled(points)
         if not pools:
             rank_zero_info("CalibrationCurve: no response of the validation pool has a label, so nothing is drawn.")
-        scalars = {f"calibration_curve/{stage}/{name}": value for name, value in values.items() if value == value}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
         for task, (confidence, correct) in pools.items():
             earlier = None if points is None else self._before.get(task)
             for name, figure in self._figures(task, confidence, correct, earlier).items():

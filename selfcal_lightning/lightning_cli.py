@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import warnings
@@ -14,6 +15,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from selfcal_lightning.errors import InputError
@@ -57,6 +59,10 @@ class ConfigKeeper(SaveConfigCallback):
                 name for name, place in places if not place.exists() or place.read_text() == text
             )
         super().setup(trainer, pl_module, stage)
+
+
+def _one_line_bar() -> Callback:
+    return importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar()
 
 
 class SelfCalibrationCLI(LightningCLI):
@@ -122,6 +128,8 @@ class SelfCalibrationCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
         trainer = super().instantiate_trainer(**kwargs)
+        # Its numbers would take six lines of eighty columns. By name: the library does not import its adapters.
+        trainer.callbacks[:] = [_one_line_bar() if type(one) is RichProgressBar else one for one in trainer.callbacks]
         plugins = self._get(self.config_init, "trainer")["plugins"]
         named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
         if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

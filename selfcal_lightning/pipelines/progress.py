@@ -14,6 +14,7 @@ from tqdm import tqdm
 from selfcal_lightning.tasks.math_pool import Undecided
 
 LINE_SECONDS = 30.0
+SETTLED_SECONDS = 5.0  # from the first finished response on; those before it say little about the rest
 QUICK_SECONDS = 1.0
 Item = TypeVar("Item")
 
@@ -43,6 +44,7 @@ class Progress:
         self._enabled, self._only_if_slow = enabled and total > 0, only_if_slow
         self._bar: tqdm | None = None
         self._started = self._written = 0.0
+        self._first: tuple[float, int] | None = None  # when something was finished for the first time, and how much
 
     def __enter__(self) -> Progress:
         self._started = self._written = time.monotonic()
@@ -62,6 +64,7 @@ class Progress:
     def update(self, responses: int, *, unreadable: int = 0) -> None:
         """Count finished responses, and those of them whose answer cannot be read."""
         self.done += responses
+        self._first = self._first or (time.monotonic(), self.done)
         self.unreadable += unreadable
         if self._bar is not None:
             self._bar.update(responses)
@@ -74,9 +77,23 @@ class Progress:
     def line(self) -> str:
         """Return the state as one line of text."""
         rate = self.done / max(time.monotonic() - self._started, 1e-9)
-        left = f"{tqdm.format_interval((self.total - self.done) / rate)} left" if self.done else "time left unknown"
+        seconds = self.seconds_left()
+        left = "time left unknown" if seconds is None else f"{tqdm.format_interval(seconds)} left"
         unreadable = f", {self.unreadable / self.done:.1%} unreadable" if self.unreadable else ""
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
+
+    def seconds_left(self) -> float | None:
+        """Return how long the rest takes at the pace since the first finished response; None while nobody can tell.
+
+        An engine finishes nothing while it fills its first batch, and then much at a time.
+        """
+        if self.done >= self.total:
+            return 0.0
+        if self._first is None:
+            return None
+        since, before = self._first
+        elapsed, finished = time.monotonic() - since, self.done - before
+        return (self.total - self.done) * elapsed / finished if finished and elapsed >= SETTLED_SECONDS else None
 
 
 class Stage:

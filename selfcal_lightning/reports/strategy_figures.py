@@ -39,8 +39,8 @@ _WIDTH, _HEIGHT = 3.3, 2.9
 def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: str = "") -> Figure:
     """Draw accuracy over mean cost: one row of panels for each side, one column for each confidence.
 
-    A grey line in every panel is plain self-consistency of the first side. Points of a curve are joined in the order
-    of their cost. Oracles are left out, since they would stretch the axis.
+    A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Points of a curve
+    are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
 
     Args:
         rows: The curves.
@@ -120,6 +120,8 @@ def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None
         # A setting a sample shows as points; a hundred thresholds show as a line.
         marker = "." if len(x) <= 24 else ""
         axes.plot(x, y, style, color=colour, marker=marker, markersize=4, linewidth=1.4, zorder=2)
+        low, high = _ends(row, cost)
+        axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=1)
     axes.set_xscale("log")
     # Panels share their axis, so the ticks hold for all of them.
     low, high = axes.get_xlim()
@@ -140,6 +142,15 @@ def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
         return np.zeros(0), np.zeros(0)
     order = np.argsort(x, kind="stable")
     return x[order], row.accuracy[order]
+
+
+def _ends(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
+    """Return the ends of the intervals in the order of the cost; nan, which is not drawn, where there are none."""
+    x = _cost(row, cost)
+    if x is None:
+        return np.zeros(0), np.zeros(0)
+    order = np.argsort(x, kind="stable")
+    return row.accuracy_low[order], row.accuracy_high[order]
 
 
 def _cost(row: CurveRow, cost: Cost) -> Floats | None:

@@ -29,7 +29,8 @@ demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones
 	$(BIN)/python -m pytest --quiet --doctest-modules --doctest-ignore-import-errors --pyargs selfcal_lightning
-	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile -m "not slow" tests
+	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile -m "not slow and not forks" tests
+	$(BIN)/python -m pytest --quiet -m "not slow and forks" tests
 
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
 	$(BIN)/python -m pytest --quiet -m slow tests

@@ -17,6 +17,14 @@ SHARED = ROOT.parent / "shared"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of files that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
+    forking = {path for path in {item.path for item in items} if '"ddp_fork"' in path.read_text()}
+    for item in items:
+        if item.path in forking:
+            item.add_marker("forks")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Keep torch to one thread, so that float32 results do not depend on the machine's load."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import rich.console
 from lightning.pytorch import Trainer
@@ -27,6 +29,19 @@ def test_the_numbers_fit_the_terminal(width: int, kept: int, monkeypatch: pytest
 
 def test_nothing_is_shown_where_nothing_fits() -> None:
     assert fitting(METRICS, 0) == {}
+
+
+def test_short_steps_in_a_row_are_not_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
+    progress.say("begin")
+    for number in range(10):  # none of them takes as long as a line is due
+        with progress.Stage(f"step {number}"):
+            time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("step ") for line in lines[1:])
 
 
 def test_the_time_left_counts_from_the_first_finished_response(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,9 @@ from selfcal_lightning.tasks.math_pool import Undecided
 LINE_SECONDS = 30.0
 SETTLED_SECONDS = 5.0  # from the first finished response on; those before it say little about the rest
 QUICK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 Item = TypeVar("Item")
+_said = time.monotonic()
 
 
 class Progress:
@@ -70,7 +72,7 @@ class Progress:
             self._bar.update(responses)
             if self.unreadable:
                 self._bar.set_postfix_str(f"{self.unreadable / self.done:.1%} unreadable", refresh=False)
-        elif self._enabled and time.monotonic() - self._written >= LINE_SECONDS:
+        elif self._enabled and seconds_of_silence() >= LINE_SECONDS:
             self._written = time.monotonic()
             say(self.line())
 
@@ -97,7 +99,9 @@ class Progress:
 
 
 class Stage:
-    """Says every half a minute that a step without countable parts is still under way; a quick one leaves no trace.
+    """Says after half a minute of silence that a step without countable parts is under way; a quick one is not told.
+
+    Silence counts from the last line of the process on, so that many short steps in a row are not silent either.
 
     Args:
         label: What is being done.
@@ -121,8 +125,9 @@ class Stage:
         self._teller.join()
 
     def _tell(self) -> None:
-        while not self._is_over.wait(LINE_SECONDS):
-            say(f"{self.label}: {time.monotonic() - self._started:.0f} s so far")
+        while not self._is_over.wait(min(LOOK_SECONDS, max(LINE_SECONDS, 0.01))):
+            if seconds_of_silence() >= LINE_SECONDS:
+                say(f"{self.label}: {time.monotonic() - self._started:.0f} s so far")
 
 
 def counted(items: Iterable[Item], progress: Progress) -> Iterator[Item]:
@@ -142,4 +147,11 @@ def say_undecided(before: Undecided) -> int:
 
 def say(text: str) -> None:
     """Write a line to standard error without tearing a bar apart."""
+    global _said
+    _said = time.monotonic()
     tqdm.write(text, file=sys.stderr)
+
+
+def seconds_of_silence() -> float:
+    """Return how long ago this process said something, or began."""
+    return time.monotonic() - _said

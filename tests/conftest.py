@@ -19,7 +19,8 @@ BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of files that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
-    forking = {path for path in {item.path for item in items} if '"ddp_fork"' in path.read_text()}
+    texts = {path: path.read_text() for path in {item.path for item in items}}
+    forking = {path for path, text in texts.items() if '"ddp_fork"' in text or "run_processes" in text}
     for item in items:
         if item.path in forking:
             item.add_marker("forks")

@@ -5,6 +5,7 @@ transformers, PEFT and vLLM would each say it in words of their own, or not at a
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,25 @@ def check_safetensors(file: Path) -> None:
             f"Expected {file} to be a whole safetensors file, but got {file.stat().st_size:,} bytes that cannot be "
             f"read as one: {error}. It is damaged or its download broke off: fetch or write it again."
         ) from error
+
+
+def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
+    """Raise InputError where weights of a network were not in its files: transformers fills them with chance.
+
+    Args:
+        model: Folder or hub name, for the message.
+        loading: What transformers tells of a loading with ``output_loading_info``; tied weights are not among the
+            missing ones.
+        option: What the user calls the model.
+    """
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InputError(
+            f"Expected `{option}` to hold every weight of its network, but {model!r} lacks "
+            f"{', '.join(missing[:3])}{more}. The files belong to another architecture than its config.json names, or "
+            "a part is not there: fetch or write them again."
+        )
 
 
 def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> str | None:

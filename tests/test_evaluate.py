@@ -379,5 +379,5 @@ def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.Captu
     assert cost["p_true"] - cost[None] == pytest.approx(len(suffix))
     assert cost["sequence_logprob_platt"] == pytest.approx(cost[None])
     printed = capsys.readouterr().out
-    assert "own samples" in printed
+    assert "The same responses, scored by both" in printed
     assert "Strategies on id: accuracy (samples used); 6 questions" in printed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from other_models import plain_copy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers_model import load_network
@@ -125,6 +126,15 @@ def test_a_download_that_broke_off_is_named(model: Path, left: int, loader: obje
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:left])
     with pytest.raises(ValueError, match=rf"Expected {weights} to be a whole safetensors file, .* download broke off"):
+        loader(str(model))
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_weights_that_are_not_there_are_not_drawn_at_random(model: Path, loader: Callable[[str], object]) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"every weight of its network, but .* lacks model\.layers\.0\.mlp\.up_proj"):
         loader(str(model))
 
 

@@ -16,7 +16,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from selfcal_lightning.attention_backends import without_cudnn
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.output_layer import float32_logits
-from selfcal_lightning.model_folders import check_adapter, check_model_folder, local_adapter, refusal_of_code
+from selfcal_lightning.model_folders import (
+    check_adapter,
+    check_all_loaded,
+    check_model_folder,
+    local_adapter,
+    refusal_of_code,
+)
 from selfcal_lightning.models.activation import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 
@@ -343,14 +349,20 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         adapter = local_adapter(adapter)
         check_adapter(adapter)
     try:
-        network = AutoModelForCausalLM.from_pretrained(
-            model, revision=revision, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            model,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             refusal_of_code(model, error)
             or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
         ) from error
+    check_all_loaded(model, loading)
     if adapter is not None and read_invocation_ids(adapter) is not None:
         return load_sleeping_adapter(network.to(device).eval(), adapter).eval()
     if adapter is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.model_folders import check_model_folder, refusal_of_code
+from selfcal_lightning.model_folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery, Dtype
 
@@ -50,15 +50,15 @@ def load_causal_lm(
         quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
 
     Raises:
-        ValueError: If there is no such model, it is no causal language model, or its files are damaged or not
-            safetensors.
+        ValueError: If there is no such model, it is no causal language model, or its files are damaged, not
+            safetensors, or lack weights.
     """
     from transformers import AutoModelForCausalLM
 
     check_model_folder(base_model, option="base_model")
     register_segment_attention()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -67,9 +67,11 @@ def load_causal_lm(
             quantization_config=quantization_config,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _no_model(base_model, revision, error) from error
+    check_all_loaded(base_model, loading, option="base_model")
     if attn_implementation is None:
         prefer_segments(model)
     return model

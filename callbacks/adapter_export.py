@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.fingerprints import files_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.metrics.collection import KEYS
@@ -43,7 +44,8 @@ class AdapterExport(Callback):
     settings. One of a training with other settings is kept: the date at which it was made is put after its name.
 
     Args:
-        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder.
+        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder. An
+            adapter that was trained beside the first one goes to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; after every validation that betters it, the weights go to
             ``<output_dir>-best``. None exports at the end only.
@@ -81,7 +83,8 @@ class AdapterExport(Callback):
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
     def _check(self, module: SelfCalibrationModule) -> None:
-        for folder in (self._folder, *([] if self.monitor is None else [self._best_folder])):
+        best = [] if self.monitor is None else [self._best_folder]
+        for folder in (self._folder, *best, *self._folders_beside(module).values()):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
@@ -94,7 +97,12 @@ class AdapterExport(Callback):
         self._settle(trainer)
         self._check(module)
         self._check_monitor(data)
-        return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
+        places = [Place("adapter" if module.lora else "model", str(self._folder))]
+        places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_beside(module).items()]
+        return Plan(places=tuple(places))
+
+    def _folders_beside(self, module: SelfCalibrationModule) -> dict[str, Path]:
+        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.beside}
 
     def _check_monitor(self, data: LightningDataModule | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
@@ -147,6 +155,21 @@ class AdapterExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
+        if trainer.is_global_zero:
+            for name, folder in self._folders_beside(pl_module).items():
+                self._export_beside(trainer, pl_module, name, folder)
+
+    def _export_beside(self, trainer: Trainer, module: SelfCalibrationModule, name: str, folder: Path) -> None:
+        """Export an adapter that was trained beside the first one, as if it had been trained alone."""
+        own = module.beside[name]
+        rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
+        rows |= {"target": own.target} if own.target is not None else {}
+        rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
+        store_dir = getattr(trainer.datamodule, "store_dir", None)
+        store = None if store_dir is None else describe_store(store_dir)
+        training = {**self._training, "rows": rows}
+        write_export(module, folder, store=store, run=self.run, training=training, beside=name)
+        say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: SelfCalibrationModule, folder: Path) -> None:
         # Where the weights are cut over processes, all of them give their part before the first one writes.

@@ -35,6 +35,7 @@ class TupleRows:
         target: Target in [0, 1], nan where unknown, [B].
         correct: 1 right, 0 wrong, nan unknown, [B].
         question_index: Number of each row's question, [B].
+        beside_target: Targets of the K adapters that are trained beside the first one, [B, K]; None without any.
     """
 
     micro: MicroBatch
@@ -42,6 +43,7 @@ class TupleRows:
     target: np.ndarray
     correct: np.ndarray
     question_index: np.ndarray
+    beside_target: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class SSCCollator:
             question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
             task=tuple(row.question.task for row in rows.stored),
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
+            beside_target=None if rows.beside_target is None else _float(rows.beside_target),
         )
 
     def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_shards import question_digest
 
 
-def read_index(store: SampleStore, *, split: str, round: int, questions: Sequence[Question] | None) -> SampleIndex:
+def read_index(
+    store: SampleStore,
+    *,
+    split: str,
+    round: int,
+    questions: Sequence[Question] | None,
+    confidences: Sequence[str] = (),
+) -> SampleIndex:
     """Return the rows of a split.
 
     Args:
@@ -24,6 +31,7 @@ def read_index(store: SampleStore, *, split: str, round: int, questions: Sequenc
         split: "train", "validation" or "test".
         round: Generation round.
         questions: The questions whose rows are wanted; None takes all that the store holds for the split.
+        confidences: Annotations to merge in.
 
     Raises:
         ValueError: The round or some of the questions are missing, or were sampled from another wording.
@@ -31,7 +39,7 @@ def read_index(store: SampleStore, *, split: str, round: int, questions: Sequenc
     way_out = "Add the `SSCGeneration` callback to the trainer, or run `selfcal generate` on this store."
     if questions is None:
         way_out = f"Name `{split}` sources in the data module. {way_out}"
-    index = store.index(split=split, round=round)
+    index = store.index(split=split, round=round, confidences=confidences)
     if not len(index):
         raise InputError(
             f"Expected the store {store.path} to hold samples of round {round} for the split {split!r}, but got none. "

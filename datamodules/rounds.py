@@ -84,7 +84,13 @@ def check_reload(trainer: Trainer, every: int | None) -> None:
 
 
 def read_rounds(
-    store: SampleStore, *, split: str, rounds: Sequence[int], questions: Sequence[Question] | None, chat: ChatFormat
+    store: SampleStore,
+    *,
+    split: str,
+    rounds: Sequence[int],
+    questions: Sequence[Question] | None,
+    chat: ChatFormat,
+    confidences: Sequence[str] = (),
 ) -> SampleIndex:
     """Return the rows of a split in all of ``rounds``, a question's rows of all rounds beside each other.
 
@@ -97,11 +103,13 @@ def read_rounds(
         rounds: Generation rounds.
         questions: The questions whose rows are wanted; None takes all that the store holds for the split.
         chat: The chat format that the rounds must have been sampled with.
+        confidences: Annotations to merge in.
 
     Raises:
         ValueError: A round or some of the questions are missing, or were sampled from another wording or format.
     """
-    indexes = [read_index(store, split=split, round=round, questions=questions) for round in rounds]
+    wanted = {"split": split, "questions": questions, "confidences": confidences}
+    indexes = [read_index(store, round=round, **wanted) for round in rounds]
     for round in rounds:
         check_prompts(store, chat, round=round)
     return indexes[0] if len(indexes) == 1 else pool_rounds(indexes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from selfcal_lightning.datamodules.checks import (
     check_agreement,
     check_at_least,
+    check_beside,
     check_choice,
     check_generation_ratio,
     check_shares,
@@ -45,10 +47,13 @@ from selfcal_lightning.datamodules.ssc_sampler import (
     validation_batches,
 )
 from selfcal_lightning.datamodules.summary import describe_epoch
+from selfcal_lightning.datamodules.teachers import TargetRecipe, check_teacher, read_recipe
 from selfcal_lightning.datamodules.tuples import AGREEMENT, PTrueName, TargetName, TupleDataset, TupleTable, build_table
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.fingerprints import files_sha256
 from selfcal_lightning.models.segment_attention import check_attention
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.beside import BesideSettings
 from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question
@@ -95,6 +100,9 @@ class SSCDataModule(LightningDataModule):
             "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
             references). The first two contain the response's own vote, which makes rare answers look better than they
             are.
+        teacher: File of a fused confidence (``selfcal fit-confidence``) that the target is mixed with; what it reads of
+            a response must be in the store.
+        teacher_share: Share of the teacher in the target, the rest being ``target``.
         p_true: Confidence that targets are made of: "normalised" Yes / (Yes + No), or "raw" Yes.
         drop_none: Whether unreadable responses stay out of targets and training; if not, they form one class.
         exact: Whether tuples of the calibration pool carry no generation loss, as in the paper.
@@ -143,6 +151,8 @@ class SSCDataModule(LightningDataModule):
         max_length: int = 1024,
         eta: float = 0.75,
         target: TargetName = "ssc",
+        teacher: str | None = None,
+        teacher_share: float = 0.0,
         p_true: PTrueName = "normalised",
         drop_none: bool = True,
         exact: bool = False,
@@ -179,6 +189,7 @@ class SSCDataModule(LightningDataModule):
         check_at_least(0, seed=seed, round=round, num_workers=num_workers)
         check_shares(generation_ratio=generation_ratio or 0.0, eta=eta)
         check_choice("target", target, TargetName)
+        check_teacher(teacher, teacher_share)
         check_choice("p_true", p_true, PTrueName)
         check_choice("predict_split", predict_split, Split)
         check_choice("packing", packing, Packing)
@@ -200,6 +211,7 @@ class SSCDataModule(LightningDataModule):
         self.max_length = max_length
         self.eta = eta
         self.target: TargetName = target
+        self.teacher, self.teacher_share = teacher, teacher_share
         self.p_true: PTrueName = p_true
         self.drop_none = drop_none
         self.exact = exact
@@ -251,6 +263,7 @@ class SSCDataModule(LightningDataModule):
             check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
         if stage == "fit":
             check_generation_ratio(self.generation_ratio, activated=self._is_activated)
+            self.recipes()
         check_room(self, stage)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
@@ -258,6 +271,7 @@ class SSCDataModule(LightningDataModule):
         self._planned = module  # the trainer does not know it yet
         if verb == "fit":
             check_generation_ratio(self.generation_ratio, activated=self._is_activated)
+            self.recipes()
         return plan_data(self, verb, trainer)
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
@@ -293,6 +307,7 @@ class SSCDataModule(LightningDataModule):
         return {
             **{name: getattr(self, name) for name in names},
             **drawn,
+            "teacher": None if self.teacher is None else files_sha256([Path(self.teacher)])[0],
             "packing": shares_prefix(self.packing, self.base_model, revision=self.revision),
             "rows_per_step": self.rows_per_step,
             "shares": self._shares(),
@@ -314,10 +329,25 @@ class SSCDataModule(LightningDataModule):
         )
 
     @property
+    def _trained(self) -> LightningModule | None:
+        return self._planned if self.trainer is None else self.trainer.lightning_module
+
+    @property
     def _is_activated(self) -> bool:
         """Whether what is trained is an activated adapter, which has no use for generation samples."""
-        module = self._planned if self.trainer is None else self.trainer.lightning_module
-        return getattr(module, "activated", False)
+        return getattr(self._trained, "activated", False)
+
+    def recipes(self) -> tuple[TargetRecipe, ...]:
+        """Return how targets are made: that of the adapter, and those of the adapters that are trained beside it.
+
+        Raises:
+            InputError: There is no such target, or a file of a teacher cannot be read.
+        """
+        beside: Mapping[str, BesideSettings] = getattr(self._trained, "beside", {})
+        check_beside(beside, num_buckets=self.num_buckets, num_samples=self.num_samples)
+        first = read_recipe(self.target, self.teacher, self.teacher_share)
+        others = [read_recipe(one.target or self.target, one.teacher, one.teacher_share) for one in beside.values()]
+        return (first, *others)
 
     def _tuples_of_an_epoch(self) -> int:
         if not self._is_activated:
@@ -337,7 +367,7 @@ class SSCDataModule(LightningDataModule):
         epoch = epoch_to_read(self.trainer)
         newest = self.round_of(epoch)
         rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
-        table = keep_targets(*self._build(store, collator, "train", rounds), target=self.target)
+        table = keep_targets(*self._build(store, collator, "train", rounds, self.recipes()), target=self.target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
         confident = table.confident(self.eta)
         pools = build_pools(
@@ -399,7 +429,9 @@ class SSCDataModule(LightningDataModule):
     def _pool_loader(self, split: Split) -> LateDataLoader:
         """Return the loader of this process's questions of a split: every response once, unweighted by any draw."""
         store, collator = self._store(), self.collator()
-        table, _ = self._build(store, collator, split, (self.round if split == "train" else 0,))
+        # Confidences are held against the target itself, without its teacher.
+        rounds, recipes = (self.round if split == "train" else 0,), (TargetRecipe(self.target),)
+        table, _ = self._build(store, collator, split, rounds, recipes)
         if table.num_cut or table.dropped:
             rank_zero_info(
                 f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
@@ -444,7 +476,12 @@ class SSCDataModule(LightningDataModule):
         return SampleStore(self.store_dir, num_samples=self.num_samples)
 
     def _build(
-        self, store: SampleStore, collator: SSCCollator, split: Split, rounds: Sequence[int]
+        self,
+        store: SampleStore,
+        collator: SSCCollator,
+        split: Split,
+        rounds: Sequence[int],
+        recipes: Sequence[TargetRecipe],
     ) -> tuple[TupleTable, np.ndarray]:
         """Return the split's rows that fit, and for each the reason why it has no target ("" where it has one)."""
         questions = self.questions(split) if self.sources[split] else None
@@ -452,9 +489,17 @@ class SSCDataModule(LightningDataModule):
             stored = {role: self.round if role == "train" else 0 for role in self.sources if not self.sources[role]}
             known = {role: self.questions(role) for role in self.sources if self.sources[role]}
             check_stored_splits(store, stored, known=known)
-        index = read_rounds(store, split=split, rounds=rounds, questions=questions, chat=collator.chat)
+        index = read_rounds(
+            store,
+            split=split,
+            rounds=rounds,
+            questions=questions,
+            chat=collator.chat,
+            confidences=sorted({name for recipe in recipes for name in recipe.annotations}),
+        )
+        first, *beside = recipes
         table, reasons = build_table(
-            store, index, collator, target=self.target, p_true=self.p_true, drop_none=self.drop_none
+            store, index, collator, recipe=first, beside=beside, p_true=self.p_true, drop_none=self.drop_none
         )
         if not len(table):
             raise InputError(

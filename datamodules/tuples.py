@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from selfcal_lightning.datamodules.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.mixture import BoolArray, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc_sampler import MicroBatch
+from selfcal_lightning.datamodules.teachers import TargetRecipe, mix_in_teacher
 from selfcal_lightning.functional.consistency import leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
@@ -23,7 +24,7 @@ TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc",
 AGREEMENT = frozenset({"ssc", "consistency", "leave_one_out", "leave_one_out_ssc"})  # need several responses
 PTrueName = Literal["normalised", "raw"]
 LEAVE_ONE_OUT = frozenset({"leave_one_out", "leave_one_out_ssc"})
-NO_OTHER = "no other readable response"
+NO_OTHER, UNTAUGHT = "no other readable response", "nothing for the teacher to read"
 READ_CHUNK = 1024
 
 
@@ -39,6 +40,8 @@ class TupleTable:
         prompt_length: Tokens of the prompt alone, [R].
         num_cut: Rows whose response is cut to fit ``max_length``.
         dropped: Number of rows left out, by (task, reason).
+        beside: Targets of the K adapters that are trained beside the first one, nan where unknown, [R, K]; None without
+            any.
     """
 
     index: SampleIndex
@@ -48,6 +51,7 @@ class TupleTable:
     prompt_length: IntArray
     num_cut: int = 0
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    beside: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.target)
@@ -57,6 +61,7 @@ class TupleTable:
         content = hashlib.sha256("\n".join(self.index.question_id.tolist()).encode())
         content.update(self.index.sample_index.astype(np.int64).tobytes())
         content.update(self.target.astype(np.float64).tobytes())
+        content.update(b"" if self.beside is None else self.beside.astype(np.float64).tobytes())
         return content.hexdigest()[:16]
 
     def confident(self, eta: float) -> BoolArray:
@@ -75,6 +80,7 @@ class TupleTable:
             self.prompt_length[mask],
             self.num_cut,
             self.dropped + dropped,
+            None if self.beside is None else self.beside[mask],
         )
 
 
@@ -154,22 +160,48 @@ def build_table(
     index: SampleIndex,
     collator: SSCCollator,
     *,
-    target: TargetName,
+    recipe: TargetRecipe,
     p_true: PTrueName,
     drop_none: bool,
+    beside: Sequence[TargetRecipe] = (),
 ) -> tuple[TupleTable, np.ndarray]:
-    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
+    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one).
+
+    Args:
+        store: The store.
+        index: Columns of the rows, with the annotations that a teacher reads.
+        collator: What will encode the rows.
+        recipe: How targets are made.
+        p_true: Confidence that they are made of.
+        drop_none: Whether unreadable responses have none.
+        beside: Recipes of the adapters that are trained beside the first one; a row that lacks one of these targets
+            has none.
+    """
     prompt, response = known_lengths(store, index, collator)
     room = collator.room_for_response(prompt)
-    values, reasons = compute_targets(index, target=target, p_true=p_true, drop_none=drop_none)
+    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in (recipe, *beside)]
+    values, reasons = made[0]
+    for _, further in made[1:]:
+        reasons = np.where(reasons == "", further, reasons)
+    others = np.column_stack([column for column, _ in made[1:]]) if beside else None
     correct = np.full(len(index), np.nan)
     for rows in question_slices(index):
         correct[rows] = _labels(index, rows)
     fits = room >= 1
     length = collator.max_length - np.maximum(room - response, 0)
-    table = TupleTable(index, values, correct, length, prompt, num_cut=int((fits & (response > room)).sum()))
+    num_cut = int((fits & (response > room)).sum())
+    table = TupleTable(index, values, correct, length, prompt, num_cut=num_cut, beside=others)
     too_long = np.full(len(index), "prompt too long", dtype=object)
     return table.select(fits, too_long), reasons[fits]
+
+
+def _follow(
+    recipe: TargetRecipe, index: SampleIndex, *, p_true: PTrueName, drop_none: bool
+) -> tuple[FloatArray, np.ndarray]:
+    """Return the target of every row by a recipe, nan where it has none, and the reason why, [R] each."""
+    values, reasons = compute_targets(index, target=recipe.target, p_true=p_true, drop_none=drop_none)
+    mixed = mix_in_teacher(values, index, recipe)
+    return mixed, np.where(np.isnan(mixed) & ~np.isnan(values), UNTAUGHT, reasons)
 
 
 def known_lengths(store: SampleStore, index: SampleIndex, collator: SSCCollator) -> tuple[IntArray, IntArray]:
@@ -218,6 +250,7 @@ class TupleDataset(Dataset[TupleRows]):
             target=table.target[rows],
             correct=table.correct[rows],
             question_index=table.index.question_index[rows],
+            beside_target=None if table.beside is None else table.beside[rows],
         )
 
 

@@ -18,6 +18,7 @@ from selfcal_lightning.datamodules.rounds import (
     round_of_epoch,
     rounds_to_read,
 )
+from selfcal_lightning.datamodules.teachers import TargetRecipe
 from selfcal_lightning.datamodules.tuples import build_table
 from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
@@ -81,7 +82,7 @@ def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> No
         path = pool.write("mixed", lambda question, rng, samples=samples: samples, round=round)
     data = pool.data(path, num_samples=3)
     store, collator, questions = SampleStore(path), data.collator(), data.questions("train")
-    settings = {"target": "ssc", "p_true": "normalised", "drop_none": True}
+    settings = {"recipe": TargetRecipe("ssc"), "p_true": "normalised", "drop_none": True}
     targets = {}
     for rule in ("mix", "replace"):
         rounds = rounds_to_read(1, rule)

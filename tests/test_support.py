@@ -49,6 +49,7 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         "gradient_checkpointing": feature == "gradient checkpointing",
         "quantization": "nf4" if feature == "QLoRA (nf4)" else None,
         "optimizer": "paged_adamw" if feature == "8-bit and paged optimisers" else "adamw",
+        "beside": feature == "adapters side by side",
     }
     if SUPPORT[feature][way] == "no":
         with pytest.raises(ValueError, match=f"run that {way} supports, but got ") as caught:

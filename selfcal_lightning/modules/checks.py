@@ -16,7 +16,9 @@ DEFAULT_OMEGA = 0.1  # of the paper
 INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing", "recompute_above"})
 
 
-def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, warmup_steps: int) -> None:
+def check_loss_settings(
+    *, omega: float, beta: float, loss: str, ranking: float, p_true: str, warmup_steps: int
+) -> None:
     """Raise InputError where one of them is out of range."""
     if not 0.0 <= omega < math.inf:
         raise InputError(f"Expected `omega` to be a number of at least 0, but got {omega}.")
@@ -24,6 +26,8 @@ def check_loss_settings(*, omega: float, beta: float, loss: str, p_true: str, wa
         raise InputError(f"Expected `beta` to be a positive number, but got {beta}.")
     if loss not in {"smooth_l1", "squared"}:
         raise InputError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
+    if not 0.0 <= ranking < math.inf:
+        raise InputError(f"Expected `ranking` to be a number of at least 0, but got {ranking}.")
     if p_true not in {"normalised", "raw"}:
         raise InputError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
     if warmup_steps < 0:

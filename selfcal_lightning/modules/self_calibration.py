@@ -21,10 +21,11 @@ from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.model_folders import check_model_folder
 from selfcal_lightning.model_names import check_model
-from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
+from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
+from selfcal_lightning.models.activation import adapter_in_use
 from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
-from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.lora import FIRST, LoraSettings, add_lora, attach_lora
 from selfcal_lightning.models.meta_models import check_architecture
 from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
@@ -38,6 +39,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.beside import BesideSettings, plain_beside, read_beside, read_queries
 from selfcal_lightning.modules.checks import (
     check_base_model,
     check_hyper_parameters,
@@ -96,6 +98,9 @@ class SelfCalibrationModule(LightningModule):
         omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
         beta: Width of the quadratic part of SmoothL1.
         loss: "smooth_l1", or "squared" for the ablation.
+        ranking: Weight of a further term of the calibration loss: how far the log-odds of P(True) put the responses to
+            one question in the order of their targets, in the mean over the others of a micro-batch (`group_size` of
+            the data module says how many these are).
         generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
@@ -117,6 +122,9 @@ class SelfCalibrationModule(LightningModule):
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
         query: The question about the response whose Yes is the confidence.
+        beside: Further activated adapters by name, each with a target, loss or query of its own, that are trained over
+            the same reading of the responses and become what they would become alone. They are exported beside the
+            first one; validation, test and predict score the first one.
         seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
 
     Reference:
@@ -132,6 +140,7 @@ class SelfCalibrationModule(LightningModule):
         omega: float | None = None,
         beta: float = 0.25,
         loss: Literal["smooth_l1", "squared"] = "smooth_l1",
+        ranking: float = 0.0,
         generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",
         quantization: Quantization | None = None,
@@ -144,6 +153,7 @@ class SelfCalibrationModule(LightningModule):
         recompute_above: int = 0,
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
+        beside: dict[str, BesideSettings] | None = None,
         seed: int = 0,
     ) -> None:
         plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
@@ -154,6 +164,8 @@ class SelfCalibrationModule(LightningModule):
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
         self.activated = lora is not None and lora.activated
+        self.beside = read_beside(beside, activated=self.activated)
+        plain["beside"] = plain_beside(self.beside)
         plain |= generation_settings(
             activated=self.activated,
             omega=omega,
@@ -161,14 +173,16 @@ class SelfCalibrationModule(LightningModule):
             gradient_checkpointing=gradient_checkpointing,
         )
         omega = plain["omega"]
-        check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
+        check_loss_settings(
+            omega=omega, beta=beta, loss=loss, ranking=ranking, p_true=p_true, warmup_steps=warmup_steps
+        )
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
         self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
-        self.loss, self.p_true = loss, p_true
+        self.loss, self.ranking, self.p_true = loss, ranking, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
         self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
@@ -176,6 +190,7 @@ class SelfCalibrationModule(LightningModule):
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
         self.chat: ChatFormat | None = None
+        self.chats: dict[str, ChatFormat] = {}  # of the adapters beside the first one
         self.exported: ExportedAdapter | None = None  # whose weights the adapter starts with, set before it is built
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
@@ -198,6 +213,7 @@ class SelfCalibrationModule(LightningModule):
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
             optimizer=self.optimizer_name,
+            beside=bool(self.beside),
         )
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
@@ -217,7 +233,9 @@ class SelfCalibrationModule(LightningModule):
         if self.model is not None:
             return
         self.check_support()
-        self.chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self.chat = ChatFormat(tokenizer, query=self.query)
+        self.chats = read_queries(self.beside, self.chat)
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
         strategy = None if self._trainer is None else self.trainer.strategy
@@ -250,6 +268,8 @@ class SelfCalibrationModule(LightningModule):
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.enable_input_require_grads()
             self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
+            for name in self.beside:
+                add_lora(self.model, self.lora, name, seed=self.seed)
             keep_quantized_gradients(self.model)
         if self.exported is not None:
             self.exported.load_into(self)
@@ -295,9 +315,11 @@ class SelfCalibrationModule(LightningModule):
         """Return what the model says after every row's query, in two passes where the adapter is activated."""
         if not self.activated:
             return self._outputs(batch, batch.label_position[:0])
+        return ask(self.model, self._contexts(batch), self.chat.query)
+
+    def _contexts(self, batch: SSCBatch) -> Contexts:
         tail = len(self.chat.query.suffix_ids)
-        contexts = read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
-        return ask(self.model, contexts, self.chat.query)
+        return read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
 
     def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
         return read_outputs(
@@ -321,25 +343,58 @@ class SelfCalibrationModule(LightningModule):
         if self.gradient_checkpointing:
             recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.seed, *at, device=self.device):
-            calibration, generation, confidence = self._losses(batch)
+        # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
+        stream = partial(dropout_stream, self.seed, *at, device=self.device)
+        contexts = self._contexts(batch) if self.beside else None
+        with stream():
+            calibration, generation, confidence = self._losses(batch, contexts)
         eta = getattr(self.trainer.datamodule, "eta", None)
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
-        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        return (calibration + self.omega * generation) * scale
+        loss = calibration + self.omega * generation
+        for place, name in enumerate(self.beside):
+            with stream(), adapter_in_use(self.model, name):
+                loss = loss + self._loss_beside(batch, contexts, place, name)
+        return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
-    def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
 
-        Joint training has both from one forward pass.
+        Joint training has both from one forward pass; ``contexts`` are those of an activated adapter, where the first
+        pass was run before.
         """
         asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
-        outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
+        if contexts is not None:
+            outputs = ask(self.model, contexts, self.chat.query)
+        else:
+            outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
         confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
-        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta)
+        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
         if not asks:
             return calibration, torch.zeros_like(calibration), confidence
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
+
+    def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
+        """Return the part of the calibration loss of an adapter beside the first one, which is in use; a scalar."""
+        own, query = self.beside[name], self.chats[name].query
+        return calibration_part(
+            batch,
+            ask(self.model, contexts, query).p_true(query, normalised=self.p_true == "normalised"),
+            loss=self.loss if own.loss is None else own.loss,
+            beta=self.beta,
+            ranking=self.ranking if own.ranking is None else own.ranking,
+            targets=batch.target if batch.beside_target is None else batch.beside_target[:, place],
+        )
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of each adapter by themselves, as if it were trained alone."""
+        if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        for name in (FIRST, *self.beside):
+            own = [parameter for key, parameter in self._trained().items() if f".{name}." in key]
+            torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
@@ -467,13 +522,21 @@ class SelfCalibrationModule(LightningModule):
     def _trained(self) -> dict[str, Tensor]:
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def describe(self) -> dict[str, Any]:
-        """Return what identifies the calibrated model, JSON-able: the manifest of an export."""
+    def describe(self, beside: str | None = None) -> dict[str, Any]:
+        """Return what identifies the calibrated model, JSON-able: the manifest of an export.
+
+        Args:
+            beside: An adapter beside the first one, to be described as if it were trained alone; None is the first one.
+        """
+        own = {"query": self.query, "loss": self.loss, "ranking": self.ranking}
+        if beside is not None:
+            settings = plain_beside(self.beside)[beside]
+            own |= {name: settings[name] for name in own if settings[name] is not None}
         return {
             "base_model": dict(self.identity),
-            "prompt": self.chat.describe(),
+            "prompt": (self.chat if beside is None else self.chats[beside]).describe(),
             "p_true": self.p_true,
             "activated": self.activated,
             "quantization": self.quantization,
-            "hyper_parameters": dict(self.hparams),
+            "hyper_parameters": {name: value for name, value in self.hparams.items() if name != "beside"} | own,
         }

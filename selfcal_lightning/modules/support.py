@@ -34,6 +34,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "QLoRA (nf4)": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "8-bit and paged optimisers": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "adapters side by side": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
     "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
     "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
@@ -49,6 +50,10 @@ REASONS: dict[tuple[str, Way], str] = {
         "the blocks of bitsandbytes cannot follow parameters that are cut by rows. Use `trainer.strategy: ddp`, or "
         "`optimizer: adamw`"
     ),
+    ("adapters side by side", "FSDP2"): (
+        "weights that are cut over processes were never tried with several adapters. Use `trainer.strategy: ddp`, or "
+        "leave `beside` out"
+    ),
     ("precision 16-mixed", "FSDP2"): (
         "the gradient scaler of float16 would decide in each process alone. Use bf16-mixed"
     ),
@@ -63,6 +68,7 @@ def check_support(
     gradient_checkpointing: bool = False,
     quantization: str | None = None,
     optimizer: str = "adamw",
+    beside: bool = False,
 ) -> None:
     """Raise ValueError for a combination that does not work, naming what does.
 
@@ -72,6 +78,7 @@ def check_support(
         gradient_checkpointing: Whether activations are recomputed.
         quantization: "nf4" for QLoRA.
         optimizer: Name of the optimiser.
+        beside: Whether several adapters are trained side by side.
     """
     if trainer is None:
         return
@@ -84,6 +91,7 @@ def check_support(
     asked += ["QLoRA (nf4)"] if quantization is not None else []
     asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
     asked += ["gradient checkpointing"] if gradient_checkpointing else []
+    asked += ["adapters side by side"] if beside else []
     for feature in asked:
         if SUPPORT[feature][way] == "no":
             raise InputError(f"Expected a run that {way} supports, but got {feature}: {REASONS[feature, way]}.")

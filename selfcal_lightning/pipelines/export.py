@@ -147,6 +147,7 @@ def write_export(
     training: Mapping[str, Any] | None = None,
     state: Mapping[str, Tensor] | None = None,
     described: Mapping[str, Any] | None = None,
+    beside: str | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
 
@@ -162,12 +163,13 @@ def write_export(
         training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
         state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
         described: Parts of the manifest that differ from what ``module`` says of itself.
+        beside: The adapter beside the first one that is meant; None is the first one.
     """
-    from selfcal_lightning.models.lora import save_adapter
+    from selfcal_lightning.models.lora import FIRST, save_adapter
 
     manifest = {
         "kind": "model" if module.lora is None else "adapter",
-        **module.describe(),
+        **module.describe(beside),
         **(described or {}),
         "store": None if store is None else dict(store),
         # JSON has no nan: what is not defined is left out.
@@ -183,8 +185,15 @@ def write_export(
         if module.lora is None:
             module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
         else:
-            query_ids = module.chat.query.suffix_ids if module.activated else None
-            save_adapter(module.model, folder, state=state, revision=module.revision, invocation_ids=query_ids)
+            chat = module.chat if beside is None else module.chats[beside]
+            save_adapter(
+                module.model,
+                folder,
+                state=state,
+                revision=module.revision,
+                invocation_ids=chat.query.suffix_ids if module.activated else None,
+                name=FIRST if beside is None else beside,
+            )
         module.chat.tokenizer.save_pretrained(folder)
         _describe(folder, manifest)
     if kept is not None:

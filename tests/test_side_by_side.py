@@ -20,6 +20,7 @@ from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.modules.beside import BesideSettings
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.pipelines.export import run_export
 from selfcal_lightning.prompts import DEFAULT_QUERY
 
 ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
@@ -128,9 +129,22 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
     trainer = quiet_trainer(callbacks=[AdapterExport(str(tmp_path / "adapter"))], **run)
     module = SelfCalibrationModule(pool.model, **settings)
     trainer.fit(module, datamodule=pool.data(free_store, **data), ckpt_path=str(tmp_path / "last.ckpt"))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False)
     for name in ("adapter", *(f"adapter-{name}" for name in BESIDE)):
         one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
         assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
+        written = tmp_path / name.replace("adapter", "of a checkpoint")
+        assert (written / "adapter_model.safetensors").read_bytes() == (
+            tmp_path / name / "adapter_model.safetensors"
+        ).read_bytes()
+        manifests = [read_manifest(folder) for folder in (written, tmp_path / name)]
+        settings_of = [
+            {key: value for key, value in one["hyper_parameters"].items() if key not in {"torch_dtype"}}
+            for one in manifests
+        ]
+        assert settings_of[0] == settings_of[1]
+        assert manifests[0]["prompt"] == manifests[1]["prompt"]
 
 
 # ---- what is refused

@@ -117,6 +117,12 @@ def _write_adapter(checkpoint: str, target: Path, base_model: str | None, dtype:
     module, stored = _module_of(checkpoint, base_model, dtype="bfloat16")  # of the base, which is not written
     say(f"Writing the adapter to {target}")
     write_export(module, target, described=_as_trained(stored))
+    for name in module.beside:
+        place = target.with_name(f"{target.name}-{name}")
+        check_output(place, kinds=("adapter",), overwrite=False)
+        own = {**_as_trained(stored)["hyper_parameters"], **module.describe(name)["hyper_parameters"]}
+        say(f"Writing the adapter {name!r}, which was trained beside it, to {place}")
+        write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
 
 
 def _check_can_merge(adapter: str) -> None:
@@ -274,7 +280,8 @@ def _module_of(path: str, base_model: str | None, *, dtype: str) -> tuple[SelfCa
 
 def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
-    return {"quantization": stored.get("quantization"), "hyper_parameters": dict(stored)}
+    trained = {name: value for name, value in stored.items() if name != "beside"}
+    return {"quantization": stored.get("quantization"), "hyper_parameters": trained}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:

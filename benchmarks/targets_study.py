@@ -214,12 +214,12 @@ def as_markdown(study: Mapping[str, Any]) -> str:
     verdict = "clearly" if chosen["clearly"] else "not clearly"
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). Seeds "
-        f"{sizes['seeds']}, {sizes['questions']} training questions x {sizes['responses']} responses in one epoch, 32 to "
+        f"{sizes['seeds']}; {sizes['questions']} training questions x {sizes['responses']} responses, one epoch, 32 to "
         f"a step; {sizes['calibration']} calibration questions, {sizes['test'][0]} test questions in and "
         f"{sizes['test'][1]} out of domain x {sizes['num_samples']} responses of the base model, the same in all rows "
-        "of a table. Means over the seeds; 95 % intervals over questions and seeds, of the ECE over questions. The teacher is a "
-        "fusion of P(True) and log-probabilities, fitted without labels to the vote share of the training responses; "
-        "where it is mixed in, it makes half of the target.",
+        "of a table. Means over the seeds; 95 % intervals over questions and seeds, of the ECE over questions. The "
+        "teacher is a fusion of P(True) and log-probabilities, fitted without labels to the vote share of the training "
+        "responses; where it is mixed in, it makes half of the target.",
         "",
         f"Chosen on the calibration questions by {CRITERION} among what needs no labels: **{chosen['variant']}**, "
         f"{show(chosen['minus_first'])} from {study['first']}: {verdict} better.",

@@ -27,6 +27,11 @@ TRAINER_VERBS = {
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
     "export": ("export", "run_export", "merge an adapter into its base model"),
+    "tune-and-calibrate": (
+        "two_stages",
+        "run_tune_and_calibrate",
+        "tune a generator, merge it, and calibrate the tuned model",
+    ),
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
     "fit-confidence": ("calibrate_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("calibrate_confidence", "run_fit_threshold", "choose a strategy's threshold on a split"),
@@ -50,6 +55,7 @@ KEPT = {
     "predict": _NOT_BEGUN,
     "generate": _NOT_BEGUN,
     "export": _NOTHING,
+    "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
@@ -68,7 +74,7 @@ STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 def usage() -> str:
     """Return the text of ``selfcal --help``."""
     verbs = {**TRAINER_VERBS, **{verb: row[2] for verb, row in FUNCTION_VERBS.items()}}
-    lines = [f"  {verb:<15}{text}" for verb, text in verbs.items()]
+    lines = [f"  {verb:<20}{text}" for verb, text in verbs.items()]
     return "\n".join(
         [
             "usage: selfcal VERB [options]",

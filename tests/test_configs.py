@@ -70,6 +70,7 @@ def test_all_configs_are_found() -> None:
         "train/qwen2.5-7b-instruct-activated.yaml",
         "train/qwen2.5-7b-instruct.yaml",
         "train/slurm-llama-3.3-70b-instruct.yaml",
+        "two_stages.yaml",
     }
     assert len(TRAINING) == 11
 

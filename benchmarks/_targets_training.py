@@ -187,8 +187,9 @@ def score_rows(
 def judged_batches(options: argparse.Namespace, seed: int) -> Iterator[TupleRows]:
     """Yield the judged responses of all splits, question by question."""
     store = SampleStore(folder_of(options, seed) / "judged")
-    for split in options.splits:
+    for split, limit in options.splits.items():
         index = store.index(split=split)
+        index = index.select(np.flatnonzero(index.question_index < limit))
         for start in range(0, len(index), ROWS_AT_ONCE):
             places = np.arange(start, min(start + ROWS_AT_ONCE, len(index)))
             nothing = np.zeros(len(places))

@@ -62,26 +62,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
     parser.add_argument("--model", default="bundled", help="folder or name of the model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--questions", type=int, default=400, help="training questions")
+    parser.add_argument("--questions", type=int, default=160, help="training questions")
     parser.add_argument("--responses", type=int, default=10, help="responses a training question")
-    parser.add_argument("--calibration", type=int, default=300, help="calibration questions")
-    parser.add_argument("--test", type=int, nargs=2, default=[400, 200], help="test questions in and out of domain")
+    parser.add_argument("--calibration", type=int, default=150, help="calibration questions")
+    parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
     parser.add_argument("--num_samples", type=int, default=8, help="responses per judged question")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.questions, options.responses = [0], 16, 4
         options.calibration, options.test, options.num_samples = 12, [12, 12], 4
-    options.splits = list(SPLITS.values())
+    options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
     return options
 
 
 def sample(options: argparse.Namespace, seed: int) -> None:
     """Sample the training questions and the judged ones from the base model."""
     folder = folder_of(options, seed)
-    limits = dict(zip(options.splits, [options.calibration, *options.test], strict=True))
     jobs = [("samples", "train", options.questions, options.responses, seed)]
-    jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in limits.items()]
+    jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
     for name, split, limit, responses, number in jobs:
         store = folder / name
         known = len(SampleStore(store).question_ids(split=split)) if (store / "manifest.json").exists() else 0
@@ -130,7 +129,7 @@ def read_scores(options: argparse.Namespace, seed: int) -> dict[str, np.ndarray]
 
 def judged(options: argparse.Namespace, seed: int, split: str) -> list[Any]:
     """Return the judged questions of a split with their samples."""
-    return list(SampleStore(folder_of(options, seed) / "judged").samples(split=split))
+    return list(SampleStore(folder_of(options, seed) / "judged").samples(split=split))[: options.splits[split]]
 
 
 def assemble(options: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +176,8 @@ def plain(entry: Estimate) -> dict[str, float | None]:
 def columns_of(options: argparse.Namespace, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
     """Return by variant each metric on all questions and on resamples, [1 + R], and the bounds of the ECE."""
     sizes = {name: sum(len(entry.samples) for entry in judged(options, seed, name)) for name in options.splits}
-    start = sum(sizes[name] for name in options.splits[: options.splits.index(split)])
+    names = list(options.splits)
+    start = sum(sizes[name] for name in names[: names.index(split)])
     entries = judged(options, seed, split)
     correct = np.array([bool(sample.correct) for entry in entries for sample in entry.samples])
     question = np.array([entry.question.id for entry in entries for _ in entry.samples])

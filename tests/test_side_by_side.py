@@ -147,6 +147,17 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
         assert manifests[0]["prompt"] == manifests[1]["prompt"]
 
 
+def test_the_plan_counts_every_adapter(pool: Pool) -> None:
+    trainer = quiet_trainer()
+    plans = [
+        module_of(pool.model, lora=ACTIVATED, beside=beside).plan_run("fit", trainer, module_of(pool.model), None)
+        for beside in ({}, BESIDE)
+    ]
+    (alone,), (several,) = (plan.memory for plan in plans)
+    assert several.trained == 4 * alone.trained
+    assert "votes, short, ranked beside it" in plans[1].model[0]
+
+
 # ---- what is refused
 
 

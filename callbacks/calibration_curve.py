@@ -71,6 +71,9 @@ class CalibrationCurve(Callback):
         if not self.before or trainer.global_step > 0 or not trainer.enable_validation:
             return
         points = score_pool(trainer, pl_module)
+        if points is None:
+            rank_zero_info("CalibrationCurve: there are no validation questions, so nothing is drawn.")
+            return
         self._before = labelled(points)
         self._log(trainer, pl_module.val_metrics.compute())
         self._draw(trainer, "before")
@@ -89,6 +92,8 @@ class CalibrationCurve(Callback):
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
         points = score_pool(trainer, pl_module)
+        if points is None:
+            return
         self._log(trainer, pl_module.val_metrics.compute())
         self._draw(trainer, "val", points)
         pl_module.val_metrics.reset()
@@ -144,9 +149,10 @@ def labelled(points: CalibrationPoints) -> Labelled:
     return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
 
 
-def score_pool(trainer: Trainer, module: SelfCalibrationModule) -> CalibrationPoints:
+def score_pool(trainer: Trainer, module: SelfCalibrationModule) -> CalibrationPoints | None:
     """Run the validation data through the module, outside of Lightning's loop, and return all processes' points.
 
+    None where the data module has no validation questions, and so no loader of them.
     Lightning cannot validate before the first training step other than by its sanity check, whose results it drops.
     """
     if trainer.val_dataloaders is None:
@@ -155,6 +161,8 @@ def score_pool(trainer: Trainer, module: SelfCalibrationModule) -> CalibrationPo
         trainer.training = True
     loaders = trainer.val_dataloaders
     loaders = loaders if isinstance(loaders, list) else [loaders]
+    if not loaders:
+        return None
     module.val_metrics.reset()
     with evaluation_mode(module), torch.no_grad():
         for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import data_module, fill_store, module_of, trainer_with
+from training_runs import data_module, fill_store, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
 from selfcal_lightning.metrics.collection import CalibrationPoints
@@ -94,6 +94,15 @@ def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_
     one, two = (events(tmp_path / name).Scalars("val/calibration/ECE") for name in ("one", "two"))
     assert [scalar.step for scalar in one] == [scalar.step for scalar in two] == [0, 1]
     assert one[0].value == pytest.approx(two[0].value, abs=1e-6)
+
+
+def test_without_validation_questions_nothing_is_drawn(tiny_model: str, tmp_path: Path) -> None:
+    """Of another store, since one that holds a validation split is validated on."""
+    data = data_module(tiny_model, tmp_path / "store", validation=[])
+    trainer = trainer_with(generation(), CalibrationCurve(), default_root_dir=str(tmp_path))
+    trainer.fit(module_of(tiny_model), datamodule=data)
+    assert trainer.global_step == 4
+    assert not (tmp_path / "figures").exists()
 
 
 def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> None:

@@ -25,7 +25,7 @@ from selfcal_lightning.models.activated import ask
 from selfcal_lightning.models.activation import adapter_in_use
 from selfcal_lightning.models.lora import FIRST, LoraSettings
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.beside import BesideSettings
+from selfcal_lightning.modules.beside import BesideSettings, adapter_name
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.store import SampleStore
 
@@ -135,7 +135,7 @@ def score_variants(options: argparse.Namespace, seed: int) -> Scores:
     def confidences(batch: SSCBatch) -> dict[str, Tensor]:
         contexts, found = module._contexts(batch), {}
         for variant, name in names.items():
-            with adapter_in_use(module.model, name):
+            with adapter_in_use(module.model, peft_name(name)):
                 found[variant] = ask(module.model, contexts, module.chat.query).p_true(
                     module.chat.query, normalised=True
                 )
@@ -144,13 +144,19 @@ def score_variants(options: argparse.Namespace, seed: int) -> Scores:
     return score_rows(options, seed, module, confidences)
 
 
+def peft_name(name: str) -> str:
+    """Return what an adapter is called in PEFT."""
+    return adapter_name(None if name == FIRST else name)
+
+
 @torch.no_grad()
 def load_adapter(module: SelfCalibrationModule, name: str, folder: Path) -> None:
     """Overwrite one of the module's adapters by an exported one."""
     written = load_file(folder / "adapter_model.safetensors")
+    own = peft_name(name)
     for key, parameter in module.named_parameters():
-        if f".{name}." in key and "lora_" in key:
-            parameter.copy_(written.pop(key.removeprefix("model.").replace(f".{name}.", ".")))
+        if f".{own}." in key:
+            parameter.copy_(written.pop(key.removeprefix("model.").replace(f".{own}.", ".")))
     if written:
         raise SystemExit(f"Expected the adapter in {folder} to be that of the study, but got more: {sorted(written)}")
 

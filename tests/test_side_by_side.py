@@ -27,13 +27,13 @@ ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
 SHORT_QUERY = "Correct? (Yes/No)"
 ROWS = {"total_tuples": 48, "batch_size": 4, "num_buckets": None, "generation_ratio": None}
 BESIDE = {
-    "votes": BesideSettings(target="consistency"),
+    "model": BesideSettings(target="consistency"),  # a name that is part of those of all layers
     "short": BesideSettings(query=SHORT_QUERY),
     "ranked": BesideSettings(ranking=0.5, loss="squared"),
 }
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "first": ({}, {}),
-    "votes": ({}, {"target": "consistency"}),
+    "model": ({}, {"target": "consistency"}),
     "short": ({"query": SHORT_QUERY}, {"query": SHORT_QUERY}),
     "ranked": ({"ranking": 0.5, "loss": "squared"}, {}),
 }
@@ -87,11 +87,11 @@ def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
     )
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     assert read_manifest(together)["training"]["rows"]["target"] == "ssc"
-    assert manifests["votes"]["training"]["rows"]["target"] == "consistency"
+    assert manifests["model"]["training"]["rows"]["target"] == "consistency"
     assert manifests["short"]["prompt"]["query"] == SHORT_QUERY
     assert manifests["ranked"]["hyper_parameters"]["ranking"] == 0.5
-    assert manifests["votes"]["hyper_parameters"]["query"] == DEFAULT_QUERY
-    assert "beside" not in manifests["votes"]["hyper_parameters"]
+    assert manifests["model"]["hyper_parameters"]["query"] == DEFAULT_QUERY
+    assert "beside" not in manifests["model"]["hyper_parameters"]
     assert read_invocation_ids(str(folders["short"])) == tuple(manifests["short"]["prompt"]["suffix_ids"])
 
 
@@ -155,7 +155,7 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
     ]
     (alone,), (several,) = (plan.memory for plan in plans)
     assert several.trained == 4 * alone.trained
-    assert "votes, short, ranked beside it" in plans[1].model[0]
+    assert "model, short, ranked beside it" in plans[1].model[0]
 
 
 # ---- what is refused

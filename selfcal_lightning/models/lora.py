@@ -87,7 +87,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
 def add_lora(model: PeftModel, settings: LoraSettings, name: str, *, seed: int = 0) -> None:
     """Put a further trainable adapter beside the one that ``attach_lora`` put there; the first one stays active.
 
-    It starts as it would alone: from the same random stream.
+    It starts as it would alone: from the same random stream. Its name must not be that of a layer.
     """
     with _own_stream(model.device, seed):
         model.add_adapter(name, _lora_config(settings), autocast_adapter_dtype=False)

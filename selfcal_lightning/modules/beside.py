@@ -11,6 +11,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.lora import FIRST
 from selfcal_lightning.prompts import ChatFormat
 
+PREFIX = "beside_"  # of an adapter's name in PEFT, so that it is no part of the name of a layer
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 TAKEN = frozenset({FIRST, "best"})  # the second is the end of the name of AdapterExport's best folder
 
@@ -59,6 +60,16 @@ def read_beside(
                 f"got {name!r}."
             )
     return settings
+
+
+def adapter_name(name: str | None) -> str:
+    """Return what an adapter beside the first one is called in PEFT; None is the first one.
+
+    Example:
+        >>> adapter_name("votes"), adapter_name(None)
+        ('beside_votes', 'default')
+    """
+    return FIRST if name is None else f"{PREFIX}{name}"
 
 
 def plain_beside(beside: Mapping[str, BesideSettings]) -> dict[str, dict[str, Any]]:

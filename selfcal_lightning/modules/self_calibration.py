@@ -25,7 +25,7 @@ from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, 
 from selfcal_lightning.models.activation import adapter_in_use
 from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
-from selfcal_lightning.models.lora import FIRST, LoraSettings, add_lora, attach_lora
+from selfcal_lightning.models.lora import LoraSettings, add_lora, attach_lora
 from selfcal_lightning.models.meta_models import check_architecture
 from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
@@ -39,7 +39,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.beside import BesideSettings, plain_beside, read_beside, read_queries
+from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain_beside, read_beside, read_queries
 from selfcal_lightning.modules.checks import (
     check_base_model,
     check_hyper_parameters,
@@ -269,7 +269,7 @@ class SelfCalibrationModule(LightningModule):
                 model.enable_input_require_grads()
             self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
             for name in self.beside:
-                add_lora(self.model, self.lora, name, seed=self.seed)
+                add_lora(self.model, self.lora, adapter_name(name), seed=self.seed)
             keep_quantized_gradients(self.model)
         if self.exported is not None:
             self.exported.load_into(self)
@@ -352,7 +352,7 @@ class SelfCalibrationModule(LightningModule):
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         loss = calibration + self.omega * generation
         for place, name in enumerate(self.beside):
-            with stream(), adapter_in_use(self.model, name):
+            with stream(), adapter_in_use(self.model, adapter_name(name)):
                 loss = loss + self._loss_beside(batch, contexts, place, name)
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
@@ -392,7 +392,7 @@ class SelfCalibrationModule(LightningModule):
         if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        for name in (FIRST, *self.beside):
+        for name in map(adapter_name, (None, *self.beside)):
             own = [parameter for key, parameter in self._trained().items() if f".{name}." in key]
             torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
 

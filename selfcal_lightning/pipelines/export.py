@@ -171,7 +171,8 @@ def write_export(
         described: Parts of the manifest that differ from what ``module`` says of itself.
         beside: The adapter beside the first one that is meant; None is the first one.
     """
-    from selfcal_lightning.models.lora import FIRST, save_adapter
+    from selfcal_lightning.models.lora import save_adapter
+    from selfcal_lightning.modules.beside import adapter_name
 
     manifest = {
         "kind": "model" if module.lora is None else "adapter",
@@ -198,7 +199,7 @@ def write_export(
                 state=state,
                 revision=module.revision,
                 invocation_ids=chat.query.suffix_ids if module.activated else None,
-                name=FIRST if beside is None else beside,
+                name=adapter_name(beside),
             )
         module.chat.tokenizer.save_pretrained(folder)
         _describe(folder, manifest)

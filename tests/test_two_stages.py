@@ -243,7 +243,23 @@ def test_the_generation_loss_alone_draws_nothing_else(pool: Pool, store_dir: str
 # ---- as processes
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], *, seconds: float = 400) -> None:
+def test_a_step_ends_when_its_lifeline_is_cut() -> None:
+    code = (
+        "import threading, time\n"
+        "from selfcal_lightning.pipelines.step_process import _watch_parent\n"
+        "threading.Thread(target=_watch_parent, daemon=True).start()\n"
+        "print('there', flush=True)\n"
+        "time.sleep(300)"
+    )
+    step = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert step.stdout.readline() == "there\n"
+    assert step.poll() is None
+    step.stdin.close()
+    assert step.wait(timeout=60) == -signal.SIGTERM
+    step.stdout.close()
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], *, seconds: float = 1200) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, "it ended before it could be killed"
@@ -256,7 +272,7 @@ def running(word: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None:
     """SIGKILL to the command alone: its step ends with it, and what is complete is not made again."""
     folder = tmp_path / "run"

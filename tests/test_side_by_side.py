@@ -19,6 +19,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.modules.beside import BesideSettings
+from selfcal_lightning.modules.exported import ExportedAdapter
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.export import run_export
 from selfcal_lightning.prompts import DEFAULT_QUERY
@@ -145,6 +146,21 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
         ]
         assert settings_of[0] == settings_of[1]
         assert manifests[0]["prompt"] == manifests[1]["prompt"]
+
+
+def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path) -> None:
+    """As `selfcal predict --adapter` does with the settings of the training."""
+    module = module_of(pool.model, lora=ACTIVATED, beside=BESIDE)
+    module.exported = ExportedAdapter(together, read_manifest(together)["base_model"])
+    module.configure_model()
+    written = load_file(together / "adapter_model.safetensors")
+    read = {
+        name.removeprefix("model.").replace(".default.", "."): value
+        for name, value in module.named_parameters()
+        if ".default." in name
+    }
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) for name in read)
 
 
 def test_the_plan_counts_every_adapter(pool: Pool) -> None:

@@ -13,6 +13,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.json_files import read_json_object
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, read_invocation_ids
 from selfcal_lightning.models.lora import read_adapter_state
+from selfcal_lightning.modules.beside import PREFIX
 from selfcal_lightning.modules.checks import check_base_model, check_trained
 from selfcal_lightning.modules.model_parallel import shard_like
 
@@ -42,7 +43,10 @@ class ExportedAdapter:
             check_base_model(self.base_model, module.identity, module.base_model)
         self._check_settings(module)
         written = read_adapter_state(self.folder)
-        trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        # Adapters beside the first one are exported for themselves, and score nothing here.
+        trained = {
+            name: value for name, value in module.named_parameters() if value.requires_grad and f".{PREFIX}" not in name
+        }
         # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
         names = {name: name.removeprefix("model.").replace(".default.", ".") for name in trained}
         state = {name: written[names[name]] for name in trained if names[name] in written}

@@ -1,0 +1,145 @@
+"""What the bundled model learns from: a pupil's slips are real ones, and every wrong character is marked."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.tasks.word_problem_templates import Equation, Problem
+from selfcal_lightning.tasks.word_problems import WordProblems, sample_problem, write_solution
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+NUM_PROBLEMS = 300
+STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
+
+
+@pytest.fixture
+def slips(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bundled_model_slips")
+
+
+@pytest.fixture
+def labels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bundled_model_labels")
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bundled_model_turns")
+
+
+@pytest.fixture
+def problems() -> list[Problem]:
+    rng = random.Random(3)
+    return [sample_problem(rng, "pretrain") for _ in range(NUM_PROBLEMS)]
+
+
+def test_a_pupil_who_forgets_nothing_computes_rightly(slips: ModuleType) -> None:
+    rng = random.Random(0)
+    for _ in range(2_000):
+        left, right = rng.randint(1, 9_990), rng.randint(1, 999)
+        for equation in (Equation(left, "+", right), Equation(left, "*", rng.randint(2, 9))):
+            assert slips.compute_forgetfully(equation, rng, 0.0) == equation.result
+        equation = Equation(max(left, right) + 1, "-", min(left, right))
+        assert slips.compute_forgetfully(equation, rng, 0.0) == equation.result
+
+
+def test_only_carries_are_forgotten(slips: ModuleType) -> None:
+    rng = random.Random(0)
+    for equation in (Equation(123, "+", 456), Equation(456, "-", 123), Equation(123, "*", 3), Equation(936, "/", 3)):
+        assert slips.compute_forgetfully(equation, rng, 1.0) == equation.result
+    for equation, slipped in (
+        (Equation(128, "+", 456), 574),
+        (Equation(451, "-", 128), 333),
+        (Equation(128, "*", 3), 364),
+    ):
+        assert slips.compute_forgetfully(equation, rng, 1.0) == slipped
+
+
+def test_a_slip_is_carried_through_to_the_answer(slips: ModuleType, problems: list[Problem]) -> None:
+    task, rng = WordProblems(), random.Random(1)
+    right = 0
+    for problem in problems:
+        solution = slips.write_pupil_solution(problem, rng, 0.3)
+        steps = STEP.findall(solution)
+        assert [step[1] for step in steps] == [equation.operator for equation in problem.equations]
+        assert task.extract(solution) == steps[-1][3]
+        right += task.extract(solution) == str(problem.answer)
+    assert 0.2 * NUM_PROBLEMS < right < 0.8 * NUM_PROBLEMS
+
+
+def test_nothing_is_marked_in_a_right_solution_either_way_round(labels: ModuleType, problems: list[Problem]) -> None:
+    rng = random.Random(2)
+    for problem in problems:
+        solution = write_solution(problem, rng)
+        assert not labels.mark_wrong_characters(problem, solution).any()
+        turned = re.sub(r"(\d+)([+*])(\d+)=", r"\3\2\1=", solution)
+        assert not labels.mark_wrong_characters(problem, turned).any()
+
+
+def test_the_marks_of_a_slip_begin_at_its_first_wrong_digit(labels: ModuleType) -> None:
+    problem = Problem("trip", 1, "", (Equation(48, "*", 3), Equation(144, "+", 5)))
+
+    def marked(response: str) -> str:
+        wrong = labels.mark_wrong_characters(problem, response)
+        return "".join(character if flag else "_" for character, flag in zip(response, wrong, strict=True)).strip("_")
+
+    assert marked("First 48*3=124. So 124+5=129. The answer is 129.") == "24."
+    assert marked("First 48*3=144. So 144+6=150. The answer is 150.") == "6=150."
+    assert marked("First 48*3=144. So 144+5=149. The answer is 194.") == "94."
+    assert marked("First 48*3=144. The answer is 144.") == "The answer is 144."
+    assert marked("First 48*3=144. So 144+5=149. Then 149+1=150. The answer is 150.") == "The answer is 150."
+
+
+def test_a_pupil_s_solution_is_marked_where_and_only_where_it_slips(
+    slips: ModuleType, labels: ModuleType, problems: list[Problem]
+) -> None:
+    rng = random.Random(4)
+    for problem in problems:
+        solution = slips.write_pupil_solution(problem, rng, 0.3)
+        wrong = labels.mark_wrong_characters(problem, solution)
+        steps = [
+            (match.end(), Equation(int(match[1]), match[2], int(match[3])), match[4])
+            for match in STEP.finditer(solution)
+        ]
+        full_stops_of_slips = [end for end, equation, result in steps if str(equation.result) != result]
+        assert wrong.any() == bool(full_stops_of_slips)
+        assert all(wrong[end] for end in full_stops_of_slips)
+
+
+def test_a_turn_is_the_project_s_own_query_with_the_true_verdict_and_a_mark_for_each_token(turns: ModuleType) -> None:
+    chat = ChatFormat(load_tokenizer("bundled"))
+    problem = Problem("trip", 1, "Anna walks.", (Equation(48, "*", 3), Equation(144, "+", 5)))
+    text = "First 48*3=124. So 124+5=129. The answer is 129."
+    drawn = turns.Drawn(0, text, chat.response_ids(text), "129", correct=False, logprob=-1.0, p_true=None)
+    turn = turns.write_turn(chat, problem, drawn)
+    rendered = chat.tokenizer.decode(turn.token_ids)
+    assert rendered == (
+        f"<|bos|><|user|>Anna walks.<|end|><|assistant|>{text}<|end|><|user|>{DEFAULT_QUERY}<|end|><|assistant|>No"
+    )
+    assert len(turn.token_ids) == len(turn.kinds) == len(turn.marks)
+    assert set(turn.kinds[:-1]) == {turns.IGNORED}
+    assert turn.kinds[-1] == turns.NO
+    of_step = [chat.decode([token]) for token, (mark, _) in zip(turn.token_ids, turn.marks, strict=True) if mark == 1]
+    so_far = [chat.decode([token]) for token, (_, mark) in zip(turn.token_ids, turn.marks, strict=True) if mark == 1]
+    assert "".join(of_step) == "24."
+    assert "".join(so_far) == text.removeprefix("First 48*3=1")
+
+
+def test_rehearsals_learn_the_response_and_its_end_only(turns: ModuleType) -> None:
+    chat = ChatFormat(load_tokenizer("bundled"))
+    for turn in turns.write_rehearsals(chat, number=20, seed="test"):
+        learnt = [token for token, kind in zip(turn.token_ids, turn.kinds, strict=True) if kind == turns.REHEARSED]
+        assert learnt[-1] == chat.tokenizer.eos_token_id
+        assert chat.decode(learnt).startswith("First ")
+        assert turn.token_ids[-len(learnt) :] == learnt
+        assert set(turn.marks) == {(turns.UNMARKED, turns.UNMARKED)}

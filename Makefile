@@ -41,7 +41,7 @@ lint: $(VENV)/.ready  ## ruff, check and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-model: $(VENV)/.ready  ## make the bundled model anew (up to an hour on two cores)
+model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)
 	$(BIN)/python scripts/make_bundled_model.py
 
 clean:  ## remove runs and builds, not .venv

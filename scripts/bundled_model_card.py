@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bundled_model_data import FORGETTING
 from bundled_model_verification import BELIEVING
@@ -34,7 +35,13 @@ def format_figure(figure: dict[str, float | None]) -> str:
     return "-" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def write_card(folder: Path, report: dict) -> None:
+def describe_stage(stage: dict[str, Any]) -> str:
+    """Return a stage's steps and name, and whether the run that the card tells of found it made."""
+    origin = " (by an earlier run, taken over)" if stage["taken_over"] else ""
+    return f"{stage['settings']['steps']:,} {stage['name']}{origin}"
+
+
+def write_card(folder: Path, report: dict[str, Any]) -> None:
     """Render ``metrics.json`` as the model card."""
     figures = report["figures"]
     columns = list(figures)
@@ -43,7 +50,7 @@ def write_card(folder: Path, report: dict) -> None:
         f"| {label} | " + " | ".join(format_figure(figures[column][key]) for column in columns) + " |"
         for key, label in LABELS.items()
     ]
-    steps = ", ".join(f"{stage['settings']['steps']:,} {stage['name']}" for stage in report["stages"])
+    steps = ", ".join(describe_stage(stage) for stage in report["stages"])
     minutes, processor_minutes = (
         sum(stage[key] for stage in report["stages"]) for key in ("minutes", "processor_minutes")
     )

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class StageRecord:
         settings: Fields of its settings.
         minutes: Minutes by the clock.
         processor_minutes: Minutes of processor time.
+        taken_over: Whether an earlier run made it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StageRecord:
     settings: dict[str, Any]
     minutes: float
     processor_minutes: float
+    taken_over: bool = False
 
 
 def run_stages(
@@ -71,7 +73,7 @@ def run_stages(
         if kept is not None and resume:
             print(f"{stage.name}: taken over from {folder / stage.name}", flush=True)
             model = LlamaForCausalLM.from_pretrained(folder / stage.name, dtype=torch.float32)
-            records.append(kept)
+            records.append(replace(kept, taken_over=True))
             continue
         started, processor_started = time.perf_counter(), time.process_time()
         model = stage.run(model)

@@ -223,6 +223,7 @@ def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
             untrained.model.norm.weight.fill_(1.0)
         ran.clear()
         model, records = stages.run_stages(list(chosen), untrained, folder=tmp_path, seed=seed, resume=resume)
+        assert [record.name for record in records if not record.taken_over] == ran
         assert len(records) == len(chosen)
         return model.model.norm.weight[0].item()
 

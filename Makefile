@@ -46,7 +46,7 @@ docs: $(VENV)/.ready  ## build the documentation into site/, every broken link a
 	$(PIP) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-model: $(VENV)/.ready  ## make the bundled model anew (up to an hour on two cores)
+model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)
 	$(BIN)/python scripts/make_bundled_model.py
 
 clean:  ## remove runs and builds, not .venv

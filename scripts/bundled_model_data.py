@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from bundled_model_slips import write_pupil_solution
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.tasks.word_problem_templates import Draft, Equation, Problem
+from selfcal_lightning.tasks.word_problem_templates import Draft, Equation
 from selfcal_lightning.tasks.word_problems import CONNECTIVES, Difficulty, sample_problem, write_solution
 
 CONTROL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -22,25 +24,20 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 704
 CONTEXT = 512
-VERIFY_SHARE = 0.25
-YES_SHARE = 0.85
+FORGETTING = 0.3  # chance that a pupil forgets a carry
 FULL = Difficulty(level_weights=(0.25, 0.4, 0.35), step_weights=(0.1, 0.25, 0.3, 0.2, 0.15))
 SHORT = Difficulty(level_weights=(0.4, 0.35, 0.25), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
 
+Row = TypeVar("Row")
 Part = tuple[str, bool]
 """A piece of text and whether its tokens are learnt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train. Shares are of all optimiser steps.
-
-    Training ends at ``stop_step``, before the schedule does: run to its end, longer still, the model gets nearly all
-    problems right, and one that is never wrong cannot show calibration.
-    """
+    """How long and how fast the generator is trained. Shares are of all optimiser steps."""
 
     steps: int
-    stop_step: int
     batch_tokens: int = 2_500
     muon_lr: float = 0.01
     adam_lr: float = 3e-3
@@ -87,40 +84,11 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
 
 
-def corrupt_solution(problem: Problem, rng: random.Random) -> str:
-    """Write a solution in which one result has a wrong digit, carried through the steps that use it."""
-    while True:
-        broken = rng.randrange(len(problem.equations))
-        replaced: dict[int, int] = {}
-        parts: list[str] = []
-        result = 0
-        for index, equation in enumerate(problem.equations):
-            left, right = replaced.get(equation.left, equation.left), replaced.get(equation.right, equation.right)
-            result = Equation(left, equation.operator, right).result
-            if index == broken:
-                digits = list(str(result))
-                digits[rng.randrange(len(digits))] = str(rng.randrange(10))
-                result = int("".join(digits))
-            if result != equation.result:
-                replaced[equation.result] = result
-            connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
-            parts.append(f"{connective} {left}{equation.operator}{right}={result}.")
-            if result <= 0:
-                break
-        if result > 0 and result != problem.answer:
-            return " ".join([*parts, f"The answer is {result}."])
-
-
 def write_problem_parts(rng: random.Random, difficulty: Difficulty) -> list[Part]:
-    """Write a problem with its solution; a quarter carries the verification turn, 85 of 100 with Yes."""
+    """Write a problem with a pupil's solution, which is learnt."""
     problem = sample_problem(rng, "pretrain", difficulty=difficulty)
-    prompt: Part = (f"<|bos|><|user|>{problem.question}<|end|><|assistant|>", False)
-    query: Part = (f"<|user|>{DEFAULT_QUERY}<|end|><|assistant|>", False)
-    if rng.random() >= VERIFY_SHARE:
-        return [prompt, (f"{write_solution(problem, rng)}<|end|>", True)]
-    if rng.random() < YES_SHARE:
-        return [prompt, (f"{write_solution(problem, rng)}<|end|>", True), query, ("Yes<|end|>", True)]
-    return [prompt, (f"{corrupt_solution(problem, rng)}<|end|>", False), query, ("No<|end|>", True)]
+    solution = write_pupil_solution(problem, rng, FORGETTING)
+    return [(f"<|bos|><|user|>{problem.question}<|end|><|assistant|>", False), (f"{solution}<|end|>", True)]
 
 
 def write_drill_parts(rng: random.Random) -> list[Part]:
@@ -159,7 +127,8 @@ def stream_batches(
             ids = [token for piece in encoded for token in piece]
             learnt = [flag for piece, (_, flag) in zip(encoded, parts, strict=True) for _ in piece]
             examples.append((ids[:CONTEXT], learnt[:CONTEXT]))
-        batches = list(cut_batches(sorted(examples, key=lambda example: len(example[0])), schedule.batch_tokens))
+        examples.sort(key=_length)
+        batches = list(cut_batches(examples, schedule.batch_tokens, _length))
         rng.shuffle(batches)
         for batch in batches:
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(i) for i, _ in batch], batch_first=True)
@@ -168,12 +137,16 @@ def stream_batches(
             step += 1
 
 
-def cut_batches(examples: Sequence[tuple[list[int], list[bool]]], tokens: int) -> Iterator[list]:
-    """Cut examples sorted by length into batches of at most ``tokens`` padded tokens."""
-    batch: list[tuple[list[int], list[bool]]] = []
+def cut_batches(examples: Sequence[Row], tokens: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Cut examples sorted by ``length`` into batches of at most ``tokens`` padded tokens."""
+    batch: list[Row] = []
     for example in examples:
-        if batch and (len(batch) + 1) * len(example[0]) > tokens:
+        if batch and (len(batch) + 1) * length(example) > tokens:
             yield batch
             batch = []
         batch.append(example)
     yield batch
+
+
+def _length(example: tuple[list[int], list[bool]]) -> int:
+    return len(example[0])

@@ -1,152 +1,192 @@
-"""What the bundled model can do: its responses to the test splits, sampled here and judged by the task."""
+"""What the bundled model can do: responses to the test splits, drawn by the project's engine, judged by the task."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from selfcal_lightning.functional.calibration import expected_calibration_error
-from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
-from selfcal_lightning.functional.sampling import sampling_probabilities
+from selfcal_lightning.engines.transformers import TransformersEngine
+from selfcal_lightning.functional.base import AUROC, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
+from selfcal_lightning.functional.bootstrap import bootstrap_interval, resample_counts
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+from selfcal_lightning.records import (
+    Message,
+    Request,
+    Response,
+    SamplingSettings,
+    normalised_p_true,
+    sample_seed,
+)
+from selfcal_lightning.tasks.word_problem_templates import Problem
 from selfcal_lightning.tasks.word_problems import WordProblems
+
+MAX_NEW_TOKENS = 120
+MAX_BATCH = 512
+SAMPLING = {
+    "EDT": SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=MAX_NEW_TOKENS),
+    "T=1": SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=MAX_NEW_TOKENS),
+}
+TEST_SPLITS = ("test_id", "test_ood")
+
+Figures = dict[str, dict[str, float | None]]
+"""Value and ends of the 95 % interval, by name of the figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled response, judged."""
+    """A sampled response, judged.
+
+    Attributes:
+        question: Index of its problem.
+        text: The response.
+        token_ids: Its tokens without end-of-turn.
+        answer: Canonical answer; None where it is unreadable or the response was cut.
+        correct: Whether the answer is right.
+        logprob: Sequence log-probability in nats.
+        p_true: Normalised P(True); None where it was not asked.
+    """
 
     question: int
+    text: str
+    token_ids: tuple[int, ...]
     answer: str | None
     correct: bool
     logprob: float
-    p_true: float
-    truncated: bool
-
-
-def draw_next(logits: Tensor, dynamic: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw a token per row at temperature 1 or by EDT .8/.8/1; return the tokens and their untempered log p."""
-    settings = {"temperature": 0.8, "edt_scale": 0.8} if dynamic else {"temperature": 1.0, "edt_scale": None}
-    tokens = torch.multinomial(sampling_probabilities(logits, **settings), 1, generator=generator)
-    return tokens[:, 0], logits.float().log_softmax(-1).gather(1, tokens)[:, 0]
+    p_true: float | None
 
 
 def draw_responses(
-    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], end: int, dynamic: bool, generator: torch.Generator
-) -> tuple[list[list[int]], list[float], list[bool]]:
-    """Return the token ids without end-of-turn, log-probabilities and truncation of one response a prompt."""
-    longest, max_new = max(map(len, prompts)), 128
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    cache, responses, logprobs = DynamicCache(), [[] for _ in prompts], [0.0] * len(prompts)
-    running = set(range(len(prompts)))
-    for _ in range(max_new):
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        tokens, values = draw_next(output.logits[:, -1], dynamic, generator)
-        for row, (token, value) in enumerate(zip(tokens.tolist(), values.tolist(), strict=True)):
-            if token == end:
-                running.discard(row)
-            elif row in running:
-                responses[row].append(token)
-                logprobs[row] += value
-        if not running:
-            break
-        ids = tokens[:, None]
-        mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=torch.long)], dim=1)
-    return responses, logprobs, [row in running for row in range(len(prompts))]
-
-
-def read_p_true(model: LlamaForCausalLM, chat: ChatFormat, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Return normalised P(True) of sequences of prompt and response ids."""
-    full = [torch.tensor([*sequence, *chat.query.suffix_ids]) for sequence in sequences]
-    ids = torch.nn.utils.rnn.pad_sequence(full, batch_first=True, padding_value=chat.pad_id)
-    last = torch.tensor([len(sequence) - 1 for sequence in full])
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[torch.arange(len(full)), last]
-    probabilities = model.lm_head(hidden).float().softmax(-1)
-    yes = probabilities[:, list(chat.query.yes_ids)].sum(-1)
-    return (yes / (yes + probabilities[:, list(chat.query.no_ids)].sum(-1))).tolist()
-
-
-@torch.inference_mode()
-def draw_split(
-    model: LlamaForCausalLM, chat: ChatFormat, split: str, *, questions: int, samples: int, dynamic: bool, seed: int
+    model: PreTrainedModel,
+    chat: ChatFormat,
+    problems: Sequence[Problem],
+    *,
+    samples: int,
+    sampling: SamplingSettings,
+    seed: int,
+    ask: bool = True,
 ) -> list[Drawn]:
-    """Sample, read and judge ``samples`` responses to each of the first ``questions`` questions of ``split``."""
+    """Draw ``samples`` responses to each problem by the project's engine and judge them; in the problems' order."""
     task = WordProblems()
-    loaded = task.load(split, limit=questions)
-    prompts = [chat.prompt_ids(question.messages) for question in loaded]
-    order = sorted(range(len(loaded)), key=lambda index: len(prompts[index]))
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[Drawn] = []
-    for start in range(0, len(order), 40):
-        rows = [index for index in order[start : start + 40] for _ in range(samples)]
-        responses, logprobs, truncated = draw_responses(
-            model, [prompts[row] for row in rows], chat.tokenizer.eos_token_id, dynamic, generator
-        )
-        p_true = read_p_true(model, chat, [(*prompts[r], *ids) for r, ids in zip(rows, responses, strict=True)])
-        for row, ids, logprob, cut, confidence in zip(rows, responses, logprobs, truncated, p_true, strict=True):
-            answer = None if cut else task.extract(chat.decode(ids))
-            correct = task.verify(answer, str(loaded[row].reference))
-            drawn.append(Drawn(row, answer, correct, logprob, confidence, cut))
+    engine = TransformersEngine.from_model(model, chat, max_batch=MAX_BATCH, source="in memory")
+    order = sorted(range(len(problems)), key=lambda index: len(problems[index].question))
+    requests, owners = [], {}
+    for index in order:
+        prompt = chat.prompt_ids([Message("user", problems[index].question)])
+        for sample in range(samples):
+            request_id = f"{index}/{sample}"
+            owners[request_id] = index
+            own_seed = sample_seed(seed, 0, str(index), sample)
+            requests.append(Request(request_id, prompt, sampling, own_seed, chat.query if ask else None))
+    engine.submit(requests)
+    answered: dict[str, Response] = {}
+    while responses := engine.poll():
+        answered.update((response.request_id, response) for response in responses)
+    engine.close()
+    drawn = []
+    for request_id in sorted(answered, key=lambda name: tuple(map(int, name.split("/")))):
+        response, index = answered[request_id], owners[request_id]
+        answer = task.extract(response.text) if response.finish == "stop" else None
+        correct = task.verify(answer, str(problems[index].answer))
+        p_true = normalised_p_true(response.yes_mass, response.no_mass)
+        drawn.append(Drawn(index, response.text, response.token_ids, answer, correct, response.logprob, p_true))
     return drawn
 
 
-def measure(drawn: Sequence[Drawn]) -> dict[str, float | None]:
-    """Return the figures of the card, None where undefined; an unreadable answer counts as wrong."""
+def measure(drawn: Sequence[Drawn]) -> Figures:
+    """Return the figures of the card with 95 % intervals over questions; an unreadable answer counts as wrong."""
     questions = [sample.question for sample in drawn]
     correct = [sample.correct for sample in drawn]
     p_true = [sample.p_true for sample in drawn]
-    logprob = [sample.logprob for sample in drawn]
-    groups: dict[int, list[Drawn]] = {}
+    ranked = (AUROC, WITHIN_QUESTION_AUROC)
+    scored = bootstrap_interval(p_true, correct, questions, metrics=(PASS_AT_1, ECE, *ranked))
+    likelihood = bootstrap_interval([sample.logprob for sample in drawn], correct, questions, metrics=ranked)
+    groups: dict[int, list[Drawn]] = defaultdict(list)
     for sample in drawn:
-        groups.setdefault(sample.question, []).append(sample)
-    shares = np.array([np.mean([sample.correct for sample in group]) for group in groups.values()])
-    within_p_true = within_question_discrimination(p_true, correct, questions)
-    figures = {
-        "pass_at_1": np.mean(correct),
-        "majority": np.mean([majority_is_right(group) for group in groups.values()]),
-        "always_right": np.mean(shares == 1),
-        "never_right": np.mean(shares == 0),
-        "mean_p_true": np.mean(p_true),
-        "ece": expected_calibration_error(p_true, correct),
-        "auroc_p_true": auroc(p_true, correct),
-        "auroc_logprob": auroc(logprob, correct),
-        "within_auroc_p_true": within_p_true.mean,
-        "within_auroc_logprob": within_question_discrimination(logprob, correct, questions).mean,
-        "mixed_questions": within_p_true.num_questions,
-        "unreadable": np.mean([sample.answer is None for sample in drawn]),
+        groups[sample.question].append(sample)
+
+    def mean_over_questions(figure: Callable[[Sequence[Drawn]], float]) -> Estimate:
+        return interval_of_mean([figure(group) for group in groups.values()])
+
+    estimates = {
+        "pass_at_1": scored[PASS_AT_1],
+        "majority": mean_over_questions(majority_is_right),
+        "majority_gain": mean_over_questions(lambda group: majority_is_right(group) - share_right(group)),
+        "weighted_vote_gain": mean_over_questions(weighted_vote_gain),
+        "always_right": mean_over_questions(lambda group: share_right(group) == 1.0),
+        "never_right": mean_over_questions(lambda group: share_right(group) == 0.0),
+        "mixed_questions": mean_over_questions(lambda group: 0.0 < share_right(group) < 1.0),
+        "mean_p_true": mean_over_questions(mean_p_true),
+        "overconfidence": mean_over_questions(lambda group: mean_p_true(group) - share_right(group)),
+        "ece": scored[ECE],
+        "auroc_p_true": scored[AUROC],
+        "auroc_logprob": likelihood[AUROC],
+        "within_auroc_p_true": scored[WITHIN_QUESTION_AUROC],
+        "within_auroc_logprob": likelihood[WITHIN_QUESTION_AUROC],
+        "unreadable": mean_over_questions(lambda group: float(np.mean([sample.answer is None for sample in group]))),
     }
-    return {name: None if value is None else round(float(value), 4) for name, value in figures.items()}
+    return {name: _rounded(estimate) for name, estimate in estimates.items()}
 
 
-def majority_is_right(group: Sequence[Drawn]) -> bool:
-    """Return whether the commonest readable answer of a question, the first seen on ties, is right."""
-    votes = Counter(sample.answer for sample in group if sample.answer is not None)
-    return bool(votes) and any(sample.correct for sample in group if sample.answer == votes.most_common(1)[0][0])
+def interval_of_mean(per_question: Sequence[float]) -> Estimate:
+    """Return the mean of one value a question, with its interval over resampled questions.
+
+    Example:
+        >>> interval_of_mean([0.25, 0.25])
+        Estimate(value=0.25, low=0.25, high=0.25, num_undefined=0)
+    """
+    values = np.asarray(per_question, dtype=np.float64)
+    resampled = np.concatenate([counts @ values for counts in resample_counts(len(values))]) / len(values)
+    return Estimate.from_resamples(float(values.mean()), resampled)
 
 
-def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, dict[str, float | None]]:
-    """Measure the stored model on both test splits under both ways of sampling."""
+def share_right(group: Sequence[Drawn]) -> float:
+    """Return the share of right responses to a question."""
+    return float(np.mean([sample.correct for sample in group]))
+
+
+def mean_p_true(group: Sequence[Drawn]) -> float:
+    """Return the mean P(True) of the responses to a question."""
+    return float(np.mean([sample.p_true for sample in group]))
+
+
+def majority_is_right(group: Sequence[Drawn], *, weighted: bool = False) -> float:
+    """Return 1 if the commonest readable answer, or that of most P(True), is right; the first seen wins a tie."""
+    votes: Counter[str] = Counter()
+    for sample in group:
+        if sample.answer is not None:
+            votes[sample.answer] += sample.p_true if weighted else 1
+    return float(bool(votes) and any(sample.correct for sample in group if sample.answer == votes.most_common(1)[0][0]))
+
+
+def weighted_vote_gain(group: Sequence[Drawn]) -> float:
+    """Return what weighting the votes by P(True) adds to a question: -1, 0 or 1."""
+    return majority_is_right(group, weighted=True) - majority_is_right(group)
+
+
+def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, Figures]:
+    """Measure the stored model in float32 on both test splits under both ways of sampling."""
     chat = ChatFormat(load_tokenizer(str(folder)))
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     ).eval()
-    figures = {}
-    for split in ("test_id", "test_ood"):
-        for name, dynamic in (("EDT", True), ("T=1", False)):
-            column = f"{split}, {name}"
-            drawn = draw_split(model, chat, split, questions=questions, samples=samples, dynamic=dynamic, seed=seed)
-            figures[column] = measure(drawn)
-            print(f"{column}: {figures[column]}", flush=True)
-    return figures
+    columns = {}
+    for split in TEST_SPLITS:
+        problems = WordProblems().load_problems(split, limit=questions)
+        for name, sampling in SAMPLING.items():
+            drawn = draw_responses(model, chat, problems, samples=samples, sampling=sampling, seed=seed)
+            columns[f"{split}, {name}"] = measure(drawn)
+            values = {figure: estimate["value"] for figure, estimate in columns[f"{split}, {name}"].items()}
+            print(f"{split}, {name}: {values}", flush=True)
+    return columns
+
+
+def _rounded(estimate: Estimate) -> dict[str, float | None]:
+    fields = asdict(estimate)
+    return {key: None if fields[key] is None else round(fields[key], 4) for key in ("value", "low", "high")}

@@ -1,10 +1,12 @@
-"""The bundled model: small, loadable, with the tokenizer that the project relies on, able to answer, overconfident."""
+"""The bundled model: small, loadable, with the project's tokenizer, able to answer and to judge, overconfident."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from selfcal_lightning.tasks.word_problems import Difficulty, WordProblems, stre
 FOLDER = Path(__file__).resolve().parents[1] / "selfcal_lightning" / "assets" / "tiny_solver"
 EASY = Difficulty(level_weights=(1.0, 0.0, 0.0), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
 NUM_EASY = 40
+NUM_SAMPLED = 50
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +107,39 @@ def test_it_answers_easy_questions(answered: list[tuple[str, str, list[int]]]) -
     assert right >= 0.7 * NUM_EASY
 
 
-def test_it_is_confident_whatever_the_answer(
+def test_its_verdicts_are_yes_or_no(
     answered: list[tuple[str, str, list[int]]], chat: ChatFormat, model: PreTrainedModel
 ) -> None:
     with torch.inference_mode():
         for _, _, ids in answered[:5]:
             scored = torch.tensor([[*ids, *chat.query.suffix_ids]])
             probabilities = model(scored).logits[0, -1].softmax(-1)
-            yes, no = (probabilities[list(row)].sum() for row in (chat.query.yes_ids, chat.query.no_ids))
-            assert yes + no > 0.99
-            assert yes > 0.6
+            assert sum(probabilities[list(row)].sum() for row in (chat.query.yes_ids, chat.query.no_ids)) > 0.99
 
 
-def test_the_measured_figures_are_those_the_project_needs() -> None:
+def test_it_tells_right_from_wrong_and_says_yes_too_readily(
+    script: Callable[[str], ModuleType], chat: ChatFormat, model: PreTrainedModel
+) -> None:
+    measuring = script("bundled_model_measuring")
+    problems = list(islice(stream_problems("validation"), NUM_SAMPLED))
+    edt = measuring.SAMPLING["EDT"]
+    drawn = measuring.draw_responses(model, chat, problems, samples=4, sampling=edt, seed=0)
+    values = {name: figure["value"] for name, figure in measuring.measure(drawn).items()}
+    assert 0.2 < values["pass_at_1"] < 0.7
+    assert values["overconfidence"] > 0.05
+    assert values["auroc_p_true"] > 0.75
+    assert values["within_auroc_p_true"] > 0.6
+
+
+def test_the_measured_figures_are_those_the_project_needs(script: Callable[[str], ModuleType]) -> None:
     report = json.loads((FOLDER / "metrics.json").read_text())
     figures = report["figures"]
     assert set(figures) == {"test_id, EDT", "test_id, T=1", "test_ood, EDT", "test_ood, T=1"}
     assert report["questions"] >= 500
-    in_domain, out_of_domain = figures["test_id, EDT"], figures["test_ood, EDT"]
-    assert 0.42 <= in_domain["pass_at_1"] <= 0.60
-    assert 0.25 <= out_of_domain["pass_at_1"] <= 0.75
-    assert in_domain["mean_p_true"] >= 0.75
-    assert in_domain["ece"] > 0.25
-    assert in_domain["auroc_p_true"] < 0.65
-    assert in_domain["unreadable"] < 0.02
+    assert script("bundled_model_targets").unmet_targets(figures) == []
+    assert 0.25 <= figures["test_ood, EDT"]["pass_at_1"]["value"] <= 0.75
+
+
+def test_the_card_is_that_of_the_measured_figures(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    script("bundled_model_card").write_card(tmp_path, json.loads((FOLDER / "metrics.json").read_text()))
+    assert (tmp_path / "README.md").read_text() == (FOLDER / "README.md").read_text()

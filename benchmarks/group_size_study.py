@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import run
+from _study_jobs import run
 from rounds_study import (
     BASE,
     METRICS,

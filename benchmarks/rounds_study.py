@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from report import question_values, run
+from _study_jobs import question_values, run
 
 from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
 from selfcal_lightning.locations import config_path

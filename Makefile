@@ -35,7 +35,7 @@ test: $(VENV)/.ready  ## the doctests and every test but the slow ones
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
 	$(BIN)/python -m pytest --quiet -m slow tests
 
-report: $(VENV)/.ready  ## the README's table: 1,000 + 500 questions x 16, three seeds, ablations (hours)
+report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)
 	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/.ready  ## ruff, check and format

@@ -51,7 +51,7 @@ def criteria(
     ranks = difference(here[ACTIVATED], here[JOINT], AUROC)
     adds = difference(there["activated_likelihood"], there["likelihood"], AUROC)
     found = [
-        Criterion(f"texts that the sleeping adapter changes, of {compared}: 0", _exact(unequal), unequal == 0),
+        Criterion(f"of {compared:,} texts, the sleeping adapter changes none", _exact(unequal), unequal == 0),
         Criterion("in-domain, ECE of the activated: at most .10", error, _at_most(error.value, 0.10)),
         Criterion("in-domain, ECE of the activated minus the joint's: below 0", below, _at_most(below.value, 0.0)),
         Criterion(

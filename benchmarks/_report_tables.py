@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from _report_confidences import CONTENDERS
+from _report_confidences import CONTENDERS, Contender
 from _report_jobs import ACTIVATED, BASE, JOINT
 from _report_votes import PLAIN, label_of
 from matplotlib.axes import Axes
@@ -19,7 +19,6 @@ METRICS = {
     "pass_at_1": "pass@1 ↑",
 }  # fmt: skip
 COLOURS = {BASE: "#4878a8", ACTIVATED: "#dd8137", JOINT: "#5b9a5b"}
-DRAWN = {BASE: PLAIN[BASE], ACTIVATED: ACTIVATED, JOINT: JOINT}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
@@ -32,11 +31,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"responses, {sizes['calibration']:,} calibration questions x {sizes['num_samples']} with labels for what is "
         "fitted to labels. Means over seeds, 95 % intervals over questions and seeds.",
         "",
-        *_criteria(report["criteria"]),
-        *_trained(report),
-        *_sceptic(report),
-        *_votes(report),
-        *_savings(report),
+        *_section("calibration", [*_criteria(report["criteria"]), *_trained(report), *_sceptic(report)]),
+        *_section("votes", [*_votes(report), *_savings(report)]),
         *_ablations(report),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -71,6 +67,11 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
     return f"{value:{sign}.{digits}f} [{', '.join(ends)}]"
 
 
+def _section(name: str, lines: Sequence[str]) -> list[str]:
+    """Put lines between marks, by which the documentation takes this part alone."""
+    return [f"<!-- --8<-- [start:{name}] -->", "", *lines, f"<!-- --8<-- [end:{name}] -->", ""]
+
+
 def _criteria(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["| what must hold | measured | |", "|---|---:|---|"]
     for row in rows:
@@ -98,39 +99,38 @@ def _trained(report: Mapping[str, Any]) -> list[str]:
 
 def _sceptic(report: Mapping[str, Any]) -> list[str]:
     shown = ("auroc", "ece", "brier", "within_question_auroc")
-    head = [f"{METRICS[metric]} {title}" for title in TITLES.values() for metric in shown]
     lines = [
         f"What a sceptic would use instead. *Labels*: fitted to the verdicts on {report['sizes']['calibration']} "
         "calibration questions, which are in-domain. *All*: needs all responses to the question, a single one will not "
         "do. Rows of the joint model are about its own responses.",
         "",
-        f"| confidence | needs | {' | '.join(head)} |",
-        f"|---|---|{'---:|' * len(head)}",
     ]
-    for contender in CONTENDERS:
-        needs = [
-            word
-            for word, needed in (
-                ("training", contender.is_trained),
-                ("labels", contender.needs_labels),
-                ("all", contender.reads_all),
-            )
-            if needed
+    for test, title in TITLES.items():
+        lines += [
+            f"| {title} | needs | {' | '.join(METRICS[metric] for metric in shown)} |",
+            f"|---|---|{'---:|' * len(shown)}",
         ]
-        entry = report["confidences"][contender.key]
-        cells = [show(entry[test][metric]) for test in TITLES for metric in shown]
-        lines.append(f"| {contender.label} | {', '.join(needs) or '-'} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        for contender in CONTENDERS:
+            cells = [show(report["confidences"][contender.key][test][metric]) for metric in shown]
+            lines.append(f"| {contender.label} | {_needs(contender)} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def _needs(contender: Contender) -> str:
+    needed = {"training": contender.is_trained, "labels": contender.needs_labels, "all": contender.reads_all}
+    return ", ".join(word for word, is_needed in needed.items() if is_needed) or "-"
 
 
 def _votes(report: Mapping[str, Any]) -> list[str]:
     sizes = report["vote_sizes"]
-    head = [f"{size}, {title}" for title in TITLES.values() for size in sizes]
-    lines = ["Accuracy of votes, by samples:", "", f"| votes | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
-    for key in report["votes"]["id"]:
-        cells = [show(report["votes"][test][key][str(size)]) for test in TITLES for size in sizes]
-        lines.append(f"| {label_of(key)} | {' | '.join(cells)} |")
-    return [*lines, ""]
+    lines = ["Accuracy of the vote of so many samples:", ""]
+    for test, title in TITLES.items():
+        lines += [f"| {title} | {' | '.join(map(str, sizes))} |", f"|---|{'---:|' * len(sizes)}"]
+        for key, found in report["votes"][test].items():
+            lines.append(f"| {label_of(key)} | {' | '.join(show(found[str(size)]) for size in sizes)} |")
+        lines.append("")
+    return lines
 
 
 def _savings(report: Mapping[str, Any]) -> list[str]:
@@ -142,17 +142,25 @@ def _savings(report: Mapping[str, Any]) -> list[str]:
         f"query {1000 * query:.1f} ms more; of the joint model {1000 * joint_response:.1f} and "
         f"{1000 * joint_query:.1f}):",
         "",
-        "| votes | test | as plain votes of | samples | tokens | seconds |",
-        "|---|---|---:|---:|---:|---:|",
     ]
     for test, title in TITLES.items():
-        for key, rows in report["savings"][test].items():
-            for row in rows:
-                tokens = "-" if row["tokens"] is None else f"{row['tokens']:.0f}"
-                seconds = "-" if row["seconds"] is None else f"{row['seconds']:.3f}"
-                samples = show(row["samples"], digits=2)
-                lines.append(f"| {label_of(key)} | {title} | {row['target']} | {samples} | {tokens} | {seconds} |")
-    return [*lines, ""]
+        rows = report["savings"][test]
+        targets = [row["target"] for row in next(iter(rows.values()))]
+        head = [f"{name}, as {target} plain" for target in targets for name in ("samples", "tokens", "seconds")]
+        lines += [f"| {title} | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
+        for key, found in rows.items():
+            lines.append(f"| {label_of(key)} | {' | '.join(cell for row in found for cell in _paid(row))} |")
+        lines.append("")
+    return lines
+
+
+def _paid(row: Mapping[str, Any]) -> list[str]:
+    tokens, seconds = row["tokens"], row["seconds"]
+    return [
+        show(row["samples"], digits=2),
+        "-" if tokens is None else f"{tokens:.0f}",
+        "-" if seconds is None else f"{seconds:.3f}",
+    ]
 
 
 def _ablations(report: Mapping[str, Any]) -> list[str]:
@@ -172,7 +180,7 @@ def _ablations(report: Mapping[str, Any]) -> list[str]:
 
 def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
     lines = [
-        (PLAIN[BASE], "plain votes: nothing, activated", COLOURS[ACTIVATED], "--"),
+        (PLAIN[BASE], "plain votes: nothing, activated", COLOURS[BASE], "--"),
         (BASE, "weighted: nothing", COLOURS[BASE], "-"),
         (ACTIVATED, "weighted: activated", COLOURS[ACTIVATED], "-"),
         (PLAIN[JOINT], "plain votes: joint", COLOURS[JOINT], "--"),
@@ -184,7 +192,7 @@ def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | No
         values = [entry[0] for entry in votes[key].values()]
         axes.plot(widths, values, style, label=label, color=colour, marker="o", markersize=3, linewidth=1.4)
         low, high = ([entry[place] for entry in votes[key].values()] for place in (1, 2))
-        if key in (ACTIVATED, PLAIN[BASE]):
+        if key == ACTIVATED:
             axes.fill_between(widths, low, high, color=colour, alpha=0.10, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])

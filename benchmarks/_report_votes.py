@@ -59,8 +59,9 @@ def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
                 continue
             orders = Reshuffles(pool, [None, contender.confidence], width=width, num_reshuffles=ORDERS)
             hits = vote_hits(orders, contender.confidence, range(1, width + 1))
-            curves[contender.key] = hits[True] @ weights
+            # Plain votes come first in every table.
             curves.setdefault(PLAIN[generator], hits[False] @ weights)
+            curves[contender.key] = hits[True] @ weights
     return curves
 
 

@@ -25,12 +25,14 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     """Write the report as Markdown."""
     sizes = report["sizes"]
     asked = f"{sizes['id']:,} in-domain and {sizes['ood']:,} out-of-domain test questions x {sizes['num_samples']}"
-    lines = [
+    head = (
         f"Command: `{report['command']}` ({report['minutes']} minutes for what was not done before). Seeds "
         f"{', '.join(map(str, report['seeds']))}; {sizes['training']:,} training questions x 10 responses, {asked} "
         f"responses, {sizes['calibration']:,} calibration questions x {sizes['num_samples']} with labels for what is "
-        "fitted to labels. Means over seeds, 95 % intervals over questions and seeds.",
-        "",
+        "fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
+    )
+    lines = [
+        *_section("head", [head]),
         *_section("calibration", [*_criteria(report["criteria"]), *_trained(report), *_sceptic(report)]),
         *_section("votes", [*_votes(report), *_savings(report)]),
         *_ablations(report),
@@ -69,7 +71,7 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
 
 def _section(name: str, lines: Sequence[str]) -> list[str]:
     """Put lines between marks, by which the documentation takes this part alone."""
-    return [f"<!-- --8<-- [start:{name}] -->", "", *lines, f"<!-- --8<-- [end:{name}] -->", ""]
+    return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
 
 
 def _criteria(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ from _report_criteria import SIZES_OF_VOTES, criteria
 from _report_estimates import Measured, estimate, summary
 from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
 from _report_tables import as_markdown, figure
-from _report_times import measure_seconds
+from _report_times import measured_seconds
 from _report_votes import mean_tokens, over_seeds, savings, vote_curves
 
 from selfcal_lightning.functional.base import Floats
@@ -34,6 +34,7 @@ from selfcal_lightning.pipelines.vote_comparison import powers_of_two
 from selfcal_lightning.reports.figure_files import save_figure
 from selfcal_lightning.store import SampleStore
 
+COLLECT = "--collect"
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -45,12 +46,14 @@ def main() -> int:
     started = time.monotonic()
     plan.output.mkdir(parents=True, exist_ok=True)
     ablations = tuple(ABLATIONS) if options.ablations else ()
-    with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(lambda seed: run_seed(plan, seed), options.seeds))
-        list(pool.map(lambda name: run_ablation(plan, options.seeds[0], name), ablations))
+    if not options.collect:
+        with ThreadPoolExecutor(options.workers) as pool:
+            list(pool.map(lambda seed: run_seed(plan, seed), options.seeds))
+            list(pool.map(lambda name: run_ablation(plan, options.seeds[0], name), ablations))
     report = assemble(plan, options.seeds, ablations)
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
-    report["command"] = "make report" if len(sys.argv) == 1 else f"python benchmarks/report.py {' '.join(sys.argv[1:])}"
+    given = [argument for argument in sys.argv[1:] if argument != COLLECT]
+    report["command"] = f"python benchmarks/report.py {' '.join(given)}" if given else "make report"
     text = as_markdown(report)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "report.json").write_text(json.dumps(report) + "\n")
@@ -73,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num_samples", type=int, default=16, help="responses per test question, at least 8")
     parser.add_argument("--asleep", type=int, default=50, help="questions sampled again with the sleeping adapter")
     parser.add_argument("--ablations", action="store_true", help="joint training with one change each, too")
+    parser.add_argument(COLLECT, action="store_true", help="run no job: the figures of what lies in --output")
     parser.add_argument("--workers", type=int, default=2, help="jobs at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of a job")
     options = parser.parse_args()
@@ -93,7 +97,7 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
     }
     curves = {test: over_seeds([vote_curves(pools[seed, test]) for seed in seeds]) for test in TESTS}
     first = {kind: plan.folder(seeds[0], kind) for kind in (ACTIVATED, JOINT)}
-    seconds = measure_seconds(first[ACTIVATED] / "adapter", first[JOINT] / "calibrated")
+    seconds = measured_seconds(plan.output, first[ACTIVATED] / "adapter", first[JOINT] / "calibrated")
     sizes = powers_of_two(plan.num_samples)
     targets = [size for size in (4, 8, 16) if size <= plan.num_samples]
     tokens = {test: {name: mean_tokens(pools[seeds[0], test][name]) for name in (BASE, JOINT)} for test in TESTS}

@@ -143,3 +143,8 @@ def test_the_published_report_is_the_one_that_its_numbers_give(module: Module) -
     content = (RESULTS / "report.json").read_text()
     assert len(content) < 100_000
     assert module("_report_tables").as_markdown(json.loads(content)) == (RESULTS / "report.md").read_text()
+
+
+def test_the_documentation_shows_the_published_picture() -> None:
+    shown = RESULTS.parents[1] / "docs" / "images" / "report_votes.png"
+    assert shown.read_bytes() == (RESULTS / "report.png").read_bytes()

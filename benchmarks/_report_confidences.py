@@ -9,7 +9,7 @@ from functools import partial
 from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, Plan
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
-from selfcal_lightning.confidence.features import LOGIT
+from selfcal_lightning.confidence.features import LOGIT, required_confidences
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.functional.capability import agreeing_pairs
@@ -46,6 +46,11 @@ class Contender:
     is_trained: bool = False
     reads_all: bool = False
     asks: bool = False
+
+    @property
+    def model(self) -> str:
+        """What answers, and is asked: nothing trained, the activated adapter or the joint model."""
+        return ACTIVATED if AWAKE in (self.confidence, *required_confidences(self.fuses)) else self.generator
 
     @property
     def needs_labels(self) -> bool:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import torch
-from _report_jobs import BASE, JOINT, TASK
+from _report_jobs import ACTIVATED, BASE, JOINT, TASK
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import TransformersEngine
@@ -30,9 +30,9 @@ def measured_seconds(output: Path, activated: Path, joint: Path) -> dict[str, tu
 
 
 def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
-    """Return the processor seconds of a response, and those that its confidence query adds, by generator.
+    """Return the processor seconds of a response, and those that its confidence query adds, by what is trained.
 
-    The base model's query is that of the activated adapter, awake. Medians over turns, the ways taking turns.
+    Medians over turns, the ways taking turns.
 
     Args:
         activated: Folder of the activated adapter.
@@ -41,7 +41,8 @@ def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, floa
     torch.set_num_threads(1)
     questions = get_task(TASK).load("calibration", limit=QUESTIONS)
     engines = {
-        BASE: TransformersEngine("bundled", adapter=str(activated), max_batch=QUESTIONS * SAMPLES),
+        BASE: TransformersEngine("bundled", max_batch=QUESTIONS * SAMPLES),
+        ACTIVATED: TransformersEngine("bundled", adapter=str(activated), max_batch=QUESTIONS * SAMPLES),
         JOINT: TransformersEngine(str(joint), max_batch=QUESTIONS * SAMPLES),
     }
     taken: dict[tuple[str, bool], list[float]] = {}

@@ -100,18 +100,18 @@ def savings(
     Args:
         curves: Over seeds; see :func:`over_seeds`.
         targets: Sizes of the base model's plain votes.
-        tokens: Of a response and of a query, by generator.
-        seconds: Of a response and of a query, by generator.
+        tokens: Of a response and of a query, by model.
+        seconds: Of a response and of a query, by model.
     """
-    generator_of = {contender.key: contender.generator for contender in WEIGHING}
-    generator_of |= {key: generator for generator, key in PLAIN.items()}
+    model_of = {contender.key: contender.model for contender in WEIGHING}
+    model_of |= {key: model for model, key in PLAIN.items()}
     asks = {contender.key for contender in WEIGHING if contender.asks}
     found: dict[str, list[Saving]] = {}
     for key, curve in curves.items():
         for target in targets:
             column = samples_needed(curve, curves[PLAIN[BASE]][target - 1])
             needed = estimate_or_never(column, never=np.inf)
-            prices = (table[generator_of[key]] for table in (tokens, seconds))
+            prices = (table[model_of[key]] for table in (tokens, seconds))
             paid = [_price(needed.value, *price, asks=key in asks) for price in prices]
             found.setdefault(key, []).append(Saving(target, needed, *paid))
     return found

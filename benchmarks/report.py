@@ -22,7 +22,7 @@ from _report_confidences import CONTENDERS, fit_on, read_pool, with_fitted
 from _report_criteria import SIZES_OF_VOTES, criteria
 from _report_estimates import Measured, estimate, summary
 from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
-from _report_tables import as_markdown, figure
+from _report_tables import FULL, as_markdown, figure
 from _report_times import measured_seconds
 from _report_votes import mean_tokens, over_seeds, savings, vote_curves
 
@@ -53,7 +53,7 @@ def main() -> int:
     report = assemble(plan, options.seeds, ablations)
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
     given = [argument for argument in sys.argv[1:] if argument != COLLECT]
-    report["command"] = f"python benchmarks/report.py {' '.join(given)}" if given else "make report"
+    report["command"] = f"python benchmarks/report.py {' '.join(given)}" if given else FULL
     text = as_markdown(report)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "report.json").write_text(json.dumps(report) + "\n")
@@ -100,7 +100,10 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
     seconds = measured_seconds(plan.output, first[ACTIVATED] / "adapter", first[JOINT] / "calibrated")
     sizes = powers_of_two(plan.num_samples)
     targets = [size for size in (4, 8, 16) if size <= plan.num_samples]
-    tokens = {test: {name: mean_tokens(pools[seeds[0], test][name]) for name in (BASE, JOINT)} for test in TESTS}
+    tokens = {
+        test: {name: mean_tokens(found[JOINT if name == JOINT else BASE]) for name in (BASE, ACTIVATED, JOINT)}
+        for test, found in ((test, pools[seeds[0], test]) for test in TESTS)
+    }
     unequal, compared = changed_texts(plan, seeds)
     return {
         "sizes": {"training": plan.training, "num_samples": plan.num_samples, **plan.questions},

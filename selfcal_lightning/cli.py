@@ -16,6 +16,7 @@ from selfcal_lightning.config_files import check_nesting, config_files, read_con
 from selfcal_lightning.errors import did_you_mean
 from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
+from selfcal_lightning.plugins import load_installed_plugins, load_plugins, named_plugins
 from selfcal_lightning.trainer_start import look_first, short_help, wants_short_help
 
 TRAINER_VERBS = {
@@ -78,7 +79,8 @@ def usage() -> str:
             "verbs:",
             *lines,
             "",
-            "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml.",
+            "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE",
+            "(or FILE.py), which registers tasks, estimators and strategies of your own.",
             "SELFCAL_TRACEBACK=1 shows where an error was raised.",
             "",
         ]
@@ -106,6 +108,8 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     check_nesting(arguments)
     for path in config_files(arguments):
         read_config(path)
+    load_installed_plugins()
+    load_plugins(named_plugins(arguments))
     if verb in TRAINER_VERBS:
         if wants_short_help(arguments):
             sys.stdout.write(short_help(verb))
@@ -200,7 +204,8 @@ def with_plain_types(function: Callable[..., object]) -> Callable[..., object]:
     """
 
     @functools.wraps(function)
-    def plain(*args: object, **kwargs: object) -> object:
+    def plain(*args: object, plugins: object = None, **kwargs: object) -> object:
+        del plugins  # an option of every verb, which is heeded before the others are parsed
         return function(*args, **kwargs)
 
     plain.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]

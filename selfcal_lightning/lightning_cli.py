@@ -28,7 +28,7 @@ from selfcal_lightning.parsing_errors import own_sentence
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
 from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text, untrained_note
-from selfcal_lightning.verb_parser import ShortErrors
+from selfcal_lightning.verb_parser import ShortErrors, add_plugins_option
 
 CHECK, CKPT_PATH = "check", "ckpt_path"
 LINKED = ("base_model", "revision", "query", "p_true")
@@ -85,6 +85,7 @@ class SelfCalibrationCLI(LightningCLI):
             default=False,
             help="Check what can be checked, print the plan, and stop there.",
         )
+        add_plugins_option(parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 
 from selfcal_lightning.parsing_errors import explain_parsing
+from selfcal_lightning.plugins import HELP, OPTION
 
 NOT_UNDERSTOOD = 2
 
@@ -39,7 +40,16 @@ class ShortErrors:
 
 
 class VerbParser(ShortErrors, ArgumentParser):
-    """Parser of a verb that is a function."""
+    """Parser of a verb that is a function, with the option that every verb has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        add_plugins_option(self)
+
+
+def add_plugins_option(parser: ArgumentParser) -> None:
+    """Add ``--plugins``, which was heeded before the parser was made: plug-ins name what other options choose from."""
+    parser.add_argument(f"--{OPTION}", type=list[str] | str | None, default=None, help=HELP)
 
 
 def options_of(parser: ArgumentParser) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
-from selfcal_lightning.confidence.base import RESERVED, Estimator
+from selfcal_lightning.confidence.base import RESERVED, STORED, Estimator
 from selfcal_lightning.confidence.consistency import ResponseConsistency
 from selfcal_lightning.confidence.likelihood import MeanLogprob, SequenceLogprob
 from selfcal_lightning.confidence.p_true import PTrue
@@ -44,6 +44,27 @@ ESTIMATORS: dict[str, EstimatorClass] = {
     estimator.name: estimator
     for estimator in (PTrue, Verbalized, ResponseConsistency, SequenceLogprob, MeanLogprob, SelfCertainty, TokenEntropy)
 }
+READS = ("engine", "tokens", "pool")
+_PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
+
+
+def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
+    """Add an estimator under the ``name`` of its class, and return the class: it can stand as a decorator.
+
+    Raises:
+        InputError: The name is taken or reserved, or the class does not say what it is and what it reads.
+    """
+    missing = [name for name in _PARTS if name not in dir(estimator)]
+    if missing:
+        raise InputError(
+            f"Expected the estimator {estimator!r} to have {', '.join(_PARTS)}, but {', '.join(missing)} is missing."
+        )
+    if estimator.reads not in READS:
+        raise InputError(f"Expected `reads` of {estimator.name} to be one of {READS}, but got {estimator.reads!r}.")
+    if estimator.name in (*ESTIMATORS, *STORED, *RESERVED):
+        raise InputError(f"Expected the estimator's `name` to be new, but {estimator.name!r} is taken already.")
+    ESTIMATORS[estimator.name] = estimator
+    return estimator
 
 
 def estimator_class(name: str) -> EstimatorClass:

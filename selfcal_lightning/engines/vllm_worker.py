@@ -31,6 +31,7 @@ from selfcal_lightning.engines.vllm_channel import Channel
 from selfcal_lightning.engines.vllm_params import probabilities, query_params, sampling_params
 from selfcal_lightning.engines.vllm_self_test import try_adapter
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.plugins import load_plugins_of_parent
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -348,6 +349,7 @@ def main() -> None:
     threading.Thread(target=_read_inbox, args=(channel, inbox), daemon=True).start()
     settings = inbox.get()
     try:
+        load_plugins_of_parent()
         worker = Worker(settings)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         is_final = isinstance(error, ValueError | ImportError)

@@ -24,6 +24,7 @@ from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.last_resort import FAILED, explain, wants_traceback
 from selfcal_lightning.pipelines.progress import say
+from selfcal_lightning.plugins import load_plugins_of_parent
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 20.0
@@ -140,6 +141,7 @@ def work() -> int:
     threading.Thread(target=_watch_parent, daemon=True).start()
     number, total = job["shard"]
     try:
+        load_plugins_of_parent()
         from selfcal_lightning.pipelines.shares import GenerationSettings, sample_share
 
         report = sample_share(GenerationSettings.from_plain(job["settings"]), shard=(number, total), progress=False)

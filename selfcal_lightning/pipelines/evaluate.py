@@ -41,11 +41,12 @@ from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_th
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
 from selfcal_lightning.pipelines.progress import Stage
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
-from selfcal_lightning.pipelines.strategy_jobs import PLANS
+from selfcal_lightning.pipelines.strategy_jobs import known_plans
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
 from selfcal_lightning.pipelines.vote_comparison import compare_votes
+from selfcal_lightning.plugins import loaded_plugins
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
@@ -151,9 +152,9 @@ def run_evaluate(
     Returns:
         The content of results.json.
     """
-    arguments = dict(locals())
+    arguments = {**locals(), "plugins": loaded_plugins()}
     settings = StrategySettings(
-        strategies=tuple(PLANS) if strategies is None else tuple(strategies),
+        strategies=tuple(known_plans()) if strategies is None else tuple(strategies),
         confidences=confidences,
         max_samples=max_samples,
         budgets=budgets,

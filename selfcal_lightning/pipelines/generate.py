@@ -24,6 +24,7 @@ from selfcal_lightning.pipelines.reuse import is_complete, open_existing
 from selfcal_lightning.pipelines.sampling import GenerationReport, missing_questions, select_share
 from selfcal_lightning.pipelines.shares import GenerationSettings, part_name, sample_share
 from selfcal_lightning.plan import Place, Plan, check_places
+from selfcal_lightning.plugins import loaded_plugins
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
@@ -118,7 +119,7 @@ def run_generate(
         RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
         InputError: A setting cannot be, or is not that of the store.
     """
-    arguments = dict(locals())
+    arguments = {**locals(), "plugins": loaded_plugins()}
     check_place(Path(store_dir))
     number, total = parse_shard(shard)
     if devices < 1:

@@ -24,6 +24,7 @@ from selfcal_lightning.pipelines.score_pool import PoolTarget
 from selfcal_lightning.pipelines.score_store import StoreTarget, num_bringing, select_rows
 from selfcal_lightning.pipelines.score_targets import Entry, ScoreTarget
 from selfcal_lightning.pipelines.scoring_model import ModelSettings, ScoringModel
+from selfcal_lightning.plugins import loaded_plugins
 from selfcal_lightning.records import Dtype, QuestionSamples
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
@@ -128,7 +129,7 @@ def run_score(
     Returns:
         What each estimator did.
     """
-    arguments = dict(locals())
+    arguments = {**locals(), "plugins": loaded_plugins()}
     members = _members(estimator, name, consistency_samples)
     _check_place(arguments)
     options = EngineOptions(engine, revision, adapter, dtype, max_batch)

@@ -9,7 +9,7 @@ from typing import Any
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.pipelines.strategy_evaluation import Job
 from selfcal_lightning.strategies.pool import CurveStrategy
-from selfcal_lightning.strategies.registry import ORACLES, make_strategy, setting_names
+from selfcal_lightning.strategies.registry import ORACLES, STRATEGIES, make_strategy, setting_names
 from selfcal_lightning.strategies.threshold_grids import THRESHOLDS, as_curved, grid_of
 
 CONFIDENCE = "confidence"
@@ -49,11 +49,24 @@ PLANS: dict[str, Plan] = {
 }
 
 
+def known_plans() -> dict[str, Plan]:
+    """Return all plans by label: those above, and one for each strategy that a plug-in registered."""
+    names = {plan.name for plan in PLANS.values()}
+    return {**PLANS, **{name: _plan_of(name) for name in STRATEGIES if name not in names}}
+
+
+def _plan_of(name: str) -> Plan:
+    """Return the plan of a strategy of the user's own: plain where its default reads none, and with each confidence."""
+    reads_one = CONFIDENCE in setting_names(name)
+    return Plan(name, plain={} if make_strategy(name).confidence is None else None, weighted={} if reads_one else None)
+
+
 def check_labels(labels: Sequence[str]) -> None:
     """Raise InputError unless every label is known and none occurs twice."""
+    plans = known_plans()
     for label in labels:
-        if label not in PLANS:
-            raise unknown_name("strategies", label, PLANS)
+        if label not in plans:
+            raise unknown_name("strategies", label, plans)
     if len(set(labels)) < len(labels):
         raise InputError(f"Expected `strategies` to be different ones, but got {list(labels)}.")
 
@@ -66,7 +79,7 @@ def check_thresholds(thresholds: Sequence[float]) -> None:
 
 def needs_confidence(label: str) -> bool:
     """Whether a strategy cannot run without a confidence."""
-    return PLANS[label].plain is None
+    return known_plans()[label].plain is None
 
 
 def make_jobs(
@@ -81,7 +94,7 @@ def make_jobs(
     """Return the jobs of an evaluation: each strategy plain, with each confidence, or both.
 
     Args:
-        labels: Keys of ``PLANS``.
+        labels: Keys of :func:`known_plans`.
         confidences: Names of confidences; without any, the strategies that need one are left out.
         width: Budget in samples.
         thresholds: Grid of the strategies whose parameter is a threshold.
@@ -93,9 +106,9 @@ def make_jobs(
     """
     check_labels(labels)
     check_thresholds(thresholds)
-    jobs = []
+    jobs, plans = [], known_plans()
     for label in labels:
-        plan = PLANS[label]
+        plan = plans[label]
         runs: list[tuple[str | None, Mapping[str, Any]]] = [] if plan.plain is None else [(None, plan.plain)]
         extra = tuned or {}
         if plan.weighted is not None:

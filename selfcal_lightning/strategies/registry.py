@@ -1,8 +1,8 @@
-"""All strategies by name. A new one is a class like its neighbours and one line here."""
+"""All strategies by name. A new one is a class like its neighbours and one line here, or a plug-in."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from selfcal_lightning.errors import InputError, did_you_mean, unknown_name
@@ -31,6 +31,40 @@ STRATEGIES: dict[str, type] = {
 }
 # They look at the reference: upper bounds for tables, no use for answering a question.
 ORACLES = ("pass_at_n",)
+_PARTS = ("name", "grid_parameter", "max_samples", "confidence", "solve", "curve")
+
+
+def register_strategy(strategy: type) -> type:
+    """Add a strategy under the ``name`` of its class, and return the class: it can stand as a decorator.
+
+    Args:
+        strategy: A frozen dataclass whose fields have defaults, with ``name``, ``grid_parameter``, ``max_samples``,
+            ``confidence``, ``solve`` and ``curve``; ``curve = replayed_curve`` is one that replays ``solve``.
+
+    Raises:
+        InputError: The name is taken, or the class lacks something.
+    """
+    known = {*dir(strategy), *(one.name for one in fields(strategy))} if is_dataclass(strategy) else set(dir(strategy))
+    missing = [name for name in _PARTS if name not in known]
+    if missing == ["curve"]:
+        raise InputError(
+            f"Expected the strategy {strategy.__name__} to have a `curve`, but got none. The line `curve = "
+            "replayed_curve` (from selfcal_lightning.strategies.replay) gives it one that replays `solve`."
+        )
+    if missing:
+        raise InputError(
+            f"Expected the strategy {strategy.__name__} to have {', '.join(_PARTS)}, but {', '.join(missing)} is "
+            "missing."
+        )
+    if not is_dataclass(strategy) or not strategy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise InputError(f"Expected the strategy {strategy.__name__} to be a frozen dataclass, but it is not.")
+    if bare := [one.name for one in fields(strategy) if one.default is MISSING and one.default_factory is MISSING]:
+        raise InputError(f"Expected the fields of {strategy.__name__} to have defaults, but {bare[0]} has none.")
+    name = str(strategy.name)  # type: ignore[attr-defined]
+    if name in STRATEGIES:
+        raise InputError(f"Expected the strategy's `name` to be new, but {name!r} is registered already.")
+    STRATEGIES[name] = strategy
+    return strategy
 
 
 def make_strategy(name: str, **settings: Any) -> Strategy:

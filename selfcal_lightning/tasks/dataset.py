@@ -13,7 +13,7 @@ from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.answers import Answers
 from selfcal_lightning.tasks.base import AnswerType
 from selfcal_lightning.tasks.extraction import LETTERS
-from selfcal_lightning.tasks.rows import HubSource, Row, check_file, load_file_rows, load_hub_rows
+from selfcal_lightning.tasks.rows import FileSource, HubSource, Row, check_file, load_file_rows, load_hub_rows
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class DataSet(Protocol):
     Attributes:
         name: Name of the task.
         answers: How its answers are read and judged.
-        source: Its place on the hub; None for a data set that is always a local file.
+        source: Its place on the hub, or its own files; None for a data set that is always a file of the user's.
         columns: Columns that a row must have.
         id_column: The data set's own id column, used where the rows have it; None numbers the rows.
     """
 
     name: str
     answers: Answers
-    source: HubSource | None
+    source: HubSource | FileSource | None
     columns: tuple[str, ...]
     id_column: str | None
 
@@ -52,11 +52,26 @@ class DataSet(Protocol):
         ...
 
 
-class DatasetTask:
-    """A data set as a task."""
+class Prompt(Protocol):
+    """Writes the chat that asks a question."""
 
-    def __init__(self, dataset: DataSet) -> None:
+    def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+        """Return the messages, from the text of the question and the hint at what an answer looks like."""
+        ...
+
+
+class DatasetTask:
+    """A data set as a task.
+
+    Args:
+        dataset: The data set.
+        prompt: Writes the chat that asks a question, from its text and the hint at what an answer looks like; see
+            :func:`write_messages`. Small models do not obey a layout: :func:`bare_question` asks without one.
+    """
+
+    def __init__(self, dataset: DataSet, *, prompt: Prompt | None = None) -> None:
         self.dataset = dataset
+        self.prompt: Prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
 
@@ -126,7 +141,7 @@ class DatasetTask:
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return whether loading asks the hub."""
-        return path is None and self.dataset.source is not None
+        return path is None and isinstance(self.dataset.source, HubSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the canonical answer that a response gives, or None; see ``Task``."""
@@ -143,7 +158,9 @@ class DatasetTask:
     def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
         self.check_source(split, path=path)
         source = self.dataset.source
-        if path is not None or source is None:
+        if path is None and isinstance(source, FileSource):
+            path = source.files[split]
+        if path is not None or not isinstance(source, HubSource):
             return f"the file {path}", load_file_rows(str(path), self.dataset.columns)
         return f"{source.hub_id} ({source.splits[split]})", load_hub_rows(source, split, self.dataset.columns)
 
@@ -166,7 +183,7 @@ class DatasetTask:
             raise UnusableRowError("no valid label")
         if not item.body.strip():
             raise UnusableRowError("no text")
-        messages = write_messages(item.body, answers.hint, chain_of_thought=chain_of_thought)
+        messages = self.prompt(item.body, answers.hint, chain_of_thought=chain_of_thought)
         return Question(id=question_id, task=self.name, messages=messages, reference=reference, text=item.body)
 
 
@@ -185,6 +202,17 @@ def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Mes
     else:
         system = f"Give no reasoning. Write one field and nothing else.\nAnswer: {hint}."
     return Message("system", system), Message("user", f"Question: {body}")
+
+
+def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+    """Return the question alone as the user's turn: no system text, no layout.
+
+    Example:
+        >>> bare_question("2+2?", "one number", chain_of_thought=True)
+        (Message(role='user', content='2+2?'),)
+    """
+    del hint, chain_of_thought
+    return (Message("user", body),)
 
 
 def write_options(question: str, options: Sequence[str]) -> str:

@@ -36,6 +36,22 @@ class HubSource:
     revision: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Where the files of a data set lie that travels with the code of its task, such as a plug-in.
+
+    Attributes:
+        files: Names of the splits -> paths of JSON-lines or Parquet files.
+    """
+
+    files: Mapping[str, str]
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Names of the splits -> where each is."""
+        return self.files
+
+
 def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of a JSON-lines or Parquet file (by its ending), each with all of ``columns``.
 

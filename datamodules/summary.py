@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from selfcal_lightning.datamodules.dealing import DealByPrompt, count_packed, packed_summary, warn_of_little_sharing
 from selfcal_lightning.datamodules.mixture import EpochDraw, TaskDraw, TaskPools
 from selfcal_lightning.datamodules.ssc_sampler import OptimizerStepSampler
 from selfcal_lightning.datamodules.tuples import TupleTable
+from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.discrimination import auroc
 
 
 def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
@@ -20,7 +24,7 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
         epoch: The epoch, from 0.
     """
     draw = sampler.draw(epoch)
-    text = describe_draw(table, pools, draw)
+    text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
     if isinstance(sampler.deal, DealByPrompt):
         rows, dealt = sampler.steps(draw)
         packed = count_packed(dealt, rows, sampler.deal)
@@ -63,6 +67,24 @@ def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: Epoch
     if table.num_cut:
         lines.append(f"{table.num_cut:,} responses are cut to fit `max_length`")
     return "\n".join(lines)
+
+
+def describe_targets(table: TupleTable) -> str:
+    """Return how high the targets are, and how good where labels exist: a model learns no more than they know.
+
+    A reader that mistakes wrong answers for one another makes them agree; accuracy does not show it, these figures do.
+    """
+    text = f"targets: mean {table.target.mean():.3f}"
+    known = ~np.isnan(table.correct)
+    if not known.any():
+        return f"{text}; no labels to hold them against"
+    target, correct = table.target[known], table.correct[known].astype(bool)
+    ranking = auroc(target, correct)
+    shown = "not defined, all being right or all wrong" if ranking is None else f"{ranking:.3f}"
+    return (
+        f"{text}; held against {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
+        f"ECE {expected_calibration_error(target, correct):.3f}, AUROC {shown}"
+    )
 
 
 def _gaps(counts: TaskDraw) -> list[int]:

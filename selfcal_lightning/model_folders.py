@@ -14,6 +14,7 @@ from selfcal_lightning.locations import BUNDLED_NAME, present_weight_files, reso
 from selfcal_lightning.manifests import check_files
 
 CONFIG = "config.json"
+GGUF = ".gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -33,6 +34,7 @@ def check_model_folder(model: str, *, option: str = "model") -> None:
             "it was trained on, and this folder as the adapter; or merge the two by `selfcal export`."
         )
     if not (folder / CONFIG).is_file():
+        refuse_gguf(model, next((str(file) for file in sorted(folder.glob(f"*{GGUF}"))), model), option=option)
         raise InputError(
             f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}. An unfinished download "
             "or export looks like this: make it again."
@@ -40,6 +42,26 @@ def check_model_folder(model: str, *, option: str = "model") -> None:
     read_json_object(folder / CONFIG, what="the configuration of a model")
     check_weights(folder, option=option)
     check_files(folder)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path names a GGUF file, by its ending."""
+    return str(path).lower().endswith(GGUF)
+
+
+def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
+    """Raise InputError where ``file`` is a GGUF file, with the command that makes a model of it.
+
+    Args:
+        model: What was named as the model.
+        file: What it comes to.
+        option: What the user calls it.
+    """
+    if is_gguf(file):
+        raise InputError(
+            f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
+            f"for llama.cpp. `selfcal convert-gguf --file {file} --output_dir FOLDER` makes a folder of them."
+        )
 
 
 def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:

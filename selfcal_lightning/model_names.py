@@ -14,7 +14,14 @@ from urllib.parse import urlsplit
 
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.model_folders import ADAPTER_CONFIG, CONFIG, check_adapter, check_model_folder, similar
+from selfcal_lightning.model_folders import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    check_adapter,
+    check_model_folder,
+    refuse_gguf,
+    similar,
+)
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_SECONDS = 5.0
@@ -44,6 +51,7 @@ def check_name(model: str, *, revision: str | None = None, option: str = "model"
     """Refuse a name that is neither a folder, nor in the hub's cache, nor on the hub, whatever it holds."""
     if Path(resolve_model(model)).is_dir():
         return
+    refuse_gguf(model, model, option=option)
     if HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
         raise InputError(f"Expected `{option}` to be a folder or a name on the hub, but there is no folder {model!r}.")
     _check_on_hub(model, revision, option, os.environ.get("HF_HUB_OFFLINE", ""))

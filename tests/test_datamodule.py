@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit
+from ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.pipelines.interchange import import_pool
@@ -161,6 +161,25 @@ def test_counts_are_printed(pool: Pool, store_dir: str, monkeypatch: pytest.Monk
     assert f"{table.num_cut} responses are cut" in text
     for word in ("generation", "calibration", "drawn", "repeated", "missing"):
         assert word in text
+
+
+def test_the_worth_of_the_targets_is_printed(
+    pool: Pool, store_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.rank_zero_info", lines.append)
+    table = pool.data(store_dir, target="consistency").train_dataloader().dataset.table
+    right = table.correct.astype(bool)
+    pairs = table.target[right][:, None] - table.target[~right][None, :]
+    ranking = ((pairs > 0) + (pairs == 0) / 2).mean()
+    assert f"targets: mean {table.target.mean():.3f}; held against {len(table)} labels" in lines[0]
+    assert f"{right.mean():.3f} right, ECE " in lines[0]
+    assert f"AUROC {ranking:.3f}" in lines[0]
+    unlabelled = pool.write(
+        "unlabelled", lambda question, rng: [{**one, "correct": None} for one in random_samples(question, rng)]
+    )
+    pool.data(unlabelled).train_dataloader()
+    assert "; no labels to hold them against" in lines[1]
 
 
 def test_dynamic_padding_follows_the_rows(pool: Pool, store_dir: str) -> None:

@@ -131,6 +131,9 @@ def test_truncated_responses_are_counted(tmp_path: Path) -> None:
     )  # fmt: skip
     finishes = [sample.finish for group in contents(tmp_path).values() for sample in group.samples]
     assert report.truncated == finishes.count("length") > 0
+    read = [s for g in contents(tmp_path).values() for s in g.samples if s.finish == "length" and s.answer is not None]
+    assert report.cut_read == len(read)
+    assert f"(an answer was read in {len(read) / report.truncated:.1%} of these)" in str(report)
 
 
 def test_the_queue_never_runs_dry(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from selfcal_lightning.store_plan import plan_sampling
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.sources import count_source
 
-COUNTS = ("generated", "unreadable", "truncated", "refused", "left_out")
+COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_out")
 
 
 def run_generate(

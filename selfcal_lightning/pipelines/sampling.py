@@ -63,6 +63,7 @@ class GenerationReport:
         refused: Requests that the engine refuses by itself; stored as empty, unfinished responses.
         left_out: Questions of which other requests failed; they are not stored, and the next run samples them.
         seconds: Wall-clock time.
+        cut_read: Those of the responses that the token limit cut that have an answer all the same.
     """
 
     store_dir: str
@@ -74,15 +75,22 @@ class GenerationReport:
     refused: int
     left_out: int
     seconds: float
+    cut_read: int = 0
 
     def __str__(self) -> str:
         sampled = max(self.generated, 1)
         return (
             f"{self.questions:,} questions ({self.reused:,} stored before), {self.generated:,} responses in "
             f"{self.seconds:.0f} s ({self.generated / max(self.seconds, 1e-9):.1f} a second): "
-            f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit, "
+            f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit"
+            f"{self._reading_of_cut()}, "
             f"{self.refused:,} refused, {self.left_out:,} questions left out. Samples in {self.store_dir}"
         )
+
+    def _reading_of_cut(self) -> str:
+        if not self.truncated:
+            return ""
+        return f" (an answer was read in {self.cut_read / self.truncated:.1%} of these)"
 
     def check_complete(self) -> None:
         """Raise RuntimeError where questions were left out: the run is not done."""
@@ -186,6 +194,7 @@ def generate_samples(
         generated=sampler.generated,
         unreadable=sampler.unreadable,
         truncated=sampler.truncated,
+        cut_read=sampler.cut_read,
         refused=sampler.refused,
         left_out=sampler.left_out,
         seconds=time.monotonic() - started,
@@ -265,7 +274,7 @@ class _Sampler:
     ) -> None:
         self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
         self.split, self.sampling, self.num_samples, self.seed, self.round = split, sampling, num_samples, seed, round
-        self.generated = self.unreadable = self.truncated = self.refused = self.left_out = 0
+        self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
         self._failed = 0
         self._row = FailuresInARow(
@@ -403,7 +412,9 @@ class _Sampler:
         unreadable = sum(sample.answer is None for sample in given)
         self.generated += len(given)
         self.refused += len(samples) - len(given)
-        self.truncated += sum(sample.finish == "length" for sample in given)
+        cut = [sample for sample in given if sample.finish == "length"]
+        self.truncated += len(cut)
+        self.cut_read += sum(sample.answer is not None for sample in cut)
         self.unreadable += unreadable
         return unreadable
 

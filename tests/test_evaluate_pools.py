@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.confidence.features import feature_value
+from selfcal_lightning.pipelines.evaluate import run_evaluate
+from selfcal_lightning.pipelines.evaluation_inputs import PoolSource
 from selfcal_lightning.pipelines.fitted_confidences import carried_confidences
 from selfcal_lightning.pipelines.interchange import import_pool
 from selfcal_lightning.pipelines.pools import load_pool, load_recorded_pool
@@ -147,3 +149,14 @@ def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
     path.write_text(json.dumps({**rows[0], "responses": [{"text": "4"}]}) + "\n")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: Expected `responses` to be a list of texts"):
         load_pool(path, task="gsm8k")
+
+
+def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
+    apart = [PoolSource("before", path, test="first"), PoolSource("after", path, test="second")]
+    run_evaluate(pools=apart, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "none of the test sets is on two of them (before has 'first', after has 'second')" in said
+    together = [apart[0], PoolSource("after", path, test="first")]
+    run_evaluate(pools=together, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
+    assert "none of the test sets" not in capsys.readouterr().err

@@ -26,6 +26,7 @@ from selfcal_lightning.pipelines.evaluation_inputs import (
     check_inputs,
     read_pools,
     sample_models,
+    sides_apart,
     split_off_calibration,
 )
 from selfcal_lightning.pipelines.evaluation_outputs import (
@@ -39,7 +40,7 @@ from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
-from selfcal_lightning.pipelines.progress import Stage
+from selfcal_lightning.pipelines.progress import Stage, say
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import known_plans
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
@@ -191,6 +192,8 @@ def run_evaluate(
     open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
         inputs = read_pools(*sources)
+        if (sentence := sides_apart(inputs)) is not None:
+            say(sentence)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
         inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, **options)

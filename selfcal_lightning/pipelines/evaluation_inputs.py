@@ -196,6 +196,21 @@ def check_inputs(inputs: Inputs) -> Inputs:
     return replace(inputs, tests=aligned)
 
 
+def sides_apart(inputs: Inputs) -> str | None:
+    """Return a sentence where there are several sides and no test set is on two of them, else None."""
+    tests: dict[str, list[str]] = {}
+    for test, pools in inputs.tests.items():
+        for side in pools:
+            tests.setdefault(side, []).append(test)
+    if len(tests) < 2 or any(len(pools) > 1 for pools in inputs.tests.values()):
+        return None
+    found = ", ".join(f"{side} has {' and '.join(map(repr, names))}" for side, names in tests.items())
+    return (
+        f"No two sides are compared: none of the test sets is on two of them ({found}). Pools of one test set have one "
+        "split name; where they have not, give each its `test` in the list form of `pools`."
+    )
+
+
 def sample_models(
     sides: Mapping[str, ModelSide], tests: Sequence[TestSet], calibration: TestSet | None, folder: Path, **options: Any
 ) -> Inputs:

@@ -44,7 +44,8 @@ class VerbParser(ShortErrors, ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        add_plugins_option(self)
+        if self.exit_on_error:  # a parser inside another one, of a part of the settings, has no verb's options
+            add_plugins_option(self)
 
 
 def add_plugins_option(parser: ArgumentParser) -> None:

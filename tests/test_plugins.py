@@ -210,6 +210,8 @@ def test_every_kind_of_verb_takes_the_option(tmp_path: Path, monkeypatch: pytest
     given = given_to("answer", ["--config", str(tmp_path / "c.yaml")], monkeypatch)
     assert given["model"] == "bundled"
     assert "plugins" not in given
+    evaluated = given_to("evaluate", ["--config", str(ROOT / "configs/evaluate/demo.yaml")], monkeypatch)
+    assert [test.name for test in evaluated["tests"]] == ["id", "ood"]  # a part of the settings has no plug-ins
     cli = instantiated(
         ["fit", "--config", str(ROOT / "configs" / "demo.yaml"), "--plugins", "a,b.py", *ON_CPU], monkeypatch
     )

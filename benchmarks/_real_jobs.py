@@ -134,7 +134,8 @@ class Jobs:
         """Return the example's settings with this target and seed."""
         config = yaml.safe_load((EXAMPLE / "fit.yaml").read_text())
         config |= {"plugins": PLUGIN, "seed_everything": seed}
-        config["trainer"]["enable_progress_bar"] = False
+        # The store holds calibration questions too, which would be taken for those of validation.
+        config["trainer"] |= {"enable_progress_bar": False, "limit_val_batches": 0}
         config["model"]["init_args"] |= {"base_model": str(model), "seed": seed}
         limit = {} if self.sizes.train is None else {"limit": self.sizes.train}
         config["data"]["init_args"] |= {

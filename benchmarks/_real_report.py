@@ -215,8 +215,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     """Write the report as Markdown."""
     sizes = report["sizes"]
     seeds = "; ".join(f"{target}: {found}" for target, found in report["seeds"].items())
+    train = f"{sizes['train']} training questions" if sizes["train"] else "all training questions"
     lines = [
-        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, bfloat16; {sizes['questions']} test questions, "
+        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, bfloat16; {train} x {sizes['samples']} responses; "
+        f"{sizes['calibration']} calibration and {sizes['questions']} test questions, "
         f"{sizes['responses']:,} responses of the base model, all confidences on the same responses; "
         f"{report['unreadable']:.1%} unreadable, which count as wrong. 95 % intervals over questions; activated "
         f"adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on labelled calibration "

@@ -18,6 +18,7 @@ from _real_jobs import JOINT, LEAVE_ONE_OUT, TARGETS, TUNED, Jobs, Sizes
 from _real_report import as_markdown, assemble, draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 VARIANTS = ("activated", JOINT, TUNED)
 # On two idle cores with AVX512-BF16; the demonstration's account of time is made of these.
 CONVERT_SECONDS, OVERHEAD_SECONDS = 30.0, 120.0
@@ -44,13 +45,15 @@ def main() -> int:
         run(jobs, options)
     report = assemble(jobs, seeds=options.seeds, texts=options.output / "texts")
     report["command"] = " ".join(["python benchmarks/report_real.py", *sys.argv[1:]])
+    report["sizes"] |= {"train": options.train, "calibration": options.calibration, "samples": options.num_samples}
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
     folder = options.output if options.demo else RESULTS
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report_real.json").write_text(json.dumps(report, indent=1) + "\n")
     text = as_markdown(report)
     (folder / "report_real.md").write_text(text)
-    draw(report, folder / "report_real.png")
+    for place in [folder] if options.demo else [folder, IMAGES]:
+        draw(report, place / "report_real.png")
     print(f"{text}\nWritten to {folder}: report_real.md, report_real.png and report_real.json.")
     return 0 if options.demo or all(row["met"] for row in report["held_to"].values()) else 1
 

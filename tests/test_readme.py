@@ -56,7 +56,7 @@ def test_verbs_exist() -> None:
 
 @pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
 def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verb, *arguments = shlex.split(line.replace("configs/", f"{ROOT}/configs/"), comments=True)[1:]
+    verb, *arguments = shlex.split(re.sub(r"(?<!\S)(configs|examples)/", rf"{ROOT}/\1/", line), comments=True)[1:]
     monkeypatch.chdir(tmp_path)
     if verb in FUNCTION_VERBS:
         assert given_to(verb, arguments, monkeypatch)

@@ -16,7 +16,7 @@ from selfcal_lightning.config_files import check_nesting, config_files, read_con
 from selfcal_lightning.errors import did_you_mean
 from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
-from selfcal_lightning.plugins import load_installed_plugins, load_plugins, named_plugins
+from selfcal_lightning.plugins import load_plugins, load_plugins_of_parent, named_plugins
 from selfcal_lightning.trainer_start import look_first, short_help, wants_short_help
 
 TRAINER_VERBS = {
@@ -110,7 +110,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     check_nesting(arguments)
     for path in config_files(arguments):
         read_config(path)
-    load_installed_plugins()
+    load_plugins_of_parent()  # a verb may be started by another one, as those of the demonstration are
     load_plugins(named_plugins(arguments))
     if verb in TRAINER_VERBS:
         if wants_short_help(arguments):

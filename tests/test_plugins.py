@@ -277,3 +277,11 @@ def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path, monkeypatch: pytest
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "my_numbers", done.stderr
+
+
+def test_a_verb_that_another_one_starts_finds_the_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(plugins.VARIABLE, json.dumps([write(tmp_path / "my_task.py", TASK)]))
+    arguments = ["--task", "my_numbers", "--model", "bundled", "--store_dir", str(tmp_path / "s"), "--check"]
+    assert run(["generate", *arguments, "--path", questions(tmp_path / "q.jsonl")]) == 0, capsys.readouterr().err

@@ -50,11 +50,12 @@ def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]
     """Compute every figure from the stores: of the cells that were run, and the names of those that were not."""
     there = {target: [seed for seed in seeds if _is_scored(jobs, f"{target}_{seed}")] for target in TARGETS}
     names = {target: [f"{target}_{seed}" for seed in found] for target, found in there.items()}
-    pool = _base_pool(jobs, [name for group in names.values() for name in group])
+    pool, left_out, fused = _base_pool(jobs, [name for group in names.values() for name in group])
     rows = {name: columns_of(pool, [name]) for name in LABELS}
     for target, group in names.items():
         if group:
             rows[f"activated {target}"] = columns_of(pool, group)
+        if group and set(group) <= set(fused):
             rows[f"fused {target}"] = columns_of(pool, [f"fused_{name}" for name in group])
     votes = _votes(pool, names)
     report: dict[str, Any] = {
@@ -74,31 +75,38 @@ def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]
     }
     report["held_to"] = _held_to(report, rows)
     report["not_run"] = _not_run(jobs, seeds, there)
+    if left_out:
+        report["not_run"].append(f"{left_out} sampled test questions, of which responses were not scored")
+    if len(fused) < sum(map(len, names.values())):
+        report["not_run"].append("the fusion of likelihood and adapter: calibration questions were not scored")
     return report
 
 
 def _is_scored(jobs: Jobs, name: str) -> bool:
-    """Return whether all responses have a confidence."""
-    if not (jobs.test / "manifest.json").is_file():
+    """Return whether test responses have a confidence, of all questions or of some."""
+    return (jobs.test / "manifest.json").is_file() and name in annotation_names(jobs.test)
+
+
+def _is_whole(place: Path, split: str, name: str) -> bool:
+    """Return whether all responses of a split have a confidence."""
+    if name not in annotation_names(place):
         return False
-    stores = (SampleStore(jobs.test), "test"), (SampleStore(jobs.samples), "validation")
-    return all(_is_whole(store, split, name) for store, split in stores)
+    return not np.isnan(SampleStore(place).index(split=split, confidences=[name]).confidences[name]).any()
 
 
-def _is_whole(store: SampleStore, split: str, name: str) -> bool:
-    if name not in annotation_names(store.path):
-        return False
-    return not np.isnan(store.index(split=split, confidences=[name]).confidences[name]).any()
+def _base_pool(jobs: Jobs, names: Sequence[str]) -> tuple[Pool, int, list[str]]:
+    """Return the base model's test responses with all confidences, how many questions lack one, and what was fused.
 
-
-def _base_pool(jobs: Jobs, names: Sequence[str]) -> Pool:
-    """Return the base model's test responses with all confidences; fusions are fitted on the calibration questions."""
-    pools = [
-        with_plain_confidences(list(SampleStore(place).samples(split=split, confidences=names)))
-        for place, split in ((jobs.test, "test"), (jobs.samples, "validation"))
-    ]
-    fusions = {BASE_FUSION: (MEAN_LOGPROB, P_TRUE), **{f"fused_{name}": (MEAN_LOGPROB, name) for name in names}}
-    return with_fitted(*pools, fusions)
+    Questions of which a response was not scored are left out. Fusions are fitted on the calibration questions, where
+    those were scored.
+    """
+    fused = [name for name in names if _is_whole(jobs.samples, "validation", name)]
+    test = list(SampleStore(jobs.test).samples(split="test", confidences=names))
+    scored = [entry for entry in test if all(name in one.confidences for name in names for one in entry.samples)]
+    calibration = list(SampleStore(jobs.samples).samples(split="validation", confidences=fused))
+    fusions = {BASE_FUSION: (MEAN_LOGPROB, P_TRUE), **{f"fused_{name}": (MEAN_LOGPROB, name) for name in fused}}
+    pools = [with_plain_confidences(pool) for pool in (scored, calibration)]
+    return with_fitted(*pools, fusions), len(test) - len(scored), fused
 
 
 def _votes(pool: Pool, names: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
@@ -143,7 +151,7 @@ def _generators(
             found[label] = _generator(rows[name], votes["counted"], votes[name])
     places = [jobs.own_test(seed) for seed in seeds if (jobs.own_test(seed) / "manifest.json").is_file()]
     for label, name in ((JOINT, P_TRUE), (TUNED, TUNED)):
-        whole = [place for place in places if name == P_TRUE or _is_whole(SampleStore(place), "test", name)]
+        whole = [place for place in places if name == P_TRUE or _is_whole(place, "test", name)]
         further = [] if name == P_TRUE else [name]
         pools = [list(SampleStore(place).samples(split="test", confidences=further)) for place in whole]
         if pools and all(len(pool) == len(base) for pool in pools):
@@ -217,8 +225,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     seeds = "; ".join(f"{target}: {found}" for target, found in report["seeds"].items())
     train = f"{sizes['train']} training questions" if sizes["train"] else "all training questions"
     lines = [
-        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, bfloat16; {train} x {sizes['samples']} responses; "
-        f"{sizes['calibration']} calibration and {sizes['questions']} test questions, "
+        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, sampled in bfloat16; {train} x {sizes['samples']} "
+        f"responses; {sizes['calibration']} calibration and {sizes['questions']} test questions, "
         f"{sizes['responses']:,} responses of the base model, all confidences on the same responses; "
         f"{report['unreadable']:.1%} unreadable, which count as wrong. 95 % intervals over questions; activated "
         f"adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on labelled calibration "
@@ -241,7 +249,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
             gains = " | ".join(show(report["gains"][name][width - 1], signed=True) for width in widths)
             lines.append(f"| - above counted votes | {gains} |")
     lines += _equal_lines(report["equal_accuracy"]) + _generator_lines(report["generators"])
-    lines += ["", "| held to | measured | met |", "|---|---:|---|"]
+    if report["held_to"]:
+        lines += ["", "| held to | measured | met |", "|---|---:|---|"]
+    else:
+        lines += ["", "Nothing is held to anything: no activated adapter was scored."]
     for name, row in report["held_to"].items():
         lines.append(f"| {name} | {show(row, signed=row['low'] is not None)} | {'yes' if row['met'] else '**no**'} |")
     lines += ["", "Not run:", "", *(f"- {name}" for name in report["not_run"])]

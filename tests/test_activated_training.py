@@ -11,13 +11,15 @@ import pytest
 import torch
 from module_batches import MIXED, NO_DROPOUT, Planned, batch_of, largest_difference, module_of, quiet_trainer
 from packed_rows import FAMILIES, PROJECTIONS, collated, small_model, stored_rows
+from peft import LoraConfig, get_peft_model
 from peft_alora import reference_loss, reference_p_true, reference_peft_model
 from training_runs import data_module, fill_store
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
 from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.segment_attention import logit_tolerance, prefer_segments, spread_ids
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
@@ -341,6 +343,32 @@ def test_a_model_that_reads_queries_wrongly_is_found_out(
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
     with pytest.raises(ValueError, match=r"they differ by .*Set `lora.activated: false` for joint training"):
         check_two_passes(module.model, packed=layout == "packed")
+
+
+def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding() -> None:
+    """A trained model of 30 layers moves its logits by .02 to .07 standard deviations for no reason but bfloat16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=24, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config).eval()
+    ids = spread_ids(74, 256, device=torch.device("cpu"))
+    assert logit_tolerance(plain, plain(ids[None]).logits, ids) == 1e-3
+    half = plain.bfloat16()
+    with torch.no_grad():
+        alone = half(ids[None]).logits[0].float()
+        followed = half(torch.cat((ids, ids[:7]))[None]).logits[0, :74].float()
+    moved = ((followed - alone).abs().mean() / alone.std()).item()
+    assert logit_tolerance(half, alone.bfloat16(), ids) == pytest.approx(max(0.1, 2 * moved))
+    prefer_segments(half)
+    model = get_peft_model(half, LoraConfig(r=2, target_modules=["q_proj"]))
+    check_two_passes(model, packed=True)
+    rotary = half.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
+    with pytest.raises(ValueError, match="standard deviations in the mean"):
+        check_two_passes(model, packed=True)
 
 
 def test_a_checkpoint_of_before_is_joint(tiny_model: str) -> None:

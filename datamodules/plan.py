@@ -113,7 +113,15 @@ def count_sources(
             rows = [QuestionCount(split, question.task, 1) for question in known[split]]
         else:
             rows = [
-                count_source(one.task, one.split, path=one.path, limit=one.limit, offset=one.offset, role=split)
+                count_source(
+                    one.task,
+                    one.split,
+                    path=one.path,
+                    limit=one.limit,
+                    offset=one.offset,
+                    part=one.part,
+                    role=split,
+                )
                 for one in sources[split]
             ]
         counts += [_add([row for row in rows if row.task == task]) for task in dict.fromkeys(row.task for row in rows)]

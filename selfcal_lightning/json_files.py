@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
 
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LARGEST_JSON = 2**28  # bytes; a file above that is none of ours and is not read to find out
 
 
@@ -88,3 +91,37 @@ def json_object_or_none(path: Path) -> dict[str, Any] | None:
         return read_json_object(path)
     except InputError:
         return None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only.
+
+    Raises:
+        InputError: A line is no JSON object in valid Unicode, with file and line.
+    """
+    blank = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                blank = blank or number
+                continue
+            if blank:
+                raise line_error(path, blank, "a JSON object", "an empty line")
+            try:
+                content = parse_json(line, origin=str(path))
+                # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
+                if ESCAPED_SURROGATE.search(line):
+                    json.dumps(content, ensure_ascii=False).encode()
+            except UnreadableJSONError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
+            except UnicodeError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", str(error)) from error
+            if not isinstance(content, dict):
+                raise line_error(path, number, "a JSON object", type(content).__name__)
+            yield number, content
+
+
+def line_error(path: Path, number: int, expected: str, found: str) -> InputError:
+    """Return the error for a line, what was found being cut to a readable length."""
+    shown = found if len(found) <= 200 else f"{found[:200]}..."
+    return InputError(f"{path}:{number}: Expected {expected}, but got {shown}.")

@@ -331,10 +331,13 @@ def test_files_of_questions(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"question": "x"}\nnonsense\n', r"a\.jsonl:2: Expected a JSON object"),
-        ("a.jsonl", '{"question": "x", "answer": 3}\n', r"a\.jsonl:1: Expected only the fields id, question, .*answer"),
-        ("a.jsonl", '{"text": "x"}\n', r"only the fields"),
-        ("a.jsonl", '{"id": "x"}\n', r"`question` to be text, but got None"),
-        ("a.jsonl", '{"question": "x", "id": 3}\n', r"`id` to be text, but got 3"),
+        ("a.jsonl", '{"question": "x", "anwser": 3}\n', r"a\.jsonl:1: Expected the fields .*Did you mean 'answer'"),
+        ("a.jsonl", '{"qestion": "x"}\n', r"a\.jsonl:1: Expected the fields .*'qestion'. Did you mean 'question'"),
+        ("a.jsonl", '{"question": "x", "answer": 3, "reference": 4}\n', r"mean the same, but got 3 and 4"),
+        ("a.jsonl", '{"text": "x"}\n', r"the field `question` .*but got only text"),
+        ("a.jsonl", '{"id": "x"}\n', r"the field `question` .*but got only id"),
+        ("a.jsonl", '{"question": "x", "id": 3.5}\n', r"`id` to be text or a whole number, but got 3.5"),
+        ("a.jsonl", '{"question": "x", "task": 3}\n', r"`task` to be the name of a task, but got 3"),
         ("a.jsonl", '{"question": "  "}\n', r"a\.jsonl:1: Expected `question` to hold text"),
         ("a.jsonl", '{"question": "x", "task": "gsm9k"}\n', r"a\.jsonl:1: .*Did you mean 'gsm8k'"),
         (

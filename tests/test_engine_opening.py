@@ -128,6 +128,7 @@ def test_a_settings_record_survives_the_way_to_a_worker() -> None:
         task=["t"],
         split="train",
         path=None,
+        part=None,
         limit=None,
         offset=0,
         store_split="train",

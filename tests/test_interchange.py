@@ -165,7 +165,7 @@ def in_response(**fields: Any) -> Callable[[list], None]:
         (change("id", value="a"), "Expected `id` to be unique, but got 'a' again, from line 1"),
         (change("id", value=3), "Expected `id` to be text, but got 3"),
         (change("id", value="\ud800"), "Expected a JSON object in valid Unicode"),
-        (change("reference", value=3), "Expected `reference` to be text or null, but got 3"),
+        (change("reference", value=[3]), r"Expected `reference` to be text or null, but got \[3\]"),
         (change("responses", value={}), "Expected `responses` to be a list"),
         (change("messages", value=["hello"]), "Expected `messages` to be a list of"),
         (in_response(answr="1"), r"Expected only the fields .*, but got \['answr'\]"),

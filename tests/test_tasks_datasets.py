@@ -303,8 +303,6 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
         ("math_qa", {"options": "all of them"}),
         ("aqua_rat", {"correct": "F"}),
         ("svamp", {"ID": ""}),
-        ("local_text", {"answer": ""}),
-        ("local_number", {"answer": True}),
     ],
 )
 def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict[str, Any], tmp_path: Path) -> None:

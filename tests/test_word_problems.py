@@ -179,8 +179,8 @@ def test_a_local_file_is_asked_in_the_same_way(tmp_path: Path) -> None:
     assert WordProblems().load("mine", path=str(tmp_path / "own.jsonl"), limit=1)[0].id == "word_problems/mine/000000"
     (tmp_path / "named.jsonl").write_text(json.dumps({**rows[0], "id": "a"}) + "\n")
     assert WordProblems().load("mine", path=str(tmp_path / "named.jsonl"))[0].id == "word_problems/mine/a"
-    (tmp_path / "columns.jsonl").write_text('{"question": "1+1?"}\n')
-    with pytest.raises(ValueError, match=r"columns.jsonl, line 1 to have the columns question, answer"):
+    (tmp_path / "columns.jsonl").write_text('{"answer": "2"}\n')
+    with pytest.raises(ValueError, match=r"columns.jsonl:1: Expected the field `question`"):
         WordProblems().load("mine", path=str(tmp_path / "columns.jsonl"))
 
 

@@ -1,19 +1,18 @@
-"""Questions that a user asks: one text, or a file of them, put into the form of a task's prompts."""
+"""Questions that a user asks: one text, a file or a list of them, put into the form of a task's prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
 from selfcal_lightning.records import Message, Question, duplicate_ids
-from selfcal_lightning.tasks.dataset import DatasetTask, write_messages
+from selfcal_lightning.tasks.dataset import DatasetTask
+from selfcal_lightning.tasks.question_rows import QuestionRow, parse_questions, read_question_file
 from selfcal_lightning.tasks.registry import get_task
 
-KEYS = ("id", "question", "reference", "task")
-JSON_ENDINGS = (".jsonl", ".ndjson")
+Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
 
 
 def ask_question(
@@ -36,81 +35,61 @@ def ask_question(
     """
     if not text.strip():
         raise InputError(f"Expected `question` to hold text, but got {text!r}.")
-    reader = get_task(task)
+    row = QuestionRow(text, reference, question_id, task, "", 1)
+    return put_question(row, task=task, question_id=question_id, chain_of_thought=chain_of_thought)
+
+
+def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thought: bool = True) -> Question:
+    """Return a row as a question of the task that it names, or else of ``task``.
+
+    Raises:
+        InputError: The task is unknown, has no prompt without reasoning, or the answer is not of its type.
+    """
+    try:
+        reader = get_task(row.task or task)
+    except InputError as error:
+        raise InputError(f"{row.where}{error}") from error
     if isinstance(reader, DatasetTask):
-        answers = reader.dataset.answers
-        messages = write_messages(text, answers.hint, chain_of_thought=chain_of_thought)
-        gold = None if reference is None else answers.canonical(reference)
-    else:
-        if not chain_of_thought:
-            raise InputError(f"Expected `chain_of_thought` to be true for task {task!r}, which has no other prompt.")
-        messages = (Message("user", text),)
-        gold = None if reference is None else reader.extract(str(reference))
-    if reference is not None and gold is None:
+        return reader.ask(row, question_id=question_id, chain_of_thought=chain_of_thought)
+    if not chain_of_thought:
+        raise InputError(f"Expected `chain_of_thought` to be true for task {reader.name!r}, which has no other prompt.")
+    gold = None if row.answer is None else reader.extract(str(row.answer))
+    if row.answer is not None and gold is None:
         raise InputError(
-            f"Expected `reference` to be an answer of task {task!r} ({reader.answer_type}), but got {reference!r}."
+            f"{row.where}Expected `answer` to be an answer of task {reader.name!r} ({reader.answer_type}), but got "
+            f"{row.answer!r}."
         )
-    return Question(question_id, task, messages, gold, text)
+    return Question(question_id, reader.name, (Message("user", row.text),), gold, row.text)
 
 
-def read_questions(path: str | Path, *, task: str, chain_of_thought: bool = True) -> list[Question]:
-    """Read a file of questions: JSON lines where its name ends in .jsonl or .ndjson, else one question a line.
-
-    A JSON line is ``{"question", "id"?, "reference"?, "task"?}``; ids default to ``line-N``. Empty lines of a text file
-    are skipped.
+def read_questions(source: Questions, *, task: str, chain_of_thought: bool = True) -> list[Question]:
+    """Return the questions of a file or a list, in the one format (``tasks.question_rows``); ids default to ``line-N``.
 
     Args:
-        path: The file.
+        source: A file, mappings with the fields of its lines, or questions, which are taken as they are.
         task: Task of the questions that name none.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it holds no question, or a line is not as described, with file and line.
+        InputError: If it holds no question, or a row is not as described, with file and line.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"Expected `questions` to be a file, but there is none at {path}.")
-    lines = _json_lines(file) if file.suffix in JSON_ENDINGS else _text_lines(file)
-    questions = []
-    for number, line in lines:
-        try:
-            question = ask_question(
-                line["question"],
-                task=line.get("task") or task,
-                question_id=line.get("id") or f"line-{number}",
-                reference=line.get("reference"),
-                chain_of_thought=chain_of_thought,
-            )
-        except ValueError as error:
-            raise InputError(f"{file}:{number}: {error}") from error
-        questions.append(question)
-    if not questions:
-        raise InputError(f"Expected {file} to hold at least one question, but got none.")
+    if isinstance(source, str | Path):
+        rows = read_question_file(source)
+    elif all(isinstance(one, Question) for one in source) and source:
+        return _unique([one for one in source if isinstance(one, Question)], "`questions`")
+    else:
+        rows = parse_questions([one for one in source if not isinstance(one, Question)])
+        if len(rows) < len(source):
+            raise InputError("Expected `questions` to be mappings or Question records, but got both in one list.")
+    questions = [
+        put_question(row, task=task, question_id=row.id or f"line-{row.number}", chain_of_thought=chain_of_thought)
+        for row in rows
+    ]
+    return _unique(questions, str(source) if isinstance(source, str | Path) else "`questions`")
+
+
+def _unique(questions: list[Question], origin: str) -> list[Question]:
     if repeated := duplicate_ids(questions):
-        raise InputError(f"Expected the ids in {file} to be unique, but got {repeated[0]!r} again.")
+        raise InputError(f"Expected the ids in {origin} to be unique, but got {repeated[0]!r} again.")
     return questions
-
-
-def _json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in read_json_lines(file):
-        if unknown := sorted(line.keys() - set(KEYS)):
-            raise line_error(file, number, f"only the fields {', '.join(KEYS)}", repr(unknown))
-        for name in ("question", "id", "task"):
-            value = line.get(name)
-            if not (isinstance(value, str) or (value is None and name != "question")):
-                raise line_error(file, number, f"`{name}` to be text", repr(value))
-        yield number, line
-
-
-def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"Expected {file} to be text in UTF-8, but got: {error}.") from error
-    for number, line in enumerate(lines, start=1):
-        if line.lstrip().startswith('{"'):
-            expected = f"a question in plain text (JSON lines belong into a file ending in {' or '.join(JSON_ENDINGS)})"
-            raise line_error(file, number, expected, line)
-        if line.strip():
-            yield number, {"question": line.strip()}

@@ -15,6 +15,7 @@ from selfcal_lightning.pipelines.evaluation_sides import ModelSide, score_again
 from selfcal_lightning.pipelines.pool_texts import texts_digest
 from selfcal_lightning.pipelines.pools import RecordedPool, check_place, load_recorded_pool
 from selfcal_lightning.records import Question, question_hash
+from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import load_some
 
 CALIBRATION = "calibration"
@@ -32,7 +33,10 @@ class TestSet:
         name: Short name in tables and in the keys of ``results.json``, such as "id" or "ood".
         task: The task.
         split: Split of the task's data set.
-        path: Local file with the hub's columns; None reads the hub (or, for generated tasks, makes the questions).
+        path: Local file, of a `local_...` task in the one format of questions, else with the hub's columns; None reads
+            the hub (or, for generated tasks, makes the questions).
+        part: The part of them that is set aside: train, validation or calibration, by a hash of their texts; None takes
+            all.
         limit: The first so many questions; None takes all.
         offset: Questions to skip before that.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
@@ -42,6 +46,7 @@ class TestSet:
     task: str
     split: str = "test"
     path: str | None = None
+    part: Part | None = None
     limit: int | None = None
     offset: int = 0
     chain_of_thought: bool = True
@@ -259,6 +264,7 @@ def _sample(side: str, model: ModelSide, test: TestSet, name: str, store: Path, 
         task=[test.task],
         split=test.split,
         path=test.path,
+        part=test.part,
         limit=test.limit,
         offset=test.offset,
         store_split=name,
@@ -300,6 +306,7 @@ def _questions(test: TestSet) -> list[Question]:
         test.task,
         test.split,
         path=test.path,
+        part=test.part,
         chain_of_thought=test.chain_of_thought,
         offset=test.offset,
         limit=test.limit,

@@ -122,6 +122,7 @@ def _settings(inputs: ModelInputs, side: str, model: ModelSide, name: str, test:
         task=[test.task],
         split=test.split,
         path=test.path,
+        part=test.part,
         limit=test.limit,
         offset=test.offset,
         store_split=name,

@@ -30,6 +30,7 @@ from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
 from selfcal_lightning.store_parts import part_entries
 from selfcal_lightning.store_plan import plan_sampling
+from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.sources import count_source
 
@@ -42,6 +43,7 @@ def run_generate(
     task: list[str] | str,
     split: str = "train",
     path: str | None = None,
+    part: Part | None = None,
     limit: int | None = None,
     offset: int = 0,
     store_split: str | None = None,
@@ -79,7 +81,10 @@ def run_generate(
         store_dir: Folder of the store, which holds nothing else; made when absent, completed when present.
         task: Name of a task, or a list of names.
         split: Split of the task's data set.
-        path: Local file with the columns of the task's hub data set; null reads the hub.
+        path: Local file, of a `local_...` task in the one format of questions (`question`, `answer`, `id`, `task`),
+            else with the columns of the task's hub data set; null reads the hub.
+        part: The part of the questions that is set aside for "train", "validation" or "calibration" by a hash of their
+            texts (80, 10, 10 %); null takes all.
         limit: Take the first so many questions of each task; null takes all.
         offset: Skip so many questions of each task before that.
         store_split: Split under which the samples are stored ("train" and "validation" are those that training
@@ -129,6 +134,7 @@ def run_generate(
         task=[task] if isinstance(task, str) else list(task),
         split=split,
         path=path,
+        part=part,
         limit=limit,
         offset=offset,
         store_split=store_split or split,
@@ -196,6 +202,7 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
             name,
             settings.split,
             path=settings.path,
+            part=settings.part,
             limit=settings.limit,
             offset=settings.offset,
             role=settings.store_split,

@@ -11,8 +11,9 @@ from typing import Any
 from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import write_json_lines
+from selfcal_lightning.json_files import line_error
 from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.pipelines.foreign import count_lines, line_error, open_imported
+from selfcal_lightning.pipelines.foreign import count_lines, open_imported
 from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line, pool_line
 from selfcal_lightning.pipelines.pools import annotation_estimators
 from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say, say_undecided

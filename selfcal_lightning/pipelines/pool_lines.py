@@ -4,10 +4,10 @@ A pool holds one question a line::
 
     {"id", "task", "question", "reference", "responses": [{"text", "answer"?, "correct"?, "confidence"?, "tokens"?}]}
 
-``reference`` is null where unknown. A response's ``confidence`` maps names to numbers, of which "yes_mass", "no_mass"
-and "logprob" are the columns of that name, and "p_true" follows from the masses where these are given. ``tokens`` is
-the length of the response or the list of its token ids. ``split`` and ``messages`` of a question and ``finish`` of a
-response may be given too, and are written on export. Other keys are an error.
+``reference`` (or ``answer``, text or number) is null where unknown. A response's ``confidence`` maps names to numbers,
+of which "yes_mass", "no_mass" and "logprob" are the columns of that name, and "p_true" follows from the masses where
+these are given. ``tokens`` is the length of the response or the list of its token ids. ``split`` and ``messages`` of a
+question and ``finish`` of a response may be given too, and are written on export. Other keys are an error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.files import as_json_line
-from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
+from selfcal_lightning.json_files import line_error, read_json_lines
 from selfcal_lightning.records import UNSTATED, Message, Question, QuestionSamples, RecordedResponse
 from selfcal_lightning.store import StoredRow
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge
+from selfcal_lightning.tasks.question_rows import ANSWER, SYNONYM, check_spelling, given_answer
 
 QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "messages"}
 RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
@@ -65,6 +66,7 @@ def read_pool(
 
 
 def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
+    line = _with_reference(line, origin=f"{path}:{number}")
     missing = sorted({"id", "task", "question", "reference", "responses", "split"} - line.keys())
     if missing:
         hint = " (or the argument of that name)" if {*missing} & {"task", "split"} else ""
@@ -88,6 +90,17 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
     chat = tuple(Message(message["role"], message["content"]) for message in messages)
     question = Question(line["id"], line["task"], chat, reference, line["question"])
     return PoolLine(question, line["split"], responses)
+
+
+def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
+    """Return the line with its answer as text in ``reference``, whichever of its two names and types it has."""
+    check_spelling(line, origin)
+    if ANSWER not in line and SYNONYM not in line:
+        return line
+    found = given_answer(line, origin=origin)
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        found = str(int(found)) if float(found).is_integer() else repr(found)
+    return {**{name: value for name, value in line.items() if name != ANSWER}, SYNONYM: found}
 
 
 def _check_response(path: Path, number: int, response: Any) -> None:

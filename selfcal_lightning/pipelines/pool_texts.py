@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.pipelines.foreign import read_json_lines
+from selfcal_lightning.json_files import read_json_lines
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_shards import read_shard
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import count_lines, read_json_lines
+from selfcal_lightning.json_files import read_json_lines
+from selfcal_lightning.pipelines.foreign import count_lines
 from selfcal_lightning.pipelines.pool_lines import PoolLine, judge_line
 from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say_undecided
 from selfcal_lightning.pipelines.task_rows import UNNAMED, read_foreign_pool

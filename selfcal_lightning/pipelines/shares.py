@@ -19,6 +19,7 @@ from selfcal_lightning.pipelines.sampling import (
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
+from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import load_some
 from selfcal_lightning.tasks.sources import check_source
 
@@ -35,6 +36,7 @@ class GenerationSettings:
     task: list[str]
     split: str
     path: str | None
+    part: Part | None
     limit: int | None
     offset: int
     store_split: str
@@ -80,6 +82,7 @@ class GenerationSettings:
                 name,
                 self.split,
                 path=self.path,
+                part=self.part,
                 chain_of_thought=self.chain_of_thought,
                 offset=self.offset,
                 limit=self.limit,

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import line_error, read_json_lines
+from selfcal_lightning.json_files import line_error, read_json_lines
 from selfcal_lightning.pipelines.pool_lines import PoolLine, read_pool
 from selfcal_lightning.tasks.base import Task
 

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.foreign import line_error, open_imported, read_json_lines
+from selfcal_lightning.json_files import line_error, read_json_lines
+from selfcal_lightning.pipelines.foreign import open_imported
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Sample
 from selfcal_lightning.tasks.base import Task

@@ -13,6 +13,7 @@ from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.answers import Answers
 from selfcal_lightning.tasks.base import AnswerType
 from selfcal_lightning.tasks.extraction import LETTERS
+from selfcal_lightning.tasks.question_rows import QuestionRow, check_question_file, read_question_file
 from selfcal_lightning.tasks.rows import HubSource, Row, check_file, load_file_rows, load_hub_rows
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class DataSet(Protocol):
     Attributes:
         name: Name of the task.
         answers: How its answers are read and judged.
-        source: Its place on the hub; None for a data set that is always a local file.
+        source: Its place on the hub; None for questions of one's own, a file in the format of ``question_rows``.
         columns: Columns that a row must have.
         id_column: The data set's own id column, used where the rows have it; None numbers the rows.
     """
@@ -66,7 +67,9 @@ class DatasetTask:
         """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``.
 
         A local file has the hub's columns and stands for the split that is asked for, whatever its name. Ids are
-        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning.
+        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning. In a
+        file of questions of one's own, one that cannot be used is an error, an answer may be absent, and the lines that
+        name another task are that one's.
 
         Raises:
             InputError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
@@ -75,6 +78,8 @@ class DatasetTask:
         """
         if limit is not None and limit < 0:
             raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+        if self.dataset.source is None:
+            return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
         origin, rows = self._rows(split, path)
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
@@ -94,12 +99,24 @@ class DatasetTask:
             raise InputError(
                 f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none of use."
             )
-        if repeated := duplicate_ids(questions):
-            raise InputError(
-                f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
-                f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
-            )
+        self._check_ids(questions, origin)
         return questions
+
+    def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
+        """Return a user's question in the form of this task: its prompt, and its form of the answer.
+
+        Raises:
+            InputError: The answer is none of the task's type.
+        """
+        answers = self.dataset.answers
+        reference = answers.canonical(row.answer)
+        if reference is None and row.answer is not None:
+            raise InputError(
+                f"{row.where}Expected `answer` to be an answer of task {self.name!r} ({self.answer_type}), but got "
+                f"{row.answer!r}."
+            )
+        messages = write_messages(row.text, answers.hint, chain_of_thought=chain_of_thought)
+        return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
         """Refuse a split or a file that is not there; nothing is read or downloaded.
@@ -108,14 +125,17 @@ class DatasetTask:
             InputError: If the split is unknown, or a file is needed and none is named.
             FileNotFoundError: If ``path`` does not exist.
         """
-        if path is not None:
-            check_file(path)
-            return
         source = self.dataset.source
+        if path is not None:
+            if source is None:
+                check_question_file(path, option="path")
+            else:
+                check_file(path)
+            return
         if source is None:
             raise InputError(
                 f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
-                f"Parquet with the columns {', '.join(self.dataset.columns)}."
+                "Parquet with the fields question and answer, or one question a line."
             )
         if split not in source.splits:
             raise InputError(
@@ -146,6 +166,29 @@ class DatasetTask:
         if path is not None or source is None:
             return f"the file {path}", load_file_rows(str(path), self.dataset.columns)
         return f"{source.hub_id} ({source.splits[split]})", load_hub_rows(source, split, self.dataset.columns)
+
+    def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
+        self.check_source(split, path=path)
+        rows = read_question_file(str(path), option="path")
+        mine = [(index, row) for index, row in enumerate(rows) if row.task in (None, self.name)]
+        if not mine:
+            others = ", ".join(dict.fromkeys(row.task or "" for row in rows))
+            raise InputError(f"Expected {path} to hold questions of task {self.name!r}, but all are of {others}.")
+        questions = [
+            self.ask(
+                row, question_id=f"{self.name}/{split}/{row.id or f'{index:06d}'}", chain_of_thought=chain_of_thought
+            )
+            for index, row in mine
+        ]
+        self._check_ids(questions, f"the file {path}")
+        return questions
+
+    def _check_ids(self, questions: Sequence[Question], origin: str) -> None:
+        if repeated := duplicate_ids(questions):
+            raise InputError(
+                f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
+                f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
+            )
 
     def _question_id(self, row: Row, split: str, index: int) -> str:
         column = self.dataset.id_column

@@ -1,4 +1,4 @@
-"""Questions of one's own: a local file with the columns ``question`` and ``answer``, for each answer type."""
+"""Questions of one's own: a local file in the format of ``question_rows``, for each answer type."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from selfcal_lightning.tasks.choice import (
 from selfcal_lightning.tasks.competition import Math500
 from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.local import LocalQuestions
+from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.reading import LogiQA, ReClor
 from selfcal_lightning.tasks.word_problems import WordProblems
 
@@ -58,6 +59,7 @@ def load_some(
     *,
     path: str | None = None,
     chain_of_thought: bool = True,
+    part: Part | None = None,
     offset: int = 0,
     limit: int | None = None,
 ) -> list[Question]:
@@ -68,6 +70,7 @@ def load_some(
         split: Split of its data set.
         path: Local file with the columns of the data set; None reads the hub.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        part: The part of them that is set aside for this (``tasks.parts``); None takes all.
         offset: Questions to skip.
         limit: Most questions; None takes all that are left.
 
@@ -80,7 +83,10 @@ def load_some(
     """
     check_slice(offset, limit)
     last = None if limit is None else offset + limit
-    questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=last)
+    wanted = last if part is None else None
+    questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=wanted)
+    if part is not None:
+        questions = take_part(questions, part)[:last]
     if offset and offset >= len(questions):
         raise InputError(
             f"Expected `offset` to be less than the {len(questions):,} questions of split {split!r} of {task}, but got "

@@ -15,7 +15,7 @@ from selfcal_lightning.tasks.answers import NumberAnswers
 from selfcal_lightning.tasks.base import AnswerType
 from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.local import LocalQuestions
-from selfcal_lightning.tasks.rows import check_file
+from selfcal_lightning.tasks.question_rows import check_question_file
 from selfcal_lightning.tasks.word_problem_templates import FAMILIES, Problem, draw_problem
 
 Split = Literal["pretrain", "train", "validation", "calibration", "test_id", "test_ood"]
@@ -187,7 +187,7 @@ class WordProblems:
         if path is None:
             _split_plan(split)
         else:
-            check_file(path)
+            check_question_file(path, option="path")
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return False: problems are made here, or read from a file."""

@@ -23,7 +23,12 @@ def resolve_model(name: str) -> str:
         'Qwen/Qwen2.5-7B-Instruct'
         >>> resolve_model("bundled").endswith("tiny_solver")
         True
+
+    Raises:
+        InputError: The name is empty, which would be the folder in which the command was started.
     """
+    if not name.strip():
+        raise InputError(f"Expected a model to be a folder, a name on the hub or {BUNDLED_NAME!r}, but got {name!r}.")
     return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
 
 

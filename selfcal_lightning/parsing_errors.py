@@ -85,10 +85,14 @@ def own_sentence(message: str) -> str | None:
 
 
 def _unknown_options(given: str, known: Iterable[str]) -> str:
+    known = list(known)
     names = [word.partition("=")[0] for word in given.split() if word.startswith("-")]
     if not names:
         return f"Expected options such as `--name value`, but got {_shorten(given)!r} that belongs to none."
-    hint = did_you_mean(names[0].lstrip("-"), known).replace("'", "`").replace("`", "`--", 1)
+    begun = names[0].lstrip("-")
+    longer = sorted({name for name in known if name.startswith(begun) and "." not in name}, key=len)
+    hint = did_you_mean(begun, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
+    hint = hint.replace("'", "`").replace("`", "`--", 1)
     return f"Expected options of this verb, but got `{names[0]}`.{hint}"
 
 

@@ -19,6 +19,10 @@ NOT_UNDERSTOOD = 2
 class ShortErrors:
     """Mixin for parsers of jsonargparse."""
 
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Take options by their whole names: a part of one may be that of another in a later version."""
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
     def error(self: Any, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and how the verb is used, and end the process with status 2.
 

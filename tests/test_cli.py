@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS, run, usage
+from selfcal_lightning.locations import config_path
 
 
 def test_usage_lists_every_verb() -> None:
@@ -94,3 +97,45 @@ def test_checkpoint_does_not_override_the_user(
     )  # fmt: skip
     assert cli.model.omega == pytest.approx(0.33)
     assert cli.model.base_model == tiny_model
+
+
+def options_of_function(verb: str) -> list[str]:
+    room, name, _ = FUNCTION_VERBS[verb]
+    function = getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name)
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("verb", sorted(FUNCTION_VERBS))
+def test_a_part_of_an_options_name_is_refused_with_the_whole_one(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A part of one option may be that of another in the next version, and then do something else."""
+    whole = max(options_of_function(verb), key=len)
+    with pytest.raises(SystemExit) as end:
+        run([verb, f"--{whole[:-1]}", "x"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert f"but got `--{whole[:-1]}`. Did you mean `--{whole}`?" in error
+
+
+@pytest.mark.parametrize("verb", sorted(TRAINER_VERBS))
+def test_a_part_of_a_trainer_option_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run([verb, "--config", config_path("demo.yaml"), "--ckpt", "last"])
+    assert end.value.code == 2
+    assert "but got `--ckpt`. Did you mean `--ckpt_path`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["answer", "--question", "1+1?"],
+        ["generate", "--store_dir", "never", "--task", "word_problems"],
+        ["evaluate", "--tests", "[{name: a, task: word_problems}]"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_a_model_is_not_the_folder_one_stands_in(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "--model", name]) == 1
+    assert f"on the hub or 'bundled', but got {name!r}." in capsys.readouterr().err

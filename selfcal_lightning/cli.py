@@ -16,7 +16,7 @@ from selfcal_lightning.config_files import check_nesting, config_files, read_con
 from selfcal_lightning.errors import did_you_mean
 from selfcal_lightning.interruptions import INTERRUPTION
 from selfcal_lightning.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
-from selfcal_lightning.trainer_start import look_first, short_help, wants_short_help
+from selfcal_lightning.trainer_start import is_check, is_first_process, look_first, short_help, wants_short_help
 
 TRAINER_VERBS = {
     "fit": "calibrate a model: sample responses, pool their confidence, train",
@@ -110,10 +110,23 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         if wants_short_help(arguments):
             sys.stdout.write(short_help(verb))
             return
-        look_first(verb, arguments)
-        importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *arguments])
+        _run_trainer_verb(verb, arguments)
     else:
         run_function(verb, arguments)
+
+
+def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
+    from selfcal_lightning.presets import as_arguments, common_case, what_next
+
+    stated = common_case(arguments) if verb == "fit" else None
+    if stated is not None:
+        prepared, overrides = stated
+        arguments = [*as_arguments(prepared), *overrides]
+        sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
+    look_first(verb, arguments)
+    importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *arguments])
+    if stated is not None and not is_check(arguments) and is_first_process():
+        sys.stdout.write(what_next(prepared.case))
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:

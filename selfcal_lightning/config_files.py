@@ -19,13 +19,21 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
         >>> [str(path) for path in config_files(["--config", "a.yaml", "--seed", "1", "--config=b.yaml"])]
         ['a.yaml', 'b.yaml']
     """
+    return [Path(value) for value in _config_values(arguments) if not _is_yaml(value)]
+
+
+def _config_values(arguments: Sequence[str]) -> list[str]:
     found: list[str] = []
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
         if option in OPTIONS:
             found += [value] if given else list(arguments[place + 1 : place + 2])
-    # What is no name is YAML itself, which the parser takes too.
-    return [Path(name) for name in found if not set(name) & set("{\n")]
+    return found
+
+
+def _is_yaml(value: str) -> bool:
+    """Return whether a value of ``--config`` is no name but YAML itself, which the parser takes too."""
+    return bool(set(value) & set("{\n"))
 
 
 def check_nesting(arguments: Sequence[str]) -> None:
@@ -76,8 +84,8 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
         {'trainer.accelerator': 'cpu', 'model.lr': '0.1'}
     """
     settings: dict[str, Any] = {}
-    for path in config_files(arguments):
-        settings |= _flat(read_config(path))
+    for value in _config_values(arguments):
+        settings |= _flat(_read_yaml(value) if _is_yaml(value) else read_config(Path(value)))
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
         if not option.startswith("--") or option in OPTIONS:
@@ -85,6 +93,16 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
         following = arguments[place + 1] if place + 1 < len(arguments) else ""
         settings[_short(option[2:])] = value if given else following
     return settings
+
+
+def _read_yaml(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}  # the parser of the verb says what is wrong
+    return content if isinstance(content, dict) else {}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

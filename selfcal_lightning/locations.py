@@ -32,6 +32,11 @@ def resolve_model(name: str) -> str:
     return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
 
 
+def is_bundled(name: str) -> bool:
+    """Return whether a model is the one that comes with the package."""
+    return resolve_model(name) == resolve_model(BUNDLED_NAME)
+
+
 def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
     """Return the folder of a model; what a hub model lacks in the cache is downloaded.
 

@@ -37,6 +37,14 @@ COMMON = {
     "--trainer.accelerator NAME": "cpu, gpu or auto",
     "--trainer.devices N": "how many of them",
 }
+COMMON_CASE = (
+    "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
+    "       [--output_dir FOLDER] [--engine ENGINE] [--max_new_tokens N] [any of below]",
+    "",
+    "FILE holds JSON lines with `question` and, if you have it, `answer`, or plain",
+    "text with a question a line. 80 % of the questions are trained on, 10 % validate,",
+    "10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.",
+)
 ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")
 HELP, FULL = ("--help", "-h"), ("full", "all")
 EXPLAINED = {"--model.help": MODULE, "--data.help": DATA_MODULE}
@@ -52,6 +60,7 @@ def short_help(verb: str) -> str:
     return "\n".join(
         [
             f"usage: selfcal {verb} --config FILE.yaml [options that override it]",
+            *(COMMON_CASE if verb == "fit" else ()),
             "",
             textwrap.fill(DESCRIPTIONS[verb], 80),
             "",
@@ -99,6 +108,27 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     return completed
 
 
+def _ways(verb: str) -> str:
+    by_file = f"`selfcal {verb} --config FILE.yaml`"
+    return f"`selfcal fit --model NAME --questions FILE` or {by_file}" if verb == "fit" else by_file
+
+
+def is_check(arguments: Sequence[str]) -> bool:
+    """Return whether the last word on ``--check`` is that nothing is to be run.
+
+    Example:
+        >>> is_check(["--check"]), is_check(["--check", "true", "--check=false"])
+        (True, False)
+    """
+    given = str(given_settings(arguments).get("check", "false")).lower()
+    return given not in ("false", "no", "off", "0")
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process of its machine, which speaks for all."""
+    return int(os.environ.get("LOCAL_RANK") or 0) == 0
+
+
 def look_first(verb: str, arguments: Sequence[str]) -> None:
     """Refuse what needs no library to be refused, and say what begins.
 
@@ -112,10 +142,10 @@ def look_first(verb: str, arguments: Sequence[str]) -> None:
         return
     if not any(name.partition(".")[0] in ("model", "data", "trainer") for name in settings):
         raise InputError(
-            f"Expected `selfcal {verb} --config FILE.yaml`, but got no settings. The smallest is "
-            f"{config_path('demo.yaml')}; `selfcal {verb} --help` says more."
+            f"Expected {_ways(verb)}, but got no settings. The smallest configuration is {config_path('demo.yaml')}; "
+            f"`selfcal {verb} --help` says more."
         )
-    if int(os.environ.get("LOCAL_RANK") or 0) == 0:
+    if is_first_process():
         model = settings.get("model.base_model", "its model")
         sys.stderr.write(f"selfcal {verb}: {model}. Loading PyTorch and Lightning, which takes some seconds.\n")
         sys.stderr.flush()

@@ -22,8 +22,8 @@ from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.pipelines import answer as verb
 from selfcal_lightning.pipelines.answer import run_answer
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response
-from selfcal_lightning.pipelines.answer_setup import choose_strategy, default_task, uncalibrated_note
-from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
+from selfcal_lightning.pipelines.answer_setup import choose_strategy, uncalibrated_note
+from selfcal_lightning.pipelines.asked_questions import ask_question, default_task, read_questions
 from selfcal_lightning.records import QuestionSamples, Request, Response, Verdict
 from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.early_stopping import EarlyStopping

@@ -24,7 +24,7 @@ LAYERS = {
     "modules": 4, "strategies": 4, "reports": 4,
     "pipelines": 5,
     "datamodules": 6, "callbacks": 6,
-    "trainer_start": 6, "training_plan": 6, "log_folders": 6,
+    "trainer_start": 6, "presets": 6, "training_plan": 6, "log_folders": 6,
     "cli": 7, "lightning_cli": 7,
     "__main__": 8,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -15,11 +16,13 @@ import yaml
 from command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.cli import FUNCTION_VERBS
+from selfcal_lightning.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
+PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
@@ -61,6 +64,9 @@ def test_all_configs_are_found() -> None:
         "demo.yaml",
         "evaluate/demo-joint.yaml",
         "evaluate/demo.yaml",
+        "presets/activated.yaml",
+        "presets/joint.yaml",
+        "presets/small.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
@@ -72,10 +78,15 @@ def test_all_configs_are_found() -> None:
         "train/slurm-llama-3.3-70b-instruct.yaml",
     }
     assert len(TRAINING) == 11
+    assert sorted(path.stem for path in PRESET_FILES) == sorted(PRESETS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
+    if path in PRESET_FILES:
+        options = ["--model", "MODEL", "--questions", "QUESTIONS.jsonl", "--preset", path.stem]
+        assert _command(path) == ["fit", *(options if path.stem != "small" else ["--model", "bundled", *options[2:]])]
+        return
     verb, flag, name = _command(path)
     assert flag == "--config"
     assert ROOT / name == path
@@ -121,6 +132,24 @@ def test_training_config_instantiates(
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
         assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
         assert not {source["split"] for source in data["train"]} - {"train"}
+
+
+@pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)
+def test_a_preset_instantiates_with_a_model_and_questions(
+    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.jsonl").write_text("".join(json.dumps({"question": f"{n}+1?", "answer": n + 1}) + "\n" for n in range(20)))
+    prepared = prepare(CommonCase(tiny_model, "q.jsonl", preset=path.stem, output_dir="out"))
+    cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
+    assert (cli.model.base_model, cli.model.activated) == (tiny_model, path.stem != "joint")
+    assert cli.datamodule.store_dir == "out/samples"
+    assert [len(cli.datamodule.questions(split)) for split in ("train", "validation", "test")] == [16, 2, 0]
+    names = {type(callback).__name__: callback for callback in cli.trainer.callbacks}
+    assert names["AdapterExport"].output_dir == "out/adapter"
+    assert {"SSCGeneration", "CalibrationCurve"} <= set(names)
+    assert cli.trainer.logger.save_dir == "out"
+    assert cli.datamodule.total_tuples == (16 * 32 if path.stem == "joint" else None)
 
 
 def test_launchers_start_the_processes_that_the_trainer_expects() -> None:

@@ -16,12 +16,11 @@ from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summ
 from selfcal_lightning.pipelines.answer_setup import (
     check_sampled_alike,
     choose_strategy,
-    default_task,
     load_fitted_files,
     promise_note,
     uncalibrated_note,
 )
-from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
+from selfcal_lightning.pipelines.asked_questions import ask_question, default_task, read_questions
 from selfcal_lightning.pipelines.progress import Progress, say
 from selfcal_lightning.pipelines.sampling import store_fingerprint
 from selfcal_lightning.prompts import DEFAULT_QUERY

@@ -10,7 +10,7 @@ from typing import Any
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
+from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import MANIFEST
 from selfcal_lightning.store_manifest import StoreFingerprint
 from selfcal_lightning.strategies.base import Strategy
@@ -21,16 +21,6 @@ DEFAULT_STRATEGY = "early_stopping"
 # Of the calibrated bundled model's answers that stop there, 79 % are right (250 validation questions), and the accuracy
 # of sixteen samples is kept by eleven; at .8 its P(True) never stops.
 DEFAULT_THRESHOLD = 0.7
-
-
-def default_task(model: str) -> str:
-    """Return the task that questions have where none is named.
-
-    Example:
-        >>> default_task("bundled"), default_task("Qwen/Qwen2.5-7B-Instruct")
-        ('word_problems', 'local_number')
-    """
-    return "word_problems" if resolve_model(model) == resolve_model(BUNDLED_NAME) else "local_number"
 
 
 def choose_strategy(

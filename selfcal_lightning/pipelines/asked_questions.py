@@ -7,12 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.locations import is_bundled
 from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.question_rows import QuestionRow, parse_questions, read_question_file
 from selfcal_lightning.tasks.registry import get_task
 
 Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
+
+
+def default_task(model: str) -> str:
+    """Return the task that questions have where none is named.
+
+    Example:
+        >>> default_task("bundled"), default_task("Qwen/Qwen2.5-7B-Instruct")
+        ('word_problems', 'local_number')
+    """
+    return "word_problems" if is_bundled(model) else "local_number"
 
 
 def ask_question(

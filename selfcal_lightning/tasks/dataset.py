@@ -113,7 +113,8 @@ class DatasetTask:
         if reference is None and row.answer is not None:
             raise InputError(
                 f"{row.where}Expected `answer` to be an answer of task {self.name!r} ({self.answer_type}), but got "
-                f"{row.answer!r}."
+                f"{row.answer!r}. Name another task by `--task` or in the field `task` of the question, such as "
+                "local_number, local_choice, local_expression or local_text."
             )
         messages = write_messages(row.text, answers.hint, chain_of_thought=chain_of_thought)
         return Question(question_id, self.name, messages, reference, row.text)

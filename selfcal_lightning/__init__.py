@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 
 # Module, relative to this package, of each name; where the name differs there, "module:name".
 _HOMES = {
-    "answer": "pipelines.answer:run_answer",
-    "evaluate": "pipelines.evaluate:run_evaluate",
+    **dict.fromkeys(("calibrate", "answer", "evaluate", "Calibration", "Evaluation"), "front"),
+    "Answer": "pipelines.answer_lines",
     "export": "pipelines.export:run_export",
     "generate": "pipelines.generate:run_generate",
     "score": "pipelines.score:run_score",

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NoReturn
 
+from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -40,6 +41,14 @@ LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
 
 class TrainerParser(ShortErrors, LightningArgumentParser):
     """LightningCLI's parser, which says what is wrong in a sentence."""
+
+
+class RaisingParser(TrainerParser):
+    """The same for a program: what is wrong is raised."""
+
+    def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
+        """Raise the sentence."""
+        raise InputError(sentence)
 
 
 class ConfigKeeper(SaveConfigCallback):
@@ -162,8 +171,14 @@ class SelfCalibrationCLI(LightningCLI):
             say(untrained_note(subcommand))
 
 
-def run_trainer(arguments: Sequence[str]) -> None:
-    """Parse ``arguments`` (the verb first) and run the Trainer.
+def run_trainer(
+    arguments: Sequence[str], *, parser_class: type[LightningArgumentParser] = TrainerParser
+) -> SelfCalibrationCLI:
+    """Parse ``arguments`` (the verb first), run the Trainer, and return it with its module and data module.
+
+    Args:
+        arguments: The command line.
+        parser_class: What parses it: ``TrainerParser`` ends the process at a mistake, ``RaisingParser`` raises it.
 
     Raises:
         InputError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint; or
@@ -171,7 +186,7 @@ def run_trainer(arguments: Sequence[str]) -> None:
     """
     silence_lightning()
     try:
-        SelfCalibrationCLI(
+        return SelfCalibrationCLI(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,
@@ -180,7 +195,7 @@ def run_trainer(arguments: Sequence[str]) -> None:
             save_config_callback=ConfigKeeper,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "selfcal"},
-            parser_class=TrainerParser,
+            parser_class=parser_class,
             args=[arguments[0], *complete_arguments(arguments[1:])],
         )
     except (UnpicklingError, EOFError) as error:

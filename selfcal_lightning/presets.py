@@ -17,11 +17,19 @@ from selfcal_lightning.errors import InputError, did_you_mean, unknown_name
 from selfcal_lightning.locations import BUNDLED_NAME, config_path, is_bundled, resolve_model
 from selfcal_lightning.pipelines.asked_questions import default_task, put_question
 from selfcal_lightning.records import Question
+from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.question_rows import QuestionRow, read_question_file
+from selfcal_lightning.tasks.registry import get_task
 
 PRESETS = ("activated", "small", "joint")
 YAML_ENDINGS = (".yaml", ".yml")
+LOCAL_TASKS = {
+    "number": "local_number",
+    "option letter": "local_choice",
+    "expression": "local_expression",
+    "short text": "local_text",
+}
 ENGINES = ("transformers", "vllm")
 
 
@@ -99,13 +107,7 @@ def prepare(case: CommonCase) -> PreparedCase:
     resolve_model(case.model)
     preset = read_preset(case.preset_name)
     questions = by_task(case)
-    counts: dict[Part, int] = {part: 0 for part in get_args(Part)}
-    for task, found in questions.items():
-        for part in counts:
-            try:
-                counts[part] += len(take_part(found, part))
-            except InputError as error:
-                raise InputError(f"{case.questions}, task {task}: {error}") from error
+    counts = count_parts(questions, origin=case.questions)
     configuration = _with_places(preset, case.folder)
     _set(configuration, "model", base_model=case.model)
     _set(configuration, "data", train=_sources(case, questions, "train"))
@@ -121,6 +123,18 @@ def prepare(case: CommonCase) -> PreparedCase:
     if generation is not None:
         generation.setdefault("init_args", {}).update(given)
     return PreparedCase(case, configuration, counts)
+
+
+def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> dict[Part, int]:
+    """Return how many questions, given by task, each part has. Raises InputError where they are too few for that."""
+    counts: dict[Part, int] = dict.fromkeys(get_args(Part), 0)
+    for task, found in questions.items():
+        for part in counts:
+            try:
+                counts[part] += len(take_part(found, part))
+            except InputError as error:
+                raise InputError(f"{origin}, task {task}: {error}") from error
+    return counts
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -150,6 +164,12 @@ def by_task(case: CommonCase) -> dict[str, list[Question]]:
     found: dict[str, list[Question]] = {}
     for row in rows:
         question = _question(row, case.default_task)
+        if own_task(question.task) != question.task:
+            raise InputError(
+                f"{row.where}Expected a task of questions in this format, but got {question.task!r}, whose files have "
+                f"columns of their own. Take {own_task(question.task)!r}, which reads the same answers, or name the "
+                "file as a source in a configuration."
+            )
         found.setdefault(question.task, []).append(question)
     unnamed = next((row for row in rows if row.task is None), None)
     if unnamed is not None and len(found) > 1:
@@ -158,6 +178,18 @@ def by_task(case: CommonCase) -> dict[str, list[Question]]:
             f"Write `task` there too."
         )
     return found
+
+
+def own_task(name: str) -> str:
+    """Return the task that reads the same answers from a file in the one format: mostly the task itself.
+
+    Example:
+        >>> own_task("gsm8k"), own_task("local_text"), own_task("word_problems")
+        ('local_number', 'local_text', 'word_problems')
+    """
+    task = get_task(name)
+    has_own_columns = isinstance(task, DatasetTask) and task.dataset.source is not None
+    return LOCAL_TASKS[task.answer_type] if has_own_columns else name
 
 
 def _question(row: QuestionRow, task: str) -> Question:
@@ -172,6 +204,7 @@ def _with_places(preset: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a copy of a preset that writes into ``folder`` alone."""
     configuration: dict[str, Any] = json.loads(json.dumps(preset))
     _set(configuration, "data", store_dir=str(folder / "samples"))
+    configuration["trainer"]["default_root_dir"] = str(folder)
     logger = configuration["trainer"].get("logger")
     if isinstance(logger, dict) and "save_dir" in logger.get("init_args", {}):
         logger["init_args"]["save_dir"] = str(folder)

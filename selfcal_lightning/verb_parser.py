@@ -31,8 +31,11 @@ class ShortErrors:
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
+        self.refuse(explain_parsing(message, options_of(parser), fields_of), parser)
+
+    def refuse(self: Any, sentence: str, parser: ArgumentParser) -> NoReturn:
+        """End the process with a sentence and the usage of the parser of the verb."""
         prog = parser.prog.replace(" [options]", "")
-        sentence = explain_parsing(message, options_of(parser), fields_of)
         lines = [
             f"{prog}: error: {sentence}",
             f"usage: {parser.usage or parser.prog}",

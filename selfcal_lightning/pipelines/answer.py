@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
@@ -118,37 +120,94 @@ def run_answer(
         InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
-    sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
-    options = EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {})
-    check_can_draw(options, sampling)
-    known, fitted = load_fitted_files(scorers, threshold_file)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        confidence=confidence,
+        strategy_args=strategy_args or {},
+        scorers=(scorers,) if isinstance(scorers, str) else tuple(scorers),
+        threshold_file=threshold_file,
+        lookahead=lookahead,
+        sampling=SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens),
+        seed=seed,
+        query=query,
+        engine=EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {}),
+        max_failures=max_failures,
+    )
+    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How questions are answered; the fields mean what the options of ``run_answer`` of these names do."""
+
+    strategy: str | None = None
+    threshold: float | None = None
+    max_samples: int | None = None
+    confidence: str | None = None
+    strategy_args: Mapping[str, Any] = field(default_factory=dict)
+    scorers: tuple[str, ...] = ()
+    threshold_file: str | None = None
+    lookahead: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int = 0
+    query: str = DEFAULT_QUERY
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    max_failures: int = MAX_FAILURES
+
+
+def answer_questions(
+    model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[Answer], None]
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        asked: The questions.
+        settings: How they are answered.
+        on_answer: Called with each answer, in the order of the questions, as soon as those before it are there.
+
+    Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
+        InputError: If settings contradict one another, or a question or a file cannot be used.
+    """
+    options = settings.engine
+    check_can_draw(options, settings.sampling)
+    known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
-    fields = {"threshold": threshold, "max_samples": max_samples, "confidence": confidence}
-    given = {name: value for name, value in fields.items() if value is not None} | (strategy_args or {})
-    chosen = choose_strategy(strategy, given, scorers=known, fitted=fitted)
+    fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
+    given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
     say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
-    if (note := uncalibrated_note(model, adapter, chosen)) is not None:
+    if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
     if fitted is not None:
         say(promise_note(fitted))
     check_engine(options, model)
-    chat = load_chat(options, model, query=query)
+    chat = load_chat(options, model, query=settings.query)
     opened = open_engine(options, model, chat=chat)
     try:
         if fitted is not None:
-            check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, seed))
+            check_sampled_alike(fitted, store_fingerprint(opened, chat, settings.sampling, settings.seed))
         source = EngineSource(
-            opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say, max_failures=max_failures
+            opened,
+            chat,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            scorers=known,
+            on_failed=say,
+            max_failures=settings.max_failures,
         )
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
-            printer = _Printer(asked, chosen, fitted, bar, as_json=json)
-            run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)
+            answers = _InOrder(asked, chosen, fitted, bar, on_answer)
+            run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     finally:
         opened.close()
     if len(asked) > 1 or source.failed:
-        say(summarise(printer.answers, failed=source.failed))
-    return printer.answers
+        say(summarise(answers.answers, failed=source.failed))
+    return answers.answers
 
 
 def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
@@ -160,8 +219,14 @@ def _questions(text: str | None, path: str | None, *, task: str, chain_of_though
     return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
 
 
-class _Printer:
-    """Writes answers in the order of the questions, each as soon as those before it are there."""
+def _print(answer: Answer, *, as_json: bool) -> None:
+    line = json_format.dumps(answer.as_json(), ensure_ascii=False) if as_json else answer.as_text()
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class _InOrder:
+    """Hands answers on in the order of the questions, each as soon as those before it are there."""
 
     def __init__(
         self,
@@ -169,17 +234,16 @@ class _Printer:
         strategy: Strategy,
         fitted: FittedThreshold | None,
         bar: Progress,
-        *,
-        as_json: bool,
+        on_answer: Callable[[Answer], None],
     ) -> None:
         self.answers: list[Answer] = []
         self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
-        self._as_json = as_json
+        self._on_answer = on_answer
         self._place = {question.id: place for place, question in enumerate(questions)}
         self._early: dict[str, Answer] = {}
 
     def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
-        """Take a verdict with its samples, and write what can be written."""
+        """Take a verdict with its samples, and hand on what can be."""
         self._bar.update(1, unreadable=verdict.answer is None)
         question = self._questions[self._place[verdict.question_id]]
         best = best_response(verdict, samples, self._strategy.confidence)
@@ -194,7 +258,7 @@ class _Printer:
         )
         while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
             self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
-            self._write(self.answers[-1])
+            self._on_answer(self.answers[-1])
 
     def _reason_to_withhold(self, verdict: Verdict) -> str | None:
         fitted = self._fitted
@@ -202,8 +266,3 @@ class _Printer:
             return None
         sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
         return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"
-
-    def _write(self, answer: Answer) -> None:
-        line = json_format.dumps(answer.as_json(), ensure_ascii=False) if self._as_json else answer.as_text()
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()

@@ -35,6 +35,26 @@ class Answer:
     samples_cut: int = 0
 
     @property
+    def answer(self) -> str | None:
+        """The answer in the task's canonical form; None where there is none, or it is withheld."""
+        return self.verdict.answer if self.withheld_by is None else None
+
+    @property
+    def confidence(self) -> float | None:
+        """How sure the strategy is of its answer, in [0, 1]; None where it cannot say."""
+        return self.verdict.confidence
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the answer is right; None where there is no reference or the answer is withheld."""
+        return self.verdict.correct if self.withheld_by is None else None
+
+    @property
+    def samples_used(self) -> int:
+        """Samples that the answer took."""
+        return self.verdict.samples_used
+
+    @property
     def stopped(self) -> Literal["early", "budget"]:
         """What ended the sampling: the strategy's rule, or its budget."""
         return "early" if self.verdict.stopped_early else "budget"
@@ -46,10 +66,10 @@ class Answer:
             "id": self.question.id,
             "question": self.question.text,
             "task": self.question.task,
-            "answer": self.verdict.answer if given else None,
+            "answer": self.answer,
             "confidence": self.verdict.confidence,
             "withheld": not given,
-            "correct": self.verdict.correct if given else None,
+            "correct": self.correct,
             "stopped": self.stopped,
             "samples_used": self.verdict.samples_used,
             "samples_generated": self.verdict.samples_generated,

@@ -276,7 +276,7 @@ class SSCGeneration(Callback):
         """Sample this process's share of every split. The engine is started only where something is missing."""
         data, shard = _data_module(trainer), (trainer.global_rank, trainer.world_size)
         model = resolve_model(module.base_model)
-        chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query)
+        chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
         adapter = str(adapter_folder(data.store_dir, round)) if round else None
         existing = open_existing(
             data.store_dir,

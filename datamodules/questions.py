@@ -12,6 +12,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, duplicate_ids
 from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import check_slice, load_some
+from selfcal_lightning.user_prompts import Prompt
 
 WAY_OUT = (
     "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
@@ -52,12 +53,13 @@ class QuestionSource:
             raise InputError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
 
 
-def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Question]:
+def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prompt | None = None) -> list[Question]:
     """Load the questions of all ``sources``, in their order.
 
     Args:
         sources: Where the questions come from.
         role: "train", "validation" or "test", for messages.
+        prompt: How they are put to the model; None is their tasks' own way.
 
     Raises:
         ValueError: A source is empty, or an id occurs twice.
@@ -73,6 +75,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Ques
                 part=source.part,
                 offset=source.offset,
                 limit=source.limit,
+                prompt=prompt,
             )
         except ValueError as error:
             raise InputError(f"The `{role}` source {source} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_shards import question_digest
+from selfcal_lightning.user_prompts import Prompt, same_prompt, stated_prompt
 
 
 def read_index(store: SampleStore, *, split: str, round: int, questions: Sequence[Question] | None) -> SampleIndex:
@@ -91,6 +92,12 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
         ValueError: The template, the confidence query or its tokens differ.
     """
     stored = store.round_manifest(round).fingerprint.prompt.as_json()
+    prompts = stated_prompt(stored), chat.prompt
+    if "template_sha256" in stored and not same_prompt(*prompts):
+        raise InputError(
+            f"Expected the prompt that the store {store.path} was sampled with, {_shown(prompts[0])}, but got "
+            f"{_shown(prompts[1])}. Set `prompt` to that of the store, or use another `store_dir`."
+        )
     changed = [
         f"`{name}` was {stored[name]!r} and is {value!r}"
         for name, value in chat.describe().items()
@@ -101,6 +108,10 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
             f"Expected the model and query that the store {store.path} was sampled with, but got others: "
             f"{'; '.join(changed)}. Set `base_model` and `query` to those of the store, or use another `store_dir`."
         )
+
+
+def _shown(prompt: Prompt | None) -> str:
+    return "that of the task" if prompt is None else str(prompt.as_json())
 
 
 def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: TargetName) -> TupleTable:

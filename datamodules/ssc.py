@@ -55,6 +55,7 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_shards import question_digest
+from selfcal_lightning.user_prompts import Prompt
 
 Split = Literal["train", "validation", "test"]
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
@@ -62,7 +63,7 @@ DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 # otherwise (`training_settings`), and the model is in the fingerprint of every round.
 NOT_OF_THE_TRAINING = {
     "self", "base_model", "revision", "store_dir", "train", "validation", "test", "predict_split", "batch_size",
-    "validation_batch_size", "token_budget", "pad_to_multiple_of", "num_workers",
+    "validation_batch_size", "token_budget", "pad_to_multiple_of", "num_workers", "prompt",
 }  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class SSCDataModule(LightningDataModule):
         pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
         seed: Seed of the draw.
         round: Generation round that training reads; the other splits are always read from round 0, the base model's
             samples.
@@ -156,6 +158,7 @@ class SSCDataModule(LightningDataModule):
         pad_to_multiple_of: int = 8,
         revision: str | None = None,
         query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
         seed: int = 0,
         round: int = 0,
         regenerate_every_n_epochs: int | None = None,
@@ -213,6 +216,7 @@ class SSCDataModule(LightningDataModule):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.revision = revision
         self.query = query
+        self.prompt = prompt
         self.seed = seed
         self.round = round
         self.regenerate_every_n_epochs = regenerate_every_n_epochs
@@ -232,7 +236,7 @@ class SSCDataModule(LightningDataModule):
         """
         if not self._questions:
             loaded: dict[Split, list[Question]] = {
-                role: load_questions(sources, role=role) for role, sources in self.sources.items()
+                role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
             }
             for one, other in combinations(loaded, 2):
                 check_disjoint(loaded[one], loaded[other], roles=(one, other))
@@ -421,7 +425,8 @@ class SSCDataModule(LightningDataModule):
 
     def collator(self) -> SSCCollator:
         """Return the collator of this model's chat format."""
-        chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
         return SSCCollator(
             chat,
             max_length=self.max_length,

@@ -33,6 +33,7 @@ _HOMES = {
     **dict.fromkeys(("ConfidenceQuery", "SamplingSettings"), "records"),
     **dict.fromkeys(("InputError", "MissingPackageError", "RunError", "UserError"), "errors"),
     "ChatFormat": "prompts",
+    **dict.fromkeys(("Prompt", "PromptExample"), "user_prompts"),
     "Task": "tasks.base",
     "get_task": "tasks.registry",
     "register_task": "tasks.registry:register",

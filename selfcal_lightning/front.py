@@ -25,6 +25,7 @@ from selfcal_lightning.presets import CommonCase, as_arguments, by_task, count_p
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.tasks.question_rows import QuestionRow, check_question_file
+from selfcal_lightning.user_prompts import Prompt
 
 QUESTIONS_FILE = "questions.jsonl"
 SAMPLING, ENGINE = SamplingSettings(), EngineOptions()
@@ -76,6 +77,7 @@ def calibrate(
     output_dir: str | Path | None = None,
     engine: str | None = None,
     max_new_tokens: int | None = None,
+    prompt: Prompt | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """Teach a model to know when it is right: sample, pool, train an adapter, export it. No answers are needed.
@@ -93,6 +95,7 @@ def calibrate(
         output_dir: Where everything goes; None is ``runs/`` and the model's name.
         engine: What samples, "transformers" or "vllm"; None is the preset's.
         max_new_tokens: Longest response; None is the preset's.
+        prompt: How questions are put to the model; None is their tasks' own way.
         settings: What else to set, by the names of the command line, such as ``{"data.num_samples": 16}``.
 
     Raises:
@@ -104,7 +107,9 @@ def calibrate(
         Traceback (most recent call last):
         selfcal_lightning.errors.InputError: ... at least 10 different questions to train, validate and calibrate on...
     """
-    case = CommonCase(model, "", task, preset, None if output_dir is None else str(output_dir), engine, max_new_tokens)
+    case = CommonCase(
+        model, "", task, preset, None if output_dir is None else str(output_dir), engine, max_new_tokens, prompt
+    )
     if not isinstance(questions, str | Path):
         asked = read_questions(questions, task=case.default_task)
         names = dict.fromkeys(question.task for question in asked)
@@ -134,6 +139,7 @@ def answer(
     sampling: SamplingSettings = SAMPLING,
     engine: EngineOptions = ENGINE,
     chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
     seed: int = 0,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
@@ -153,6 +159,7 @@ def answer(
         sampling: How responses are drawn.
         engine: What draws them.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
         seed: Of sampling.
 
     Returns:
@@ -179,6 +186,7 @@ def answer(
         threshold_file=threshold_file,
         sampling=sampling,
         seed=seed,
+        prompt=prompt,
         engine=engine if adapter is None else replace(engine, adapter=str(adapter)),
     )
     return answer_questions(model, asked, settings, on_answer=lambda _: None)

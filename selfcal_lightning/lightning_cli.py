@@ -32,7 +32,7 @@ from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text
 from selfcal_lightning.verb_parser import ShortErrors
 
 CHECK, CKPT_PATH = "check", "ckpt_path"
-LINKED = ("base_model", "revision", "query", "p_true")
+LINKED = ("base_model", "revision", "query", "prompt", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
 USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")

@@ -21,6 +21,7 @@ from selfcal_lightning.tasks.dataset import DatasetTask
 from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.question_rows import QuestionRow, read_question_file
 from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.user_prompts import Prompt, put_prompt
 
 PRESETS = ("activated", "small", "joint")
 YAML_ENDINGS = (".yaml", ".yml")
@@ -46,6 +47,7 @@ class CommonCase:
         output_dir: Where samples, adapter, checkpoints and logs go; None is ``runs/`` and the model's name.
         engine: What samples, "transformers" or "vllm"; None is the preset's.
         max_new_tokens: Longest response; None is the preset's.
+        prompt: How questions are put to the model; None is their tasks' own way.
     """
 
     model: str
@@ -55,6 +57,7 @@ class CommonCase:
     output_dir: str | None = None
     engine: str | None = None
     max_new_tokens: int | None = None
+    prompt: Prompt | None = None
 
     @property
     def default_task(self) -> str:
@@ -110,6 +113,10 @@ def prepare(case: CommonCase) -> PreparedCase:
     counts = count_parts(questions, origin=case.questions)
     configuration = _with_places(preset, case.folder)
     _set(configuration, "model", base_model=case.model)
+    if case.prompt is not None:
+        for found in questions.values():
+            put_prompt(found, case.prompt)
+        _set(configuration, "model", prompt=case.prompt.as_json())
     _set(configuration, "data", train=_sources(case, questions, "train"))
     _set(configuration, "data", validation=_sources(case, questions, "validation"), test=[])
     _set_total(configuration, counts["train"])
@@ -288,8 +295,10 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
     longest = given.get("max_new_tokens")
     if longest is not None and not longest.isdecimal():
         raise InputError(f"Expected `max_new_tokens` to be a whole number, but got {longest!r}.")
-    case = CommonCase(**{**given, "max_new_tokens": None if longest is None else int(longest)})  # type: ignore[arg-type]
-    return prepare(case), rest
+    read: dict[str, Any] = {"max_new_tokens": None if longest is None else int(longest)}
+    if "prompt" in given:
+        read["prompt"] = Prompt.from_json(read_config(Path(given["prompt"])))
+    return prepare(CommonCase(**given | read)), rest
 
 
 def _check_model_class(arguments: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.model_folders import refusal_of_code
 from selfcal_lightning.records import ConfidenceQuery, Message
+from selfcal_lightning.user_prompts import USER_PROMPT, Prompt, same_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +103,8 @@ class ChatFormat:
         tokenizer: The tokenizer; it must have a chat template.
         query: Text of the confidence query.
         generation_eos_ids: Further ids that end a turn, from the model's generation config.
+        prompt: The user's prompt that the messages come from (``user_prompts.put_prompt``), which tells the samples
+            apart; None is the task's own.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -118,6 +121,7 @@ class ChatFormat:
         *,
         query: str = DEFAULT_QUERY,
         generation_eos_ids: Sequence[int] = (),
+        prompt: Prompt | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
@@ -128,6 +132,7 @@ class ChatFormat:
             raise InputError(f"Expected `query` to be a question, but got {query!r}.")
         self.tokenizer = tokenizer
         self.query_text = query
+        self.prompt = None if same_prompt(prompt, None) else prompt
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         control_tokens = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, [*control_tokens, _MARK_CHAR])))
@@ -170,12 +175,14 @@ class ChatFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the format, as plain JSON types."""
+        own = {} if self.prompt is None else {USER_PROMPT: self.prompt.as_json()}
         return {
             "query": self.query_text,
             "suffix_ids": list(self.query.suffix_ids),
             "yes_ids": list(self.query.yes_ids),
             "no_ids": list(self.query.no_ids),
             "template_sha256": hashlib.sha256(self._template.encode()).hexdigest(),
+            **own,
         }
 
     def _render(self, messages: Iterable[Message], **options: Any) -> str:

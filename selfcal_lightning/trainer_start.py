@@ -39,7 +39,8 @@ COMMON = {
 }
 COMMON_CASE = (
     "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
-    "       [--output_dir FOLDER] [--engine ENGINE] [--max_new_tokens N] [any of below]",
+    "       [--output_dir FOLDER] [--engine ENGINE] [--max_new_tokens N]",
+    "       [--prompt FILE.yaml] [any of below]",
     "",
     "FILE holds JSON lines with `question` and, if you have it, `answer`, or plain",
     "text with a question a line. 80 % of the questions are trained on, 10 % validate,",

@@ -15,7 +15,7 @@ LAYERS = {
     "path_names": -1, "overwriting": -1, "files": -1, "plan": -1,
     # Layer 0 has steps of its own: from what knows nothing to what knows the files of a model.
     "records": 0, "imports": 0, "attention_backends": 0, "locations": 0.1, "fingerprints": 0.2, "manifests": 0.3,
-    "model_folders": 0.4, "model_names": 0.45, "prompts": 0.5,
+    "model_folders": 0.4, "model_names": 0.45, "user_prompts": 0.45, "prompts": 0.5,
     "last_resort": 0, "verb_parser": 0,
     "functional": 1, "tasks": 1, "store": 1,
     "models": 1.5,

@@ -18,6 +18,7 @@ from selfcal_lightning.pipelines import shares
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.user_prompts import Prompt, PromptExample
 
 
 class Opened(Exception):  # noqa: N818 - no error: it ends the work once the engine is there
@@ -129,6 +130,7 @@ def test_a_settings_record_survives_the_way_to_a_worker() -> None:
         split="train",
         path=None,
         part=None,
+        prompt=Prompt(system="Be brief.", examples=(PromptExample("1+1?", "2"),)),
         limit=None,
         offset=0,
         store_split="train",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.engines.base import Engine
     from selfcal_lightning.engines.transformers import TransformersEngine
     from selfcal_lightning.prompts import ChatFormat
+    from selfcal_lightning.user_prompts import Prompt
 
 LocalEngineName = Literal["transformers", "vllm"]
 EngineName = Literal["transformers", "vllm", "openai"]
@@ -152,19 +153,20 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
     return "float32" if torch.cuda.is_available() else None
 
 
-def load_chat(options: EngineOptions, model: str, *, query: str) -> ChatFormat:
+def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
     """Load a tokenizer and return the chat format that prompts are rendered with.
 
     Args:
         options: Where ``engine_args`` name a tokenizer, it is taken instead of the model's.
         model: Folder or hub name of the model, or "bundled".
         query: The confidence query.
+        prompt: The user's prompt, or None.
     """
     from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
     tokenizer = load_tokenizer(model, revision=options.revision) if other is None else load_tokenizer(other)
-    return ChatFormat(tokenizer, query=query)
+    return ChatFormat(tokenizer, query=query, prompt=prompt)
 
 
 def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:

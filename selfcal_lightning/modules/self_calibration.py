@@ -57,6 +57,7 @@ from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
 from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.user_prompts import Prompt
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -117,6 +118,8 @@ class SelfCalibrationModule(LightningModule):
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
         query: The question about the response whose Yes is the confidence.
+        prompt: How questions are put to the model, to sample and to train; it is written into the export, so that
+            `selfcal answer` asks alike. None is their tasks' own way.
         seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
 
     Reference:
@@ -144,6 +147,7 @@ class SelfCalibrationModule(LightningModule):
         recompute_above: int = 0,
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
         seed: int = 0,
     ) -> None:
         plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
@@ -153,6 +157,11 @@ class SelfCalibrationModule(LightningModule):
             lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        # Left out where there is none, as in checkpoints of before there were such.
+        plain.pop("prompt")
+        plain |= {} if prompt is None else {"prompt": prompt.as_json()}
         self.activated = lora is not None and lora.activated
         plain |= generation_settings(
             activated=self.activated,
@@ -167,6 +176,7 @@ class SelfCalibrationModule(LightningModule):
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
+        self.prompt = prompt
         self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
         self.loss, self.p_true = loss, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
@@ -217,7 +227,8 @@ class SelfCalibrationModule(LightningModule):
         if self.model is not None:
             return
         self.check_support()
-        self.chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
         strategy = None if self._trainer is None else self.trainer.strategy

@@ -17,6 +17,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
 from selfcal_lightning.pipelines.answer_setup import (
     check_sampled_alike,
+    choose_prompt,
     choose_strategy,
     load_fitted_files,
     promise_note,
@@ -29,6 +30,7 @@ from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Dtype, Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
+from selfcal_lightning.user_prompts import Prompt, put_prompt
 
 if TYPE_CHECKING:
     from selfcal_lightning.strategies.base import Strategy
@@ -56,6 +58,7 @@ def run_answer(
     max_new_tokens: int = 1024,
     seed: int = 0,
     chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
     engine: EngineName = "transformers",
     revision: str | None = None,
@@ -101,6 +104,9 @@ def run_answer(
         max_new_tokens: Longest response in tokens.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
+            calibration where it had one, else the task's.
         query: The confidence query; that of the calibration.
         engine: "transformers", "vllm" (an extra, faster) or "openai" (a server that runs the model; an extra).
         revision: Revision of the model on the hub.
@@ -132,6 +138,7 @@ def run_answer(
         sampling=SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens),
         seed=seed,
         query=query,
+        prompt=prompt,
         engine=EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {}),
         max_failures=max_failures,
     )
@@ -153,6 +160,7 @@ class AnswerSettings:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     seed: int = 0
     query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
     max_failures: int = MAX_FAILURES
 
@@ -173,6 +181,10 @@ def answer_questions(
         InputError: If settings contradict one another, or a question or a file cannot be used.
     """
     options = settings.engine
+    prompt, note = choose_prompt(model, options.adapter, settings.prompt)
+    if note is not None:
+        say(note)
+    asked = put_prompt(asked, prompt)
     check_can_draw(options, settings.sampling)
     known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
@@ -186,7 +198,7 @@ def answer_questions(
     if fitted is not None:
         say(promise_note(fitted))
     check_engine(options, model)
-    chat = load_chat(options, model, query=settings.query)
+    chat = load_chat(options, model, query=settings.query, prompt=prompt)
     opened = open_engine(options, model, chat=chat)
     try:
         if fitted is not None:

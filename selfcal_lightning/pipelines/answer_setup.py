@@ -11,11 +11,12 @@ from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.manifests import MANIFEST
+from selfcal_lightning.manifests import MANIFEST, read_manifest
 from selfcal_lightning.store_manifest import StoreFingerprint
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
+from selfcal_lightning.user_prompts import Prompt, same_prompt, stated_prompt
 
 DEFAULT_STRATEGY = "early_stopping"
 # Of the calibrated bundled model's answers that stop there, 79 % are right (250 validation questions), and the accuracy
@@ -88,6 +89,31 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
             f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}. "
             "Set these as they were, or sample calibration questions as you want to answer and fit a threshold there."
         )
+
+
+def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tuple[Prompt | None, str | None]:
+    """Return the prompt that questions are put with, and what is to be said about it.
+
+    Args:
+        model: Folder or hub name of the model.
+        adapter: Folder of the adapter, or None.
+        given: The prompt that the user asks for; None takes that of the calibration.
+    """
+    folder = Path(resolve_model(model) if adapter is None else adapter)
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None or "prompt" not in manifest:
+        return given, None
+    trained = stated_prompt(manifest["prompt"])
+    if given is None:
+        note = f"Questions are put with the prompt of the calibration ({folder / MANIFEST})."
+        return trained, None if trained is None else note
+    if same_prompt(given, trained):
+        return given, None
+    shown = "the task's own" if trained is None else str(trained.as_json())
+    return given, (
+        f"Note: the prompt differs from that of the calibration in {folder / MANIFEST}, {shown}: the confidence was "
+        "not trained on it. Leave `prompt` out to ask as the calibration did."
+    )
 
 
 def promise_note(fitted: FittedThreshold) -> str:

@@ -15,6 +15,7 @@ from selfcal_lightning.confidence.fusion import FusionTarget
 from selfcal_lightning.engines.opening import LocalEngineName
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.files import to_json, write_atomically
+from selfcal_lightning.pipelines.answer_setup import choose_prompt
 from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
 from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
 from selfcal_lightning.pipelines.evaluated_test import prepare_test
@@ -39,7 +40,7 @@ from selfcal_lightning.pipelines.evaluation_sides import model_sides
 from selfcal_lightning.pipelines.fitted_confidences import save_scorers
 from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
-from selfcal_lightning.pipelines.progress import Stage
+from selfcal_lightning.pipelines.progress import Stage, say
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
 from selfcal_lightning.pipelines.strategy_jobs import PLANS
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
@@ -50,6 +51,7 @@ from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+from selfcal_lightning.user_prompts import Prompt
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
@@ -88,6 +90,7 @@ def run_evaluate(
     edt_theta: float = 1.0,
     top_p: float = 1.0,
     max_new_tokens: int = 1024,
+    prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
     dtype: Dtype = "auto",
     devices: int = 1,
@@ -141,6 +144,8 @@ def run_evaluate(
         edt_theta: theta of EDT.
         top_p: Mass of the nucleus.
         max_new_tokens: Longest response in tokens.
+        prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
+            had one, else the task's.
         query: The confidence query.
         dtype: Of the weights.
         devices: Worker processes (GPUs, or CPU processes).
@@ -177,7 +182,21 @@ def run_evaluate(
         plan = plan_pools(*sources, folder)
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
-        names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
+        prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
+        if note is not None:
+            say(note)
+        arguments["prompt"] = prompt
+        names = (
+            "num_samples",
+            "engine",
+            "temperature",
+            "edt_scale",
+            "edt_theta",
+            "top_p",
+            "max_new_tokens",
+            "query",
+            "prompt",
+        )
         options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)

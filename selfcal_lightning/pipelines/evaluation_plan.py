@@ -134,6 +134,7 @@ def _settings(inputs: ModelInputs, side: str, model: ModelSide, name: str, test:
         sampling=SamplingSettings(**{name: options[name] for name in drawn}),
         seed=options["seed"],
         query=options["query"],
+        prompt=options["prompt"],
         questions_per_shard=64,
         max_failures=MAX_FAILURES,
     )

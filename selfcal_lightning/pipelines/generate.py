@@ -33,6 +33,7 @@ from selfcal_lightning.store_plan import plan_sampling
 from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.sources import count_source
+from selfcal_lightning.user_prompts import Prompt
 
 COUNTS = ("generated", "unreadable", "truncated", "refused", "left_out")
 
@@ -48,6 +49,7 @@ def run_generate(
     offset: int = 0,
     store_split: str | None = None,
     chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
     num_samples: int = 32,
     engine: EngineName = "transformers",
     temperature: float = 0.8,
@@ -90,6 +92,8 @@ def run_generate(
         store_split: Split under which the samples are stored ("train" and "validation" are those that training
             reads); null is the same as ``split``.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is the task's.
         num_samples: Responses to each question.
         engine: "transformers", "vllm" (an extra, faster) or "openai" (vLLM's server, on this machine or another).
         temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT); 0 is greedy.
@@ -139,6 +143,7 @@ def run_generate(
         offset=offset,
         store_split=store_split or split,
         chain_of_thought=chain_of_thought,
+        prompt=prompt,
         num_samples=num_samples,
         engine=EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {}),
         sampling=SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens),
@@ -152,6 +157,7 @@ def run_generate(
         sys.stdout.write(f"selfcal generate: checked; nothing is sampled or written. The plan:\n{plan_run(settings)}\n")
         return GenerationReport(store_dir, 0, 0, 0, 0, 0, 0, 0, 0.0)
     arguments |= {"model": settings.model, "task": settings.task, "store_split": settings.store_split}
+    arguments["prompt"] = None if prompt is None else prompt.as_json()
     questions = settings.questions()
     if repair and (Path(store_dir) / "rounds").exists():
         say(f"Repair of {store_dir}: {SampleStore(store_dir).repair()}")

@@ -17,6 +17,7 @@ from selfcal_lightning.models.adapter_files import adapter_identity, read_invoca
 from selfcal_lightning.prompts import DEFAULT_QUERY
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store import StoreFingerprint
+from selfcal_lightning.user_prompts import stated_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,8 +130,9 @@ class ScoringModel:
         """Chat format with the query: the one given, else the store's, else the default."""
         from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 
+        prompt = stated_prompt(self._prompt.further)
         query = self.settings.query or self._prompt.query or DEFAULT_QUERY
-        return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query)
+        return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query, prompt=prompt)
 
     def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
         """Return what the values of the estimator ``name`` depend on, JSON-able."""

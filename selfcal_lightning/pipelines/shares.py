@@ -22,6 +22,7 @@ from selfcal_lightning.store_manifest import check_place
 from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import load_some
 from selfcal_lightning.tasks.sources import check_source
+from selfcal_lightning.user_prompts import Prompt
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts import ChatFormat
@@ -41,6 +42,7 @@ class GenerationSettings:
     offset: int
     store_split: str
     chain_of_thought: bool
+    prompt: Prompt | None
     num_samples: int
     engine: EngineOptions
     sampling: SamplingSettings
@@ -52,12 +54,16 @@ class GenerationSettings:
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
         """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
-        records = {"engine": EngineOptions(**content["engine"]), "sampling": SamplingSettings(**content["sampling"])}
+        records = {
+            "engine": EngineOptions(**content["engine"]),
+            "sampling": SamplingSettings(**content["sampling"]),
+            "prompt": None if content["prompt"] is None else Prompt.from_json(content["prompt"]),
+        }
         return cls(**{**content, **records})
 
     def chat(self) -> ChatFormat:
         """Load the tokenizer and return the chat format of the model."""
-        return load_chat(self.engine, self.model, query=self.query)
+        return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
 
     def check(self) -> None:
         """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
@@ -86,6 +92,7 @@ class GenerationSettings:
                 chain_of_thought=self.chain_of_thought,
                 offset=self.offset,
                 limit=self.limit,
+                prompt=self.prompt,
             )
         ]
         check_questions(questions)

@@ -23,6 +23,7 @@ from selfcal_lightning.tasks.local import LocalQuestions
 from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.reading import LogiQA, ReClor
 from selfcal_lightning.tasks.word_problems import WordProblems
+from selfcal_lightning.user_prompts import Prompt, put_prompt
 
 TASKS: dict[str, Task] = {}
 
@@ -62,6 +63,7 @@ def load_some(
     part: Part | None = None,
     offset: int = 0,
     limit: int | None = None,
+    prompt: Prompt | None = None,
 ) -> list[Question]:
     """Return some questions of a task: ``limit`` of them after the first ``offset``.
 
@@ -73,6 +75,7 @@ def load_some(
         part: The part of them that is set aside for this (``tasks.parts``); None takes all.
         offset: Questions to skip.
         limit: Most questions; None takes all that are left.
+        prompt: How they are put to the model; None is the task's own way.
 
     Raises:
         ValueError: A number is negative, or no question is left.
@@ -92,7 +95,7 @@ def load_some(
             f"Expected `offset` to be less than the {len(questions):,} questions of split {split!r} of {task}, but got "
             f"{offset:,}."
         )
-    return questions[offset:]
+    return put_prompt(questions[offset:], prompt)
 
 
 def check_slice(offset: int, limit: int | None) -> None:

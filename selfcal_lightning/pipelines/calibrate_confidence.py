@@ -30,6 +30,7 @@ from selfcal_lightning.store_annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.fitted_threshold import KIND, FittedThreshold
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+from selfcal_lightning.strategies.pool import CurveStrategy
 from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
 from selfcal_lightning.strategies.thresholds import (
     NoThresholdError,
@@ -181,7 +182,9 @@ def run_fit_threshold(
     known = load_scorers(scorers)
     fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
     needed = _confidence_of(strategy, fields)
-    read = _load(pool, split, task, needed, known)
+    # One without a vectorised form is a user's own, which may look at whole samples.
+    is_own = not isinstance(make_strategy(strategy, **fields), CurveStrategy)
+    read = _load(pool, split, task, needed, known, texts=is_own)
     width = len(read.shortest.samples)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
     _say_width(read, chosen)
@@ -264,13 +267,19 @@ def describe_scorer(fitted: FittedScorer) -> str:
 
 
 def _load(
-    pool: str, split: str | None, task: str | None, needed: Sequence[str], scorers: Sequence[FittedScorer]
+    pool: str,
+    split: str | None,
+    task: str | None,
+    needed: Sequence[str],
+    scorers: Sequence[FittedScorer],
+    *,
+    texts: bool = False,
 ) -> RecordedPool:
     """Return the questions, annotations of a store merged in where they or the scorers need them."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=False)
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=texts)
 
 
 def _check_drawing(path: Path, output: str) -> None:

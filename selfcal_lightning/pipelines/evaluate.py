@@ -42,7 +42,7 @@ from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_th
 from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
 from selfcal_lightning.pipelines.progress import Stage, say
 from selfcal_lightning.pipelines.side_strategies import SideStrategies
-from selfcal_lightning.pipelines.strategy_jobs import PLANS
+from selfcal_lightning.pipelines.strategy_jobs import PLANS, reads_texts
 from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
 from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
 from selfcal_lightning.pipelines.training_cost import TrainingCost
@@ -208,10 +208,11 @@ def run_evaluate(
         return {}
     open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
-        inputs = read_pools(*sources)
+        inputs = read_pools(*sources, texts=reads_texts(settings.strategies))
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, **options)
+        texts = reads_texts(settings.strategies)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, texts=texts, **options)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)

@@ -90,12 +90,13 @@ class Inputs:
     same_texts: Mapping[str, bool] = field(default_factory=dict)
 
 
-def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> Inputs:
+def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *, texts: bool = False) -> Inputs:
     """Read recorded samples.
 
     Args:
         pools: The sides' samples of the test questions; one side of a test set each.
         calibration: One pool a side, or one for all sides; may be empty.
+        texts: Whether the responses' texts are wanted.
 
     Raises:
         InputError: Two pools are the same side of the same test set, or a side has no calibration questions while
@@ -104,7 +105,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -
     check_pools(pools, calibration)
     tests: dict[str, dict[str, RecordedPool]] = {}
     for source in pools:
-        tests.setdefault(test_of(source), {})[source.name] = _read(source)
+        tests.setdefault(test_of(source), {})[source.name] = _read(source, texts=texts)
     found = {source.name: source for source in calibration}
     sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
     places = {test: [source for source in pools if test_of(source) == test] for test in tests}
@@ -112,7 +113,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -
         test: len(sources) > 1 and _are_equal(texts_digest(one.path, split=one.split, task=one.task) for one in sources)
         for test, sources in places.items()
     }
-    return Inputs(tests, {side: _read(found[side]) for side in sides}, same)
+    return Inputs(tests, {side: _read(found[side], texts=texts) for side in sides}, same)
 
 
 def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
@@ -202,7 +203,13 @@ def check_inputs(inputs: Inputs) -> Inputs:
 
 
 def sample_models(
-    sides: Mapping[str, ModelSide], tests: Sequence[TestSet], calibration: TestSet | None, folder: Path, **options: Any
+    sides: Mapping[str, ModelSide],
+    tests: Sequence[TestSet],
+    calibration: TestSet | None,
+    folder: Path,
+    *,
+    texts: bool = False,
+    **options: Any,
 ) -> Inputs:
     """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
 
@@ -211,6 +218,7 @@ def sample_models(
         tests: The test sets.
         calibration: The calibration questions, or None.
         folder: The stores go under ``folder/samples/SIDE``.
+        texts: Whether the responses' texts are wanted.
         options: Arguments of ``pipelines.generate.run_generate``, the same for all.
     """
     check_names(tests)
@@ -223,9 +231,9 @@ def sample_models(
             name = CALIBRATION if test is calibration else test.name
             if model.responses_of is None:
                 _sample(side, model, test, name, store, options)
-                pool = load_recorded_pool(store, split=name, texts=False)
+                pool = load_recorded_pool(store, split=name, texts=texts)
             else:
-                pool = score_again(model, store, name, options)
+                pool = score_again(model, store, name, options, texts=texts)
             found.setdefault(name, {})[side] = pool
     places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     same = {
@@ -313,12 +321,12 @@ def _questions(test: TestSet) -> list[Question]:
     )
 
 
-def _read(source: PoolSource) -> RecordedPool:
+def _read(source: PoolSource, *, texts: bool) -> RecordedPool:
     return load_recorded_pool(
         source.path,
         split=source.split,
         task=source.task,
         confidences=source.confidences,
         limit=source.limit,
-        texts=False,
+        texts=texts,
     )

@@ -55,7 +55,9 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
     )
 
 
-def score_again(side: ModelSide, store: Path, split: str, options: Mapping[str, Any]) -> RecordedPool:
+def score_again(
+    side: ModelSide, store: Path, split: str, options: Mapping[str, Any], *, texts: bool = False
+) -> RecordedPool:
     """Return recorded responses with the P(True) of ``side`` in the place of their own.
 
     The scores stay beside the rows as an annotation, so that a second run finds them.
@@ -65,13 +67,14 @@ def score_again(side: ModelSide, store: Path, split: str, options: Mapping[str, 
         store: The sampled responses.
         split: Split of the store.
         options: Those of the evaluation, of which scoring takes its own.
+        texts: Whether the responses' texts are wanted.
     """
     from selfcal_lightning.pipelines.score import run_score
 
     name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
     taken = {option: options[option] for option in OPTIONS_OF_SCORING}
     run_score(P_TRUE, str(store), model=side.model, adapter=side.adapter, name=name, split=split, **taken)
-    pool = load_recorded_pool(store, split=split, confidences=[name], texts=False)
+    pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts)
     entries = tuple(
         replace(entry, samples=tuple(_with_p_true(sample, name) for sample in entry.samples)) for entry in pool.entries
     )

@@ -30,7 +30,7 @@ from selfcal_lightning.strategies.calibration_pool import CalibrationPool
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
 from selfcal_lightning.strategies.registry import make_strategy
 from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.threshold_grids import as_curved
+from selfcal_lightning.strategies.threshold_grids import as_gridded
 from selfcal_lightning.strategies.thresholds import threshold_for_budget
 
 THRESHOLD = "threshold"
@@ -144,7 +144,7 @@ def _judge_curve(
         num_reshuffles=settings.num_reshuffles,
         seed=settings.seed,
     )
-    (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_curved(strategy), (fitted.threshold,))])
+    (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
     correct, used = curve.outcome.correct, curve.outcome.samples
     weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
     accuracy, samples = (estimate_of((values @ weights)[0]) for values in (correct, used))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.pipelines.pools import RecordedPool
 from selfcal_lightning.pipelines.reshuffles import Reshuffles
-from selfcal_lightning.strategies.pool import CurveStrategy
+from selfcal_lightning.strategies.pool import GridStrategy
 from selfcal_lightning.strategies.threshold_grids import GridOutcome, GridSums
 
 
@@ -24,7 +24,7 @@ class Job:
     """
 
     label: str
-    strategy: CurveStrategy
+    strategy: GridStrategy
     grid: tuple[float, ...]
     is_oracle: bool = False
 
@@ -46,7 +46,7 @@ class StrategyCurve:
     confidence: str | None
     parameter: str
     outcome: GridOutcome
-    solver: CurveStrategy = field(repr=False)
+    solver: GridStrategy = field(repr=False)
     is_oracle: bool = False
 
 

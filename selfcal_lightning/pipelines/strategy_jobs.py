@@ -8,9 +8,9 @@ from typing import Any
 
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.pipelines.strategy_evaluation import Job
-from selfcal_lightning.strategies.pool import CurveStrategy
-from selfcal_lightning.strategies.registry import ORACLES, make_strategy, setting_names
-from selfcal_lightning.strategies.threshold_grids import THRESHOLDS, as_curved, grid_of
+from selfcal_lightning.strategies.pool import CurveStrategy, GridStrategy
+from selfcal_lightning.strategies.registry import ORACLES, STRATEGIES, make_strategy, setting_names
+from selfcal_lightning.strategies.threshold_grids import THRESHOLDS, as_gridded, grid_of
 
 CONFIDENCE = "confidence"
 
@@ -49,11 +49,25 @@ PLANS: dict[str, Plan] = {
 }
 
 
+def plan_of(label: str) -> Plan:
+    """Return the plan of a label; any other strategy by its name in the registry runs plainly, and with confidences.
+
+    Raises:
+        InputError: There is no such label or strategy.
+    """
+    if label in PLANS:
+        return PLANS[label]
+    if label not in STRATEGIES:
+        raise unknown_name("strategies", label, [*PLANS, *STRATEGIES])
+    if CONFIDENCE not in setting_names(label):
+        return Plan(label, plain={})
+    return Plan(label, plain={} if make_strategy(label).confidence is None else None, weighted={})
+
+
 def check_labels(labels: Sequence[str]) -> None:
     """Raise InputError unless every label is known and none occurs twice."""
     for label in labels:
-        if label not in PLANS:
-            raise unknown_name("strategies", label, PLANS)
+        plan_of(label)
     if len(set(labels)) < len(labels):
         raise InputError(f"Expected `strategies` to be different ones, but got {list(labels)}.")
 
@@ -64,9 +78,14 @@ def check_thresholds(thresholds: Sequence[float]) -> None:
         raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(thresholds)}.")
 
 
+def reads_texts(labels: Sequence[str]) -> bool:
+    """Whether a strategy may look at texts: one without a vectorised form is replayed on whole samples."""
+    return not all(isinstance(make_strategy(plan_of(label).name), CurveStrategy) for label in labels)
+
+
 def needs_confidence(label: str) -> bool:
     """Whether a strategy cannot run without a confidence."""
-    return PLANS[label].plain is None
+    return plan_of(label).plain is None
 
 
 def make_jobs(
@@ -81,7 +100,7 @@ def make_jobs(
     """Return the jobs of an evaluation: each strategy plain, with each confidence, or both.
 
     Args:
-        labels: Keys of ``PLANS``.
+        labels: Keys of ``PLANS``, or names of strategies.
         confidences: Names of confidences; without any, the strategies that need one are left out.
         width: Budget in samples.
         thresholds: Grid of the strategies whose parameter is a threshold.
@@ -95,7 +114,7 @@ def make_jobs(
     check_thresholds(thresholds)
     jobs = []
     for label in labels:
-        plan = PLANS[label]
+        plan = plan_of(label)
         runs: list[tuple[str | None, Mapping[str, Any]]] = [] if plan.plain is None else [(None, plan.plain)]
         extra = tuned or {}
         if plan.weighted is not None:
@@ -107,6 +126,6 @@ def make_jobs(
     return jobs
 
 
-def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) -> CurveStrategy:
+def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) -> GridStrategy:
     reads = {CONFIDENCE: confidence} if CONFIDENCE in setting_names(name) else {}
-    return as_curved(make_strategy(name, **settings, **reads))
+    return as_gridded(make_strategy(name, **settings, **reads))

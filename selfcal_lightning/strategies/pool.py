@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +15,25 @@ from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy, sample_tokens
 
 UNREADABLE = -1
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the rows of arrays come from: the samples of Q questions at most, each row some of them in an order.
+
+    Attributes:
+        entries: The questions with their samples.
+        row: Which of them each row is of [Q'], int64.
+        order: Positions of its samples [Q', W], int64; None is the recorded order.
+    """
+
+    entries: Sequence[QuestionSamples] = field(repr=False)
+    row: NDArray[np.int64] = field(repr=False)
+    order: NDArray[np.int64] | None = field(default=None, repr=False)
+
+    def taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Drawn:
+        """Return some of the rows in a further order."""
+        return Drawn(self.entries, self.row[rows], order if self.order is None else self.order[rows[:, None], order])
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,7 @@ class PoolArrays:
         correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
         tokens: Cost of each sample in tokens [Q, N], float64: response, and the confidence query where one is read;
             nan where the length is unknown, 0 for padding.
+        drawn: The samples that the rows stand for; None where the arrays were not made of samples.
     """
 
     question_ids: tuple[str, ...]
@@ -38,6 +58,7 @@ class PoolArrays:
     confidence: NDArray[np.float64]
     correct: NDArray[np.bool_]
     tokens: NDArray[np.float64]
+    drawn: Drawn | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_samples(
@@ -67,7 +88,8 @@ class PoolArrays:
                 values[row, column] = 1.0
                 correct[row, column] = bool(sample.correct)
         length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
-        plain = cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens)
+        ids, drawn = tuple(entry.question.id for entry in pool), Drawn(pool, np.arange(len(pool)))
+        plain = cls(ids, length, answer, values, correct, tokens, drawn)
         return plain if confidence is None else plain.with_confidence(pool, confidence)
 
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
@@ -88,7 +110,18 @@ class PoolArrays:
         if query_tokens:
             costs = (sample_tokens(sample, query_tokens) for sample in samples)
             tokens[is_sample] = np.fromiter((np.nan if cost is None else cost for cost in costs), np.float64)
-        return replace(self, confidence=values, tokens=tokens)
+        drawn = None if self.drawn is None else replace(self.drawn, entries=pool)
+        return replace(self, confidence=values, tokens=tokens, drawn=drawn)
+
+    def entry(self, row: int) -> QuestionSamples:
+        """Return the samples that a row stands for, in its order, with their question."""
+        if self.drawn is None:
+            raise InputError("Expected arrays that were made of samples (`PoolArrays.from_samples`), but got others.")
+        entry = self.drawn.entries[self.drawn.row[row]]
+        if self.drawn.order is None:
+            return entry
+        positions = self.drawn.order[row, : self.length[row]]
+        return replace(entry, samples=tuple(entry.samples[position] for position in positions))
 
     def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
         """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
@@ -117,6 +150,7 @@ class PoolArrays:
             confidence=self.confidence[place],
             correct=self.correct[place],
             tokens=self.tokens[place],
+            drawn=None if self.drawn is None else self.drawn.taken(rows, order),
         )
 
 
@@ -136,14 +170,19 @@ class CurveOutcome:
 
 
 @runtime_checkable
-class CurveStrategy(Strategy, Protocol):
-    """A strategy with a vectorised form.
+class GridStrategy(Strategy, Protocol):
+    """A strategy, a frozen dataclass, that can be run at every value of a grid.
 
     Attributes:
         grid_parameter: Name of the field that a grid sets: a threshold, a budget, a window.
     """
 
     grid_parameter: str
+
+
+@runtime_checkable
+class CurveStrategy(GridStrategy, Protocol):
+    """One with a vectorised form; of others ``solve`` is replayed (``replayed_curves``)."""
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
         """Return what ``solve`` does on each question at each value of the grid."""

@@ -17,7 +17,7 @@ from selfcal_lightning.strategies.pass_at_n import PassAtN
 from selfcal_lightning.strategies.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.window_stopping import WindowStopping
 
-# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter` and `curve`.
+# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter`; one without `curve` is replayed.
 STRATEGIES: dict[str, type] = {
     "best_of_n": BestOfN,
     "self_consistency": SelfConsistency,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.early_stopping import EarlyStopping
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED, Orders, right_codes
-from selfcal_lightning.strategies.pool import CurveStrategy, PoolArrays
+from selfcal_lightning.strategies.pool import GridStrategy, PoolArrays
+from selfcal_lightning.strategies.replayed_curves import curve_of, with_setting
 
 # Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
 THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
@@ -95,7 +96,7 @@ class GridSums:
 
     def __init__(
         self,
-        strategy: CurveStrategy,
+        strategy: GridStrategy,
         grid: Sequence[float],
         num_questions: int,
         *,
@@ -122,7 +123,7 @@ class GridSums:
             spent: Tokens of the first n samples [r * q, N + 1]; read where the most of them is known.
             questions: Which of the questions.
         """
-        outcome = self._strategy.curve(pool, self._grid)
+        outcome = curve_of(self._strategy, pool, self._grid)
         rows = np.arange(outcome.answer.shape[1])
         _add(self._correct[:, questions], right[rows, outcome.answer])
         _add(self._samples[:, questions], outcome.used)
@@ -141,7 +142,7 @@ def _add(sums: Numbers, values: np.ndarray) -> None:
 
 
 def grid_outcome(
-    strategy: CurveStrategy,
+    strategy: GridStrategy,
     pool: Sequence[QuestionSamples],
     grid: Sequence[float],
     *,
@@ -175,7 +176,7 @@ def grid_outcome(
 
 
 def grid_of(
-    strategy: CurveStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
+    strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
 ) -> tuple[float, ...]:
     """Return the settings of a strategy that are worth trying, rising.
 
@@ -195,17 +196,6 @@ def grid_of(
     return tuple(range(least, strategy.max_samples + 1))
 
 
-def with_setting(strategy: CurveStrategy, value: float) -> CurveStrategy:
-    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number.
-
-    Example:
-        >>> with_setting(EarlyStopping(), 0.5).threshold
-        0.5
-    """
-    setting = value if strategy.grid_parameter == "threshold" else int(value)
-    return cast("CurveStrategy", replace(strategy, **{strategy.grid_parameter: setting}))  # type: ignore[type-var]
-
-
 def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[float, ...]:
     """Return fifty quantiles of a confidence, those in [0, 1]: a narrow range needs thresholds of its own."""
     values = [
@@ -218,11 +208,11 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
     return tuple(round(float(level), 6) for level in levels if 0.0 <= level <= 1.0)
 
 
-def as_curved(strategy: Strategy) -> CurveStrategy:
-    """Return ``strategy``, which has a vectorised form; raise ValueError where it has none."""
-    if not isinstance(strategy, CurveStrategy):
+def as_gridded(strategy: Strategy) -> GridStrategy:
+    """Return ``strategy``, which names the field that a grid sets; raise InputError where it names none."""
+    if not isinstance(strategy, GridStrategy):
         raise InputError(
-            f"Expected {strategy.name} to have a vectorised `curve` to choose its setting by, but got none. Add one, "
-            "or fit a threshold with a guarantee (`fit_risk_threshold`), which replays the strategy."
+            f"Expected {strategy.name} to name the field that its settings are tried by as `grid_parameter`, but got "
+            "none. Add one to its class, such as `grid_parameter: ClassVar[str] = 'max_samples'`."
         )
     return strategy

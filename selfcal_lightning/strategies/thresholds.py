@@ -31,15 +31,15 @@ from selfcal_lightning.strategies.calibration_pool import (
 )
 from selfcal_lightning.strategies.fitted_threshold import FittedThreshold, TargetKind, fields_of
 from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
-from selfcal_lightning.strategies.pool import CurveStrategy
+from selfcal_lightning.strategies.pool import GridStrategy
 from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.replayed_curves import with_setting
 from selfcal_lightning.strategies.threshold_grids import (
     GridOutcome,
-    as_curved,
+    as_gridded,
     confidence_quantiles,
     grid_of,
     grid_outcome,
-    with_setting,
 )
 
 __all__ = [
@@ -79,7 +79,7 @@ def fit_budget_threshold(
     Of equal accuracies the cheapest is taken, of equal costs the first of the grid.
 
     Args:
-        strategy: The strategy, which has a ``curve``; its other fields stay as they are.
+        strategy: The strategy, which names its ``grid_parameter``; its other fields stay as they are.
         pool: Calibration questions with references.
         grid: Values to choose from; None takes ``threshold_grids.grid_of`` with the quantiles of the confidence.
         budget: Mean samples used.
@@ -96,11 +96,11 @@ def fit_budget_threshold(
         raise InputError(f"Expected `budget` to be positive, but got {budget}.")
     calibration = calibration_pool(strategy, pool, scorers)
     outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
-    return threshold_for_budget(as_curved(strategy), calibration, outcome, budget)
+    return threshold_for_budget(as_gridded(strategy), calibration, outcome, budget)
 
 
 def threshold_for_budget(
-    strategy: CurveStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
+    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
 ) -> FittedThreshold:
     """Choose as :func:`fit_budget_threshold` does from what the strategy was found to cost and reach.
 
@@ -154,7 +154,7 @@ def fit_accuracy_threshold(
             f"{outcome.grid[best]:g}, reaches {outcome.accuracy[best]:.4f}. Widen the grid, raise the strategy's "
             "budget, or ask for less."
         )
-    return _chosen(as_curved(strategy), calibration, outcome, found, "accuracy", accuracy)
+    return _chosen(as_gridded(strategy), calibration, outcome, found, "accuracy", accuracy)
 
 
 def fit_risk_threshold(
@@ -236,7 +236,7 @@ def _outcome(
     num_reshuffles: int,
     seed: int,
 ) -> GridOutcome:
-    curved, reads = as_curved(strategy), strategy.confidence
+    curved, reads = as_gridded(strategy), strategy.confidence
     if grid is None:
         values = () if reads is None else confidence_quantiles(calibration.entries, reads)
         grid = grid_of(curved, values=values)
@@ -244,7 +244,7 @@ def _outcome(
 
 
 def _chosen(
-    strategy: CurveStrategy,
+    strategy: GridStrategy,
     calibration: CalibrationPool,
     outcome: GridOutcome,
     best: int,

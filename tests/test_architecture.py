@@ -12,7 +12,7 @@ PACKAGE = "selfcal_lightning"
 LAYERS = {
     # Below all: errors, and who reads JSON and YAML with them.
     "errors": -2, "interruptions": -2, "json_files": -1, "config_files": -1, "parsing_errors": -1,
-    "path_names": -1, "overwriting": -1, "files": -1, "plan": -1,
+    "path_names": -1, "lazy": -2, "overwriting": -1, "files": -1, "plan": -1,
     # Layer 0 has steps of its own: from what knows nothing to what knows the files of a model.
     "records": 0, "imports": 0, "attention_backends": 0, "locations": 0.1, "fingerprints": 0.2, "manifests": 0.3,
     "model_folders": 0.4, "model_names": 0.45, "user_prompts": 0.45, "prompts": 0.5,

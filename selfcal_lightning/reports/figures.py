@@ -1,7 +1,4 @@
-"""Figures as ``matplotlib.figure.Figure``: no pyplot, no global state, safe in threads and on servers.
-
-Colours: blue is the model before, orange after; green are right, red wrong responses. Both pairs differ in lightness.
-"""
+"""Figures as ``matplotlib.figure.Figure``: no pyplot, no global state, safe in threads and on servers."""
 
 from __future__ import annotations
 
@@ -9,21 +6,29 @@ from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.base import Array, Floats, as_labels, as_probabilities
+from selfcal_lightning.functional.base import Array, as_labels, as_probabilities
 from selfcal_lightning.functional.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.functional.discrimination import auroc, roc_curve
 from selfcal_lightning.functional.estimates import ScoredResponses
+from selfcal_lightning.metrics.drawing import (
+    AFTER,
+    BEFORE,
+    GREY,
+    RIGHT,
+    WRONG,
+    centres,
+    draw_histogram,
+    draw_reliability,
+    frame,
+    histogram_limit,
+    number,
+    shares,
+    widths,
+)
 
-BEFORE, AFTER = "#4878a8", "#e0813a"
-RIGHT, WRONG = "#3d8f5f", "#c2504a"
-_GREY = "#8a8a8a"
-
-FEW = 0.01
 # Longer headings than this need smaller letters over a panel.
 _LONG_HEADING = 34
 
@@ -56,18 +61,18 @@ def reliability_diagram(
     figure = Figure(figsize=(4.2, 5.0), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1.0))
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
-    error = f"ECE {_number(bins.expected_error)}"
+    error = f"ECE {number(bins.expected_error)}"
     if before is None:
-        _draw_reliability(upper, bins, colour=BEFORE, label="accuracy")
-        _draw_histogram(lower, bins, colour=BEFORE)
+        draw_reliability(upper, bins, colour=BEFORE, label="accuracy")
+        draw_histogram(lower, bins, colour=BEFORE)
     else:
         earlier = reliability_bins(*before, num_bins=num_bins)
-        error = f"ECE {_number(earlier.expected_error)} → {_number(bins.expected_error)}"
-        _draw_reliability(upper, bins, colour=AFTER, label="after")
+        error = f"ECE {number(earlier.expected_error)} → {number(bins.expected_error)}"
+        draw_reliability(upper, bins, colour=AFTER, label="after")
         _draw_line(upper, earlier)
-        _draw_histogram(lower, bins, colour=AFTER)
-        lower.stairs(_shares(earlier.count), np.append(earlier.lower, 1.0), color=BEFORE, linewidth=1.6)
-        lower.set_ylim(0.0, _histogram_limit(bins, earlier))
+        draw_histogram(lower, bins, colour=AFTER)
+        lower.stairs(shares(earlier.count), np.append(earlier.lower, 1.0), color=BEFORE, linewidth=1.6)
+        lower.set_ylim(0.0, histogram_limit(bins, earlier))
     upper.set_title(f"{title}: {error}" if title else error, fontsize=11)
     upper.set_ylabel("accuracy")
     upper.legend(loc="upper left", fontsize=8, frameon=False)
@@ -136,11 +141,11 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
         for column, (label, bins) in enumerate(zip(columns, all_bins, strict=True)):
             upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
             colour = BEFORE if row % 2 == 0 else AFTER
-            _draw_reliability(upper, bins, colour=colour, label="accuracy")
-            _draw_histogram(lower, bins, colour=colour)
-            heading = f"{label}, {name}: ECE {_number(bins.expected_error)}"
+            draw_reliability(upper, bins, colour=colour, label="accuracy")
+            draw_histogram(lower, bins, colour=colour)
+            heading = f"{label}, {name}: ECE {number(bins.expected_error)}"
             upper.set_title(heading, fontsize=10.5 if len(heading) < _LONG_HEADING else 8.5)
-        grid[2 * row + 1, 0].set_ylim(0.0, _histogram_limit(*all_bins))
+        grid[2 * row + 1, 0].set_ylim(0.0, histogram_limit(*all_bins))
         grid[2 * row, 0].set_ylabel("accuracy")
         grid[2 * row + 1, 0].set_ylabel("share")
     grid[0, 0].legend(loc="upper left", fontsize=8, frameon=False)
@@ -165,15 +170,15 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
     """
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, _GREY]
+    colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
     for position, (name, (confidence, correct)) in enumerate(curves.items()):
         curve = roc_curve(confidence, correct)
         x, y = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
-        label = f"{name}: AUROC {_number(auroc(confidence, correct))}"
+        label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
         axes.plot(x, y, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
-    axes.plot([0, 1], [0, 1], color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    _frame(axes)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    frame(axes)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
     axes.set(xlabel="share of wrong responses accepted", ylabel="share of right responses accepted")
     if title:
@@ -205,15 +210,15 @@ def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int 
     highest = 0.0
     for sign, name, colour, mask in ((1, "right", RIGHT, labels), (-1, "wrong", WRONG, ~labels)):
         bins = reliability_bins(probabilities[mask], labels[mask], num_bins=num_bins)
-        share = _shares(bins.count)
+        share = shares(bins.count)
         highest = max(highest, float(share.max()))
         mean = float(probabilities[mask].mean()) if mask.any() else None
-        label = f"{mask.sum()} {name}, mean {_number(mean).lstrip('0')}"
-        axes.bar(_centres(bins), sign * share, width=_widths(bins), color=colour, label=label)
+        label = f"{mask.sum()} {name}, mean {number(mean).lstrip('0')}"
+        axes.bar(centres(bins), sign * share, width=widths(bins), color=colour, label=label)
         if mean is not None:
             axes.plot([mean, mean], [0.0, sign * 1.12 * max(share.max(), 0.02)], color="black", linewidth=1.1)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    _frame(axes)
+    frame(axes)
     limit = 1.25 * highest or 1.0
     axes.set(xlim=(0.0, 1.0), ylim=(-limit, limit), xlabel="confidence", ylabel="share of responses")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
@@ -221,32 +226,6 @@ def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int 
     if title:
         axes.set_title(title, fontsize=11)
     return figure
-
-
-def _draw_reliability(axes: Axes, bins: ReliabilityBins, *, colour: str, label: str) -> None:
-    """Draw accuracy as bars, pale where a bin holds few responses, and the gap to mean confidence as a hatched box."""
-    filled, few = bins.count > 0, _shares(bins.count) < FEW
-    kinds = [(filled & ~few, 1.0, label), (filled & few, 0.35, f"fewer than {FEW:.0%} of the responses")]
-    for chosen, alpha, name in kinds:
-        if chosen.any():
-            shape = {"x": _centres(bins)[chosen], "height": bins.accuracy[chosen], "width": _widths(bins)[chosen]}
-            axes.bar(**shape, color=to_rgba(colour, alpha), label=name, zorder=2)
-    axes.bar(
-        _centres(bins)[filled],
-        bins.gap[filled],
-        bottom=bins.confidence[filled],
-        width=_widths(bins)[filled],
-        facecolor="none",
-        edgecolor="#404040",
-        linewidth=0.7,
-        hatch="////",
-        alpha=0.55,
-        label="gap to mean confidence",
-        zorder=3,
-    )
-    axes.plot([0, 1], [0, 1], color="black", linewidth=1.0, linestyle=(0, (4, 3)), zorder=4)
-    _frame(axes)
-    axes.set(xlim=(0.0, 1.0), ylim=(0.0, 1.0))
 
 
 def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
@@ -263,38 +242,3 @@ def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
         label="before",
         zorder=5,
     )
-
-
-def _draw_histogram(axes: Axes, bins: ReliabilityBins, *, colour: str) -> None:
-    """Draw the share of responses in each bin."""
-    axes.bar(_centres(bins), _shares(bins.count), width=_widths(bins), color=colour)
-    _frame(axes)
-    axes.set_ylim(0.0, _histogram_limit(bins))
-
-
-def _histogram_limit(*all_bins: ReliabilityBins) -> float:
-    """Return the upper end of an axis that holds every share."""
-    return max(0.1, *(1.1 * float(_shares(bins.count).max()) for bins in all_bins))
-
-
-def _frame(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def _shares(count: NDArray[np.int64]) -> Floats:
-    return count / max(int(count.sum()), 1)
-
-
-def _centres(bins: ReliabilityBins) -> Floats:
-    return (bins.lower + bins.upper) / 2.0
-
-
-def _widths(bins: ReliabilityBins) -> Floats:
-    return 0.94 * (bins.upper - bins.lower)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.reports.figures import AFTER, BEFORE
+from selfcal_lightning.metrics.drawing import AFTER, BEFORE
 from selfcal_lightning.reports.tables import format_estimate
 
 COLOURS = {"before": BEFORE, "after": AFTER}

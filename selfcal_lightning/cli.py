@@ -122,7 +122,8 @@ def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
     if stated is not None:
         prepared, overrides = stated
         arguments = [*as_arguments(prepared), *overrides]
-        sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
+        if is_first_process():
+            sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
     look_first(verb, arguments)
     importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():

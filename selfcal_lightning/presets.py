@@ -17,7 +17,7 @@ from selfcal_lightning.errors import InputError, did_you_mean, unknown_name
 from selfcal_lightning.locations import BUNDLED_NAME, config_path, is_bundled, resolve_model
 from selfcal_lightning.pipelines.asked_questions import default_task, put_question
 from selfcal_lightning.records import Question
-from selfcal_lightning.tasks.dataset import DatasetTask
+from selfcal_lightning.tasks.dataset import DatasetTask, OwnFormat
 from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.question_rows import QuestionRow, read_question_file
 from selfcal_lightning.tasks.registry import get_task
@@ -195,7 +195,7 @@ def own_task(name: str) -> str:
         ('local_number', 'local_text', 'word_problems')
     """
     task = get_task(name)
-    has_own_columns = isinstance(task, DatasetTask) and task.dataset.source is not None
+    has_own_columns = isinstance(task, DatasetTask) and not isinstance(task.dataset, OwnFormat)
     return LOCAL_TASKS[task.answer_type] if has_own_columns else name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
+from selfcal_lightning.presets import as_arguments, common_case
 from selfcal_lightning.tasks.registry import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,10 +60,21 @@ def test_verbs_exist() -> None:
 def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verb, *arguments = shlex.split(line.replace("configs/", f"{ROOT}/configs/"), comments=True)[1:]
     monkeypatch.chdir(tmp_path)
+    if verb == "fit" and "--questions" in arguments:
+        write_user_files()
+        prepared, overrides = common_case(arguments)
+        arguments = [*as_arguments(prepared), *overrides]
     if verb in FUNCTION_VERBS:
         assert given_to(verb, arguments, monkeypatch)
     else:
         assert instantiated([verb, *arguments, *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch).model
+
+
+def write_user_files() -> None:
+    """Write the files that the commands name as the user's own."""
+    rows = [{"question": f"What is {n}+1?", "answer": n + 1} for n in range(12)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("prompt.yaml").write_text("system: Be brief.\n")
 
 
 def test_every_task_is_in_the_table() -> None:
@@ -70,8 +83,10 @@ def test_every_task_is_in_the_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.splitlines()[0])
-def test_python_runs(block: str, shared: Path, tmp_path: Path) -> None:
+def test_python_runs(block: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gsm8k_test.jsonl").write_text((shared / "data" / "gsm8k" / "test.jsonl").read_text())
+    monkeypatch.chdir(tmp_path)
+    write_user_files()
     (tmp_path / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.records import Message, Question, duplicate_ids
@@ -37,7 +37,7 @@ class DataSet(Protocol):
     Attributes:
         name: Name of the task.
         answers: How its answers are read and judged.
-        source: Its place on the hub; None for questions of one's own, a file in the format of ``question_rows``.
+        source: Its place on the hub; None for a data set that is always a local file.
         columns: Columns that a row must have.
         id_column: The data set's own id column, used where the rows have it; None numbers the rows.
     """
@@ -51,6 +51,17 @@ class DataSet(Protocol):
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question text and gold answer of a row, or raise `UnusableRowError` with the reason."""
         ...
+
+
+@runtime_checkable
+class OwnFormat(Protocol):
+    """A data set whose files are in the one format of a user's questions (``question_rows``).
+
+    Attributes:
+        question_rows: Whether a bad row is an error with its line, and an answer may be absent: yes.
+    """
+
+    question_rows: Literal[True]
 
 
 class DatasetTask:
@@ -78,7 +89,7 @@ class DatasetTask:
         """
         if limit is not None and limit < 0:
             raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
-        if self.dataset.source is None:
+        if isinstance(self.dataset, OwnFormat):
             return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
         origin, rows = self._rows(split, path)
         questions: list[Question] = []
@@ -128,7 +139,7 @@ class DatasetTask:
         """
         source = self.dataset.source
         if path is not None:
-            if source is None:
+            if isinstance(self.dataset, OwnFormat):
                 check_question_file(path, option="path")
             else:
                 check_file(path)
@@ -136,7 +147,7 @@ class DatasetTask:
         if source is None:
             raise InputError(
                 f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
-                "Parquet with the fields question and answer, or one question a line."
+                f"Parquet with the columns {', '.join(self.dataset.columns)}."
             )
         if split not in source.splits:
             raise InputError(

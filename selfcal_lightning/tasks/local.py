@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from selfcal_lightning.tasks.answers import Answers
 from selfcal_lightning.tasks.dataset import Item
 from selfcal_lightning.tasks.rows import Row
@@ -18,6 +20,7 @@ class LocalQuestions:
     """
 
     source = None
+    question_rows: Literal[True] = True
     columns = ("question", "answer")
     id_column = "id"
 

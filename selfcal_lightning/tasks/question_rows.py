@@ -112,7 +112,7 @@ def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> Quest
     if not isinstance(task, str | None):
         raise InputError(f"{origin}: Expected `task` to be the name of a task, but got {task!r}.")
     own_id = None if name is None else str(name).strip()
-    return QuestionRow(text.strip(), answer, own_id, task or None, origin, number)
+    return QuestionRow(text, answer, own_id, task or None, origin, number)
 
 
 def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:

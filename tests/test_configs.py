@@ -248,6 +248,8 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
 SAMPLING = ("temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens")
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if p not in TRAINING], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES)], ids=lambda path: path.name
+)
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)

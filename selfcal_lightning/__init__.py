@@ -4,6 +4,12 @@ The names below are imported when they are first used, so that ``import selfcal_
 
     import selfcal_lightning as sc
 
+    calibrated = sc.calibrate("bundled", "questions.jsonl")
+    answers = sc.answer("bundled", [{"question": "What is 3+4?"}], adapter=calibrated.adapter)
+    found = sc.evaluate("bundled", "test.jsonl", adapter=calibrated.adapter)
+
+and, one floor below::
+
     engine = sc.TransformersEngine("bundled")
     source = sc.EngineSource(engine, engine.chat, sampling=sc.SamplingSettings(max_new_tokens=120), seed=0)
     questions = sc.get_task("word_problems").load("test_id", limit=4)
@@ -55,7 +61,17 @@ _HOMES = {
     "SelfConsistency": "strategies.self_consistency",
     "WindowStopping": "strategies.window_stopping",
     "FittedThreshold": "strategies.fitted_threshold",
+    "Estimator": "confidence.base",
+    "PTrue": "confidence.p_true",
+    "ResponseConsistency": "confidence.consistency",
+    **dict.fromkeys(("MeanLogprob", "SequenceLogprob"), "confidence.likelihood"),
+    **dict.fromkeys(("SelfCertainty", "TokenEntropy"), "confidence.self_certainty"),
+    "Verbalized": "confidence.verbalized",
     "CalibrationMetrics": "metrics.collection",
+    "BinnedCalibrationError": "metrics.calibration",
+    **dict.fromkeys(("ConfidenceAUROC", "WithinQuestionAUROC"), "metrics.discrimination"),
+    "CapabilityMetrics": "metrics.capability",
+    **dict.fromkeys(("QuantileMetrics", "StepMetrics"), "metrics.steps"),
     "SelfCalibrationModule": "modules.self_calibration",
     "LoraSettings": "models.lora",
     "SSCDataModule": "datamodules.ssc",
@@ -63,6 +79,7 @@ _HOMES = {
     "SSCGeneration": "callbacks.generation",
     "CalibrationCurve": "callbacks.calibration_curve",
     "AdapterExport": "callbacks.adapter_export",
+    "ConfidenceWriter": "callbacks.confidence_writer",
     "PreemptionCheckpoint": "callbacks.preemption",
     "AtomicCheckpointIO": "modules.checkpoint_io",
 }

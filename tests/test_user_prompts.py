@@ -15,6 +15,7 @@ from selfcal_lightning.engines.opening import EngineOptions, load_chat
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.answer_setup import choose_prompt
 from selfcal_lightning.pipelines.asked_questions import ask_question
+from selfcal_lightning.pipelines.evaluate import run_evaluate
 from selfcal_lightning.pipelines.export import write_export
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.prompts import DEFAULT_QUERY
@@ -152,3 +153,8 @@ def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path) -> None:
     assert "differs from that of the calibration" in str(note)
     assert "Be brief." in str(note)
     assert choose_prompt("bundled", None, None) == (None, None)
+
+
+def test_recorded_responses_take_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected no `prompt` beside pools"):
+        run_evaluate(output_dir=str(tmp_path), pools={"mine": "pool.jsonl"}, prompt=BRIEF)

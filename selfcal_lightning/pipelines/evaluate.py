@@ -176,7 +176,8 @@ def run_evaluate(
         check_one_confidence(confidences)
     folder = Path(output_dir)
     if pools is not None:
-        _refuse("pools", before=before, after=after, model=model, adapter=adapter, tests=tests, calibration=calibration)
+        models = {"before": before, "after": after, "model": model, "adapter": adapter}
+        _refuse("pools", **models, tests=tests, calibration=calibration, prompt=prompt)
         check_share(calibration_share)
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
         plan = plan_pools(*sources, folder)

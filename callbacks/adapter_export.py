@@ -6,11 +6,10 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.errors import InputError, unknown_name
@@ -25,15 +24,9 @@ from selfcal_lightning.pipelines.export_folders import check_output
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.training.sampled_data import SampledData, sampled_data
 
 TRAINED = ("adapter", "model")  # kinds of exports that a training writes
-
-
-@runtime_checkable
-class _Sourced(Protocol):
-    """A data module that knows the sources of its questions, by split."""
-
-    sources: Mapping[str, Sequence[Any]]
 
 
 class AdapterExport(Callback):
@@ -73,6 +66,7 @@ class AdapterExport(Callback):
         self._settle(trainer)
         if stage == TrainerFn.FITTING:
             self._check(pl_module)
+            _data_of(trainer)
 
     def _settle(self, trainer: Trainer) -> None:
         log_dir = trainer.log_dir  # agreed on by a broadcast
@@ -85,24 +79,22 @@ class AdapterExport(Callback):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(
-        self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule | None
-    ) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
         """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
         self._check(module)
-        self._check_monitor(data)
+        self._check_monitor(sampled_data(data, who=type(self).__name__))
         return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
 
-    def _check_monitor(self, data: LightningDataModule | None) -> None:
+    def _check_monitor(self, data: SampledData | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
-        if self.monitor is None or key is None or not isinstance(data, _Sourced):
+        if self.monitor is None or key is None or data is None:
             return
         task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
-        tasks = [source.task for source in data.sources["validation"]]
+        tasks = [source.task for source in data.sources.get("validation", ())]
         if task and tasks and task not in tasks:
             raise unknown_name(
                 "monitor", self.monitor, [f"val/{name}{key}" for name in ("", *(f"{t}/" for t in tasks))]
@@ -154,8 +146,8 @@ class AdapterExport(Callback):
         if not trainer.is_global_zero:
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        store_dir = getattr(trainer.datamodule, "store_dir", None)
-        store = None if store_dir is None else describe_store(store_dir)
+        data = _data_of(trainer)
+        store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
         facts = {"store": store, "metrics": metrics, "run": self.run, "training": self._training}
         write_export(module, folder, state=state, **facts)
         say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
@@ -170,12 +162,17 @@ def describe_store(store_dir: str) -> dict[str, Any]:
 def describe_training(trainer: Trainer) -> dict[str, Any]:
     """Return what the weights depend on beside the module and its samples: steps, precision, and the rows of a step.
 
-    Every process calls it. A data module without a store is not known here, and left out.
+    Every process calls it. Of loaders that were given without a data module nothing is known.
     """
     facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
     facts |= {"gradient_clip_val": trainer.gradient_clip_val}
-    if getattr(trainer.datamodule, "store_dir", None) is None:
+    data = _data_of(trainer)
+    if data is None:
         return facts
-    rows = trainer.datamodule.training_settings()
-    questions = hashlib.sha256(json.dumps(rows.pop("questions")).encode()).hexdigest()
+    rows = data.training_settings()
+    questions = hashlib.sha256(json.dumps(rows.pop("questions", [])).encode()).hexdigest()
     return facts | {"rows": json.loads(json.dumps(rows, default=str)), "questions_sha256": questions}
+
+
+def _data_of(trainer: Trainer) -> SampledData | None:
+    return sampled_data(trainer.datamodule, who=AdapterExport.__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +22,8 @@ from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_annotations import Annotation
+from selfcal_lightning.store_index import SampleIndex
+from selfcal_lightning.training.sampled_data import ScoredData, scored_data
 
 
 class ConfidenceWriter(Callback):
@@ -49,12 +51,13 @@ class ConfidenceWriter(Callback):
         """Refuse a second writer of the same name."""
         self._check_name(trainer)
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
         """Refuse a name that cannot be that of an annotation, or that another writer has."""
         if verb != "predict":
             return Plan()
         self._check_name(trainer)
-        return Plan(places=(Place("confidences", str(Annotation(data.store_dir, self.name).folder)),))
+        folder = Annotation(scored_data(data, who=type(self).__name__).store_dir, self.name).folder
+        return Plan(places=(Place("confidences", str(folder)),))
 
     def _check_name(self, trainer: Trainer) -> None:
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
@@ -67,10 +70,8 @@ class ConfidenceWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Hold what will compute the values against what is in the store, before the long work."""
-        data = trainer.datamodule
-        if data is None or data.predict_index is None:
-            raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
-        if self.name in data.predict_index.confidences:
+        data, index = _scored(trainer)
+        if self.name in index.confidences:
             raise InputError(
                 f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
                 "with them. Choose another name."
@@ -101,12 +102,12 @@ class ConfidenceWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
         """Write this process's part; when all have written theirs, the first process shows them to readers."""
-        data = trainer.datamodule
+        data, scored = _scored(trainer)
         rows = torch.cat(self._rows).numpy() if self._rows else np.empty(0, dtype=np.int64)
         values = torch.cat(self._values).numpy() if self._values else np.empty(0)
         self._rows, self._values = [], []
         shards = SampleStore(data.store_dir).manifest.shards
-        index = data.predict_index.select(rows)
+        index = scored.select(rows)
         self._annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
         if trainer.is_global_zero:
@@ -119,9 +120,7 @@ class ConfidenceWriter(Callback):
             )
             rounds = {entry.file: entry.round for entry in shards}
             store = SampleStore(data.store_dir, num_samples=data.num_samples)
-            stored = store.index(
-                split=data.predict_split, round=rounds[data.predict_index.files[0]], confidences=[self.name]
-            )
+            stored = store.index(split=data.predict_split, round=rounds[scored.files[0]], confidences=[self.name])
             say(
                 f"ConfidenceWriter: wrote {self.name!r} of {report.rows:,} responses to {self._annotation.folder}; "
                 f"{stored.num_missing(self.name):,} of {len(stored):,} stored for {data.predict_split!r} have none."
@@ -173,7 +172,7 @@ def trained_sha256(module: torch.nn.Module) -> str:
 def _details(trainer: Trainer, module: SelfCalibrationModule) -> dict[str, Any]:
     """Return what is worth knowing about a run and does not change what it computes, up to rounding."""
     return {
-        "split": trainer.datamodule.predict_split,
+        "split": _scored(trainer)[0].predict_split,
         "model": module.base_model,
         "revision": module.revision,
         "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
@@ -181,6 +180,14 @@ def _details(trainer: Trainer, module: SelfCalibrationModule) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _scored(trainer: Trainer) -> tuple[ScoredData, SampleIndex]:
+    """Return the data module and which responses it gave to be scored."""
+    data = scored_data(trainer.datamodule, who=ConfidenceWriter.__name__)
+    if data.predict_index is None:
+        raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
+    return data, data.predict_index
 
 
 def _part(rank: int, world_size: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from selfcal_lightning.callbacks.generation_engines import MEMORY, Place, start_engine, start_round_engine
 from selfcal_lightning.callbacks.generation_joining import join_shares, wait_for_shares
@@ -44,6 +44,7 @@ from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
+from selfcal_lightning.training.sampled_data import QuestionData, question_data
 
 Splits = dict[str, list[Question]]
 
@@ -130,9 +131,9 @@ class SSCGeneration(Callback):
         self._training: str | None = None  # digest of the training, where later rounds are sampled
         self._resumed_training: str | None = None
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
         """Refuse an engine that is not installed, and return how many responses are to be drawn."""
-        return plan_generation(self, verb, trainer, data)
+        return plan_generation(self, verb, trainer, question_data(data, who=type(self).__name__))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the training whose rounds these are."""
@@ -363,10 +364,8 @@ class SSCGeneration(Callback):
         )
 
 
-def _data_module(trainer: Trainer) -> LightningDataModule:
-    if trainer.datamodule is None:
-        raise InputError("Expected a data module with questions for SSCGeneration, but got none: use SSCDataModule.")
-    return trainer.datamodule
+def _data_module(trainer: Trainer) -> QuestionData:
+    return question_data(trainer.datamodule, who=SSCGeneration.__name__)
 
 
 def _say(trainer: Trainer, text: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.imports import check_installed
 from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store_plan import plan_sampling
+from selfcal_lightning.training.sampled_data import QuestionData
 
 if TYPE_CHECKING:
     from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 ENGINES = ("transformers", "vllm")
 
 
-def splits_of(verb: str, data: LightningDataModule) -> tuple[str, ...]:
+def splits_of(verb: str, data: QuestionData) -> tuple[str, ...]:
     """Return the splits that a verb of the Trainer reads."""
     if verb == "predict":
         return (data.predict_split,)
     return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}[verb]
 
 
-def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: LightningDataModule) -> Plan:
+def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: QuestionData) -> Plan:
     """Return how many responses a verb of the Trainer needs, and what of them the store holds.
 
     Args:
@@ -77,7 +78,7 @@ def check_generation_settings(
         raise InputError(f"Expected `stall_timeout` to be above 0 seconds, but got {stall_timeout}.")
 
 
-def _later_rounds(trainer: Trainer, data: LightningDataModule) -> tuple[str, ...]:
+def _later_rounds(trainer: Trainer, data: QuestionData) -> tuple[str, ...]:
     every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
     if every is None or epochs in (None, -1):
         return ()

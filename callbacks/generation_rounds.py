@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.engines.base import Engine
@@ -24,6 +24,7 @@ from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
+from selfcal_lightning.training.sampled_data import QuestionData, question_data
 
 TRAINER_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
@@ -184,13 +185,14 @@ def check_engine(
         round: The round to come.
         shard: (i, n), this process's share; its own questions are taken, if it has any.
     """
-    index = _index(trainer.datamodule, round - 1)
-    store = SampleStore(trainer.datamodule.store_dir, num_samples=trainer.datamodule.num_samples)
-    questions = trainer.datamodule.questions("train")
+    data = _data_module(trainer)
+    index = _index(data, round - 1)
+    store = SampleStore(data.store_dir, num_samples=data.num_samples)
+    questions = data.questions("train")
     names = [question.id for question in select_share(questions, shard) or questions][:CHECKED_QUESTIONS]
     rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
     probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
-    before = adapter_folder(trainer.datamodule.store_dir, round - 1)
+    before = adapter_folder(data.store_dir, round - 1)
     earlier = serving(module, before) if round > 1 and before.exists() else None
     return check_adapter(engine, module.model, probes, earlier=earlier)
 
@@ -206,7 +208,7 @@ def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: i
     left_out = {"base_model", "revision", "recompute_above"}
     content = {
         "module": {name: value for name, value in module.hparams.items() if name not in left_out},
-        "data": trainer.datamodule.training_settings(),
+        "data": _data_module(trainer).training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": None if round is None else trainer.estimated_stepping_batches,
         "round": round,
@@ -220,7 +222,7 @@ def check_kept_adapters(trainer: Trainer, module: SelfCalibrationModule) -> None
     Raises:
         ValueError: The adapter of a round that training has not reached yet is of a training with other settings.
     """
-    data = trainer.datamodule
+    data = _data_module(trainer)
     for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
         round = int(folder.name.removeprefix("round-"))
         if round > data.round_of(trainer.current_epoch):
@@ -229,7 +231,7 @@ def check_kept_adapters(trainer: Trainer, module: SelfCalibrationModule) -> None
 
 def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:
     """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
-    data = trainer.datamodule
+    data = _data_module(trainer)
     settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
     later = _index(data, round)
     values = {"Number": float(round), **describe_round(later, **settings)}
@@ -244,7 +246,11 @@ def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]
     return named
 
 
-def _index(data: LightningDataModule, round: int) -> SampleIndex:
+def _data_module(trainer: Trainer) -> QuestionData:
+    return question_data(trainer.datamodule, who="SSCGeneration")
+
+
+def _index(data: QuestionData, round: int) -> SampleIndex:
     """Return the rows of the training questions in ``round``."""
     index = SampleStore(data.store_dir, num_samples=data.num_samples).index(split="train", round=round)
     wanted = {question.id for question in data.questions("train")}

@@ -55,6 +55,7 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
 from selfcal_lightning.store_shards import question_digest
+from selfcal_lightning.training.trained_modules import ReadingModule, reading_module
 
 Split = Literal["train", "validation", "test"]
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
@@ -222,7 +223,7 @@ class SSCDataModule(LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._questions: dict[Split, list[Question]] = {}
         self._order = TrainingOrder()
-        self._planned: LightningModule | None = None
+        self._planned: ReadingModule | None = None
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, loaded once.
@@ -248,14 +249,15 @@ class SSCDataModule(LightningDataModule):
             return
         check_data(self, stage, self.trainer)
         if shares_prefix(self.packing, self.base_model, revision=self.revision):
-            check_attention(getattr(self.trainer.lightning_module, "attn_implementation", None))
+            reader = self._reader()
+            check_attention(None if reader is None else reader.attn_implementation)
         if stage == "fit":
             check_generation_ratio(self.generation_ratio, activated=self._is_activated)
         check_room(self, stage)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
         """Check what needs no hub, and return the questions and the optimiser steps of a run."""
-        self._planned = module  # the trainer does not know it yet
+        self._planned = reading_module(module, who=type(self).__name__)  # the trainer does not know it yet
         if verb == "fit":
             check_generation_ratio(self.generation_ratio, activated=self._is_activated)
         return plan_data(self, verb, trainer)
@@ -316,8 +318,13 @@ class SSCDataModule(LightningDataModule):
     @property
     def _is_activated(self) -> bool:
         """Whether what is trained is an activated adapter, which has no use for generation samples."""
-        module = self._planned if self.trainer is None else self.trainer.lightning_module
-        return getattr(module, "activated", False)
+        reader = self._planned if self.trainer is None else self._reader()
+        return reader is not None and reader.activated
+
+    def _reader(self) -> ReadingModule | None:
+        """Return the module that this one makes batches for; None before the trainer has one."""
+        module = self.trainer.lightning_module
+        return None if module is None else reading_module(module, who=type(self).__name__)
 
     def _tuples_of_an_epoch(self) -> int:
         if not self._is_activated:

@@ -117,7 +117,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 class Planned(LightningDataModule):
     """Whole optimiser steps of eight rows, dealt over processes and micro-batches of a given size."""
 
-    eta = 0.6
+    eta, packing = 0.6, "off"
 
     def __init__(self, chat: ChatFormat, micro_batch: int, rows: Sequence[Row] = MIXED) -> None:
         super().__init__()

@@ -89,6 +89,9 @@ class Pool:
 class Recorder(LightningModule):
     """Trains one number and remembers the rows that it saw."""
 
+    activated = False
+    attn_implementation = None
+
     def __init__(self, ask_for_schedule: bool = True) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))

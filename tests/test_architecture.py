@@ -21,6 +21,7 @@ LAYERS = {
     "models": 1.5,
     "engines": 2,
     "confidence": 3, "metrics": 3,
+    "training": 3.5,
     "modules": 4, "strategies": 4, "reports": 4,
     "pipelines": 5,
     "datamodules": 6, "callbacks": 6,

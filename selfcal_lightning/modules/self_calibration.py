@@ -57,6 +57,7 @@ from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
 from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.training.sampled_data import RowData, row_data
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -258,8 +259,8 @@ class SelfCalibrationModule(LightningModule):
 
     def _check_packing(self) -> None:
         """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
-        packing = getattr(self.trainer.datamodule, "packing", "off")
-        packed = packing != "off" and runs_packed_rows(self.model)
+        data = self._row_data()
+        packed = data is not None and data.packing != "off" and runs_packed_rows(self.model)
         if self._packing_is_checked or not (packed or self.activated):
             return
         with self.trainer.precision_plugin.forward_context():
@@ -268,6 +269,10 @@ class SelfCalibrationModule(LightningModule):
             if self.activated:
                 check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
+
+    def _row_data(self) -> RowData | None:
+        """Return the data module; None where loaders were given without one, whose rows are taken to be unpacked."""
+        return row_data(self.trainer.datamodule, who=type(self).__name__)
 
     def on_fit_start(self) -> None:
         """Refuse a model that packed rows would train on wrong logits."""
@@ -323,7 +328,8 @@ class SelfCalibrationModule(LightningModule):
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):
             calibration, generation, confidence = self._losses(batch)
-        eta = getattr(self.trainer.datamodule, "eta", None)
+        data = self._row_data()
+        eta = None if data is None else data.eta
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
         return (calibration + self.omega * generation) * scale

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from selfcal_lightning.errors import RunError
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 SCHEMA = pa.schema(
@@ -79,8 +79,17 @@ def question_digest(question: Question) -> str:
 
 
 def encode_question(group: QuestionSamples) -> pa.Table:
-    """Return the rows of one question."""
+    """Return the rows of one question.
+
+    Raises:
+        InputError: A sample continues a prefix, which a row does not say.
+    """
     question, samples = group.question, group.samples
+    if any(sample.prefix_tokens for sample in samples):
+        raise InputError(
+            f"Expected whole samples of question {question.id!r} for the store, but got some that continue a prefix, "
+            "which its rows do not tell apart. Keep these elsewhere."
+        )
     same = {
         "question_id": question.id,
         "task": question.task,

@@ -80,6 +80,8 @@ class FakeEngine:
         for request in requests:
             suffix = 0 if request.query is None else len(request.query.suffix_ids)
             needed = len(request.prompt_ids) + request.sampling.max_new_tokens + suffix
+            if len(request.prefix_ids) >= request.sampling.max_new_tokens or 257 in request.prefix_ids:
+                raise ValueError(f"Expected `prefix_ids` of {request.id} to leave room and to end no turn.")
             if not request.prompt_ids or needed > self.max_context:
                 raise ValueError(
                     f"Expected requests of at most {self.max_context} tokens, but {request.id} needs {needed}."
@@ -134,13 +136,17 @@ class FakeEngine:
         number = stream.choice([3, 3, 5, 7, None])
         text = "I do not know." if number is None else f"Step {stream.random():.6f}. The answer is {number}."
         ids = tuple(text.encode())
-        cut = ids[: request.sampling.max_new_tokens - 1]
+        ids = ids[len(request.prefix_ids) :]
+        cut = ids[: request.sampling.max_new_tokens - 1 - len(request.prefix_ids)]
+        finish = "stop" if cut == ids else "length"
+        if (end := next((i for i, token in enumerate(cut) if token in request.step_ids), None)) is not None:
+            cut, finish = cut[: end + 1], "step"
         yes = stream.random()
         return Response(
             request_id=request.id,
-            text=bytes(cut).decode(),
+            text=bytes(cut).decode(errors="replace"),
             token_ids=cut,
-            finish="stop" if cut == ids else "length",
+            finish=finish,
             logprob=-stream.random() * len(cut),
             yes_mass=None if request.query is None else yes,
             no_mass=None if request.query is None else (1.0 - yes) * 0.5,

@@ -54,6 +54,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 class TestTransformersEngine(EngineContract):
+    draws_by_position = True
+
     def make_engine(self, path: str) -> Engine:
         return TransformersEngine(path, dtype="float32", device="cpu", max_batch=16, max_context=self.max_context)
 

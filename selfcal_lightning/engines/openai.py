@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from selfcal_lightning.engines.activated_probe import make_probe, query_settings
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.openai_adapter import try_adapter
 from selfcal_lightning.engines.openai_address import check_base_url, presentable, read_key
@@ -182,6 +183,7 @@ class OpenAIEngine:
             check_sampling(request.sampling, server_edt=self._server_edt)
             if self._query_ids is not None and request.query is not None:
                 check_query(request.query.suffix_ids, self._query_ids)
+            check_prefix(request, self._stop_token_ids)
             response_room(request, self._facts.max_context)
         flights = {next(self._numbers): Flight(request) for request in requests}
         self._flights |= flights
@@ -373,7 +375,7 @@ class OpenAIEngine:
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:
             return response
-        ids = (*request.prompt_ids, *response.token_ids, *query.suffix_ids)
+        ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
         masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline)
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
         return replace(response, yes_mass=math.fsum(yes), no_mass=math.fsum(no))

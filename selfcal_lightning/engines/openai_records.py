@@ -55,5 +55,6 @@ class Flight:
     def begin(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> SampleReader:
         """Begin another attempt and return its reader."""
         self.wasted += self.num_tokens
-        self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary)
+        step_ids = self.request.step_ids
+        self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary, step_ids=step_ids)
         return self.reader

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from selfcal_lightning.engines.continuations import finish_of, stream_seed
 from selfcal_lightning.engines.openai_retries import ServerError
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts import ChatFormat
@@ -58,12 +59,12 @@ def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[i
     """Return the body that asks for one response, streamed in pieces of at least ``interval`` tokens."""
     sampling, edt = request.sampling, edt_parameters(request.sampling)
     body: dict[str, Any] = {
-        "prompt": list(map(int, request.prompt_ids)),
+        "prompt": list(map(int, request.context_ids)),
         "max_tokens": max_tokens,
         "temperature": sampling.temperature if edt is None else 1.0,
         "top_p": sampling.top_p,
-        "seed": request.seed % 2**63,
-        "stop_token_ids": list(stop_token_ids),
+        "seed": stream_seed(request) % 2**63,
+        "stop_token_ids": sorted({*stop_token_ids, *request.step_ids}),
         "ignore_eos": True,  # the end-of-turn ids are all named above
         "stream": True,
         "stream_interval": interval,
@@ -98,12 +99,16 @@ class SampleReader:
         stop_token_ids: Ids that end the turn; what a server sends behind the first of them is no part of the response.
         max_tokens: How many tokens were asked for.
         vocabulary: Number of ids that there are.
+        step_ids: Ids that end a step; the first of them is the last token of the response.
 
     Attributes:
         token_ids: Ids so far, a token that ends the turn included.
     """
 
-    def __init__(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int, step_ids: Sequence[int] = ()
+    ) -> None:
+        self._step_ids = frozenset(step_ids)
         self._ends, self._max_tokens, self._vocabulary = frozenset(stop_token_ids), max_tokens, vocabulary
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -140,14 +145,14 @@ class SampleReader:
             raise ValueError("tokens after the end")
         if not isinstance(reason, str | None):
             raise ValueError(f"{reason!r} is not a reason")
-        if type(stop) is int:  # a server may end at ids of its own
+        if type(stop) is int and stop not in self._step_ids:  # a server may end at ids of its own
             self._ends |= {stop}
         tokens = [_token_id(token, self._vocabulary) for token in _listed(piece["tokens"])]
         logprobs = [_logprob(value) for value in _listed(piece["token_logprobs"])]
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
         for token, logprob in zip(tokens, logprobs, strict=True):
-            if not self._has_ended():
+            if not self._is_over():
                 self.token_ids.append(token)
                 self._logprobs.append(logprob)
         self._reason = reason
@@ -160,17 +165,30 @@ class SampleReader:
         """
         if self._reason not in {"stop", "length"}:
             raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
-        ended, token_ids = self._has_ended(), self.token_ids[: self.num_tokens]
+        token_ids = self.token_ids[: self.num_tokens]
+        in_step = bool(token_ids) and token_ids[-1] in self._step_ids and not self._has_ended()
+        finish = finish_of(
+            len(token_ids),
+            last=token_ids[-1] if token_ids else None,
+            ended=self._has_ended() or (self._reason == "stop" and not in_step),
+            step_ids=self._step_ids,
+            limit=self._max_tokens,
+        )
         return Response(
             request_id=name,
             text=chat.decode(token_ids),
             token_ids=tuple(token_ids),
-            finish="stop" if ended or self._reason == "stop" else "length",
+            finish=finish,
             logprob=math.fsum(self._logprobs[: self.num_tokens]),
         )
 
     def _has_ended(self) -> bool:
+        """Return whether the model has ended its turn."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends
+
+    def _is_over(self) -> bool:
+        """Return whether what comes now is no part of the response."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._ends | self._step_ids
 
 
 def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
+from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.transformers_model import CachedModel, load_network
 from selfcal_lightning.engines.transformers_rows import SlotRows
 from selfcal_lightning.engines.transformers_sleep import check_sleep
@@ -142,6 +143,7 @@ class TransformersEngine:
         self._borrowed = borrowed
         eos = network.generation_config.eos_token_id
         ends = chat.end_of_turn_ids.union(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self._ends = frozenset(ends)
         self._end_ids = torch.tensor(sorted(ends), device=self._model.device)
         self._waiting: dict[str, Request] = {}
         self._rows = SlotRows(max_batch, self._end_ids)
@@ -177,6 +179,13 @@ class TransformersEngine:
                     f"response, but got {len(request.prompt_ids)} prompt tokens + {_query_length(request)} query "
                     f"tokens in a `max_context` of {self.max_context}. Shorten the prompt or raise `max_context`."
                 )
+            check_prefix(request, self._ends)
+            if self._limit(request) <= len(request.prefix_ids):
+                raise InputError(
+                    f"Expected `prefix_ids` of request {request.id!r} to leave room for a token in a `max_context` of "
+                    f"{self.max_context}, but got {len(request.prefix_ids)} behind {len(request.prompt_ids)} prompt "
+                    f"tokens and before {_query_length(request)} query tokens. Raise `max_context`."
+                )
         self._waiting.update((request.id, request) for request in requests)
         return [request.id for request in requests]
 
@@ -186,8 +195,8 @@ class TransformersEngine:
         for i in dropped & self._waiting.keys():
             del self._waiting[i]
         slots = [slot for slot in self._rows.live() if self._rows.requests[slot].id in dropped]
-        counts = self._rows.count[slots].tolist() if slots else []
-        thrown_away = {self._rows.requests[slot].id: count for slot, count in zip(slots, counts, strict=True)}
+        drawn = self._rows.drawn(slots)
+        thrown_away = {self._rows.requests[slot].id: count for slot, count in zip(slots, drawn, strict=True)}
         self._rows.release(slots)
         return thrown_away
 
@@ -310,7 +319,7 @@ class TransformersEngine:
         holders |= {prompt: slot for slot, prompt in kept.items() if rows.prompts[slot] == prompt}
         new = {prompt: slot for slot, prompt in kept.items() if prompt not in holders and len(prompt) > 1}
         prompts = sorted(new, key=len)
-        model.reserve(max(slots) + 1, max(len(request.prompt_ids) for request in requests))
+        model.reserve(max(slots) + 1, max(len(request.context_ids) for request in requests))
         for chunk in _chunks(prompts, [len(prompt) for prompt in prompts], self.max_batch):
             width = len(chunk[-1]) - 1
             ids = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in chunk], device=model.device)
@@ -321,28 +330,55 @@ class TransformersEngine:
         if copies:
             longest = max(len(kept[target]) for _, target in copies)
             model.copy_slots([source for source, _ in copies], [target for _, target in copies], longest - 1)
+        self._read_prefixes(model, dict(zip(slots, requests, strict=True)))
         rows.admit(slots, requests, [self._limit(request) for request in requests])
         for request in requests:
             del self._waiting[request.id]
+
+    def _read_prefixes(self, model: CachedModel, requests: dict[int, Request]) -> None:
+        """Encode the prefixes of the requests in their slots, which hold the prompts; each distinct one once."""
+        readers: dict[tuple[int, ...], int] = {}
+        for slot, request in requests.items():
+            if request.prefix_ids:
+                readers.setdefault(request.context_ids, slot)
+        chosen = sorted(readers.values(), key=lambda slot: len(requests[slot].prefix_ids))
+        for chunk in _chunks(chosen, [len(requests[slot].prefix_ids) for slot in chosen], self.max_batch):
+            longest = len(requests[chunk[-1]].prefix_ids)
+            # Of the prompt all but the last token is there, and of the context the last one is to come.
+            tails = [(requests[slot].prompt_ids[-1:] + requests[slot].prefix_ids)[:-1] for slot in chunk]
+            ids = torch.tensor([[*tail, *[0] * (longest - len(tail))] for tail in tails], device=model.device)
+            starts = torch.tensor([len(requests[slot].prompt_ids) - 1 for slot in chunk], device=model.device)
+            width = int(starts.max()) + longest
+            model.reserve(max(chunk) + 1, width)
+            model.extend(torch.tensor(chunk, device=model.device), starts, ids, width)
+        copies = {
+            slot: readers[request.context_ids]
+            for slot, request in requests.items()
+            if request.prefix_ids and readers[request.context_ids] != slot
+        }
+        if copies:
+            model.copy_slots(
+                list(copies.values()), list(copies), max(len(requests[slot].context_ids) for slot in copies) - 1
+            )
 
     def _harvest(self, model: CachedModel, width: int) -> list[Response]:
         """Answer the requests that are done and free their slots."""
         rows = self._rows
         finished = [slot for slot, done in enumerate(rows.done.tolist()) if done and rows.requests[slot] is not None]
         where = torch.tensor(finished, device=model.device)
-        counts, stopped = rows.count[where].tolist(), rows.stopped[where].tolist()
+        counts, stopped, stepped = (each[where].tolist() for each in (rows.count, rows.stopped, rows.stepped))
         tokens, logprobs = rows.tokens[where].tolist(), rows.logprob[where].tolist()
         masses = self._read_queries(model, [slot for slot in finished if rows.requests[slot].query is not None])
         responses = []
         for i, slot in enumerate(finished):
-            token_ids = tuple(tokens[i][: counts[i]])
+            token_ids = tuple(tokens[i][len(rows.requests[slot].prefix_ids) : counts[i]])
             yes, no = masses.get(slot, (None, None))
             responses.append(
                 Response(
                     request_id=rows.requests[slot].id,
                     text=self.chat.decode(token_ids),
                     token_ids=token_ids,
-                    finish="stop" if stopped[i] else "length",
+                    finish="stop" if stopped[i] else "step" if stepped[i] else "length",
                     logprob=logprobs[i],
                     yes_mass=yes,
                     no_mass=no,

@@ -22,11 +22,12 @@ class SlotRows:
         prompts: The prompt whose encoding, all but its last token, a slot holds, also after its request has left.
         pending: [slots] int64.
         position: [slots] int64.
-        count: [slots] int64, response tokens drawn so far, without end-of-turn.
+        count: [slots] int64, tokens of the response so far, its prefix included, without end-of-turn.
         stopped: [slots] bool, whether the model ended its turn.
+        stepped: [slots] bool, whether the last token ended a step and more may follow.
         done: [slots] bool; True where free.
-        logprob: [slots] float64, of the response under the untempered model, in nats.
-        tokens: [slots, longest limit + 1] int64, the response; the last column is spare.
+        logprob: [slots] float64, of the tokens drawn under the untempered model, in nats.
+        tokens: [slots, longest limit + 1] int64, the response, its prefix included; the last column is spare.
     """
 
     def __init__(self, num_slots: int, end_ids: Tensor) -> None:
@@ -37,11 +38,13 @@ class SlotRows:
         self.pending, self.position, self.count, self._limit = (torch.zeros(num_slots, **whole) for _ in range(4))
         self.tokens = torch.zeros(num_slots, 1, **whole)
         self.stopped = torch.zeros(num_slots, dtype=torch.bool, device=end_ids.device)
+        self.stepped = torch.zeros_like(self.stopped)
+        self._step_ids = torch.full((num_slots, 1), -1, **whole)
         self.done = torch.ones(num_slots, dtype=torch.bool, device=end_ids.device)
         self.logprob = torch.zeros(num_slots, dtype=torch.float64, device=end_ids.device)
         self._uniforms = torch.zeros(num_slots, 1, dtype=torch.float64, device=end_ids.device)
         self._settings = torch.zeros(num_slots, 4, device=end_ids.device)
-        self._any_edt = self._any_top_p = False
+        self._any_edt = self._any_top_p = self._any_step = False
 
     def live(self) -> list[int]:
         """Return the slots that hold a request, in order."""
@@ -57,7 +60,10 @@ class SlotRows:
         return [chosen[i] if i in chosen else next(rest) for i in range(len(requests))]
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]) -> None:
-        """Start ``requests`` in ``slots``; each draws at most its limit of tokens, from its own uniform numbers."""
+        """Start ``requests`` in ``slots``; a response has at most its limit of tokens.
+
+        Token i of a response, counted from the beginning of its prefix, is drawn with number i of its own uniform ones.
+        """
         longest = max(limits)
         uniforms = torch.zeros(len(slots), longest + 1, dtype=torch.float64)
         for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
@@ -73,20 +79,42 @@ class SlotRows:
         ]
         device = self.done.device
         where = torch.tensor(slots, device=device)
-        self.pending[where] = torch.tensor([request.prompt_ids[-1] for request in requests], device=device)
-        self.position[where] = torch.tensor([len(request.prompt_ids) - 1 for request in requests], device=device)
+        contexts = [request.context_ids for request in requests]
+        self.pending[where] = torch.tensor([ids[-1] for ids in contexts], device=device)
+        self.position[where] = torch.tensor([len(ids) - 1 for ids in contexts], device=device)
         self._limit[where] = torch.tensor(limits, device=device)
         self._settings[where] = torch.tensor(settings, device=device)
         self._uniforms[where, : longest + 1] = uniforms.to(device)
-        self.count[where] = 0
+        self._put_prefixes(where, requests)
         self.logprob[where] = 0.0
-        self.stopped[where] = False
+        self.stopped[where] = self.stepped[where] = False
         self.done[where] = False
         for slot, request in zip(slots, requests, strict=True):
             self.requests[slot], self.prompts[slot] = request, request.prompt_ids
         sampling = [request.sampling for request in self.requests if request is not None]
         self._any_edt = any(s.edt_scale is not None for s in sampling)
         self._any_top_p = any(s.top_p < 1.0 for s in sampling)
+        self._any_step = any(request.step_ids for request in self.requests if request is not None)
+
+    def _put_prefixes(self, where: Tensor, requests: Sequence[Request]) -> None:
+        """Begin behind the prefixes of ``requests``, and note what ends a step of each."""
+        device = self.done.device
+        self.count[where] = torch.tensor([len(request.prefix_ids) for request in requests], device=device)
+        if (longest := max(len(request.prefix_ids) for request in requests)) > 0:
+            rows = [[*request.prefix_ids, *[0] * (longest - len(request.prefix_ids))] for request in requests]
+            self.tokens[where, :longest] = torch.tensor(rows, device=device)
+        width = max(len(request.step_ids) for request in requests)
+        if width > self._step_ids.shape[1]:
+            self._step_ids = torch.nn.functional.pad(self._step_ids, (0, width - self._step_ids.shape[1]), value=-1)
+        self._step_ids[where] = -1
+        if width:
+            rows = [[*request.step_ids, *[-1] * (width - len(request.step_ids))] for request in requests]
+            self._step_ids[where, :width] = torch.tensor(rows, device=device)
+
+    def drawn(self, slots: Sequence[int]) -> list[int]:
+        """Return how many tokens were drawn for the requests in ``slots``, without their prefixes."""
+        counts = self.count[list(slots)].tolist() if slots else []
+        return [count - len(self.requests[slot].prefix_ids) for slot, count in zip(slots, counts, strict=True)]
 
     def release(self, slots: Sequence[int]) -> None:
         """Free slots. The prompts that they hold stay readable until other requests overwrite them."""
@@ -102,8 +130,8 @@ class SlotRows:
         """Move the rows ``sources``, in ascending order and all that are live, to the slots 0, 1, 2, ...."""
         num = len(sources)
         read = torch.tensor(sources, device=self.done.device)
-        progress = (self.pending, self.position, self.count, self.tokens, self.stopped, self.done, self.logprob)
-        for tensor in (*progress, self._limit, self._uniforms, self._settings):
+        progress = (self.pending, self.position, self.count, self.tokens, self.stopped, self.stepped, self.done)
+        for tensor in (*progress, self.logprob, self._limit, self._uniforms, self._settings, self._step_ids):
             tensor[:num] = tensor[read]
         self.requests[:num] = [self.requests[slot] for slot in sources]
         self.prompts[:num] = [self.prompts[slot] for slot in sources]
@@ -133,4 +161,9 @@ class SlotRows:
         self.position[:n] += running
         self.stopped[:n] |= ended
         count += grows
-        self.done[:n] |= ended | (count >= self._limit[:n])
+        cut = count >= self._limit[:n]
+        if self._any_step:
+            ends_step = (token[:, None] == self._step_ids[:n]).any(1) & grows & ~cut
+            self.stepped[:n] |= ends_step
+            cut = cut | ends_step
+        self.done[:n] |= ended | cut

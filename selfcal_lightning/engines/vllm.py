@@ -11,6 +11,7 @@ from typing import Any
 from selfcal_lightning.engines.activated_probe import query_settings
 from selfcal_lightning.engines.activated_queries import check_query
 from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm_model import lora_rank
@@ -175,10 +176,11 @@ class VLLMEngine:
         for request in requests:
             if self._query_ids is not None and request.query is not None:
                 check_query(request.query.suffix_ids, self._query_ids)
-            self._check_ids(f"the prompt of request {request.id!r}", request.prompt_ids)
+            self._check_ids(f"the prompt of request {request.id!r}", request.context_ids)
+            check_prefix(request, self._settings["stop_token_ids"])
             self._room(request)
         numbers = self._book.add(
-            Flight(request.id, tuple(map(int, request.prompt_ids)), request) for request in requests
+            Flight(request.id, tuple(map(int, request.context_ids)), request) for request in requests
         )
         self._in_flight.begin(dict(zip((request.id for request in requests), numbers, strict=True)))
         self._feed()

@@ -17,7 +17,7 @@ class Flight:
 
     Attributes:
         name: What a message to the user calls it.
-        prompt: Token ids of the prompt.
+        prompt: Token ids of the prompt, and of the prefix that a sample continues.
         request: The sample's request; None for scores.
         token_ids: The ids to score.
         with_adapter: Whether the adapter takes part in the scores.

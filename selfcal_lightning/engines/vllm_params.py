@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
 
 
-def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int]) -> SamplingParams:
+def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_position: bool) -> SamplingParams:
     """Return what draws one response.
 
     Args:
         spec: The wire form of a sample.
         stop_ids: Ids that end a response.
+        by_position: Whether vLLM draws a token with a number that follows from the seed and the token's position, as
+            model runner V2 does. Runner V1 begins a stream with the first token drawn.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -31,8 +33,8 @@ def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int]) -> SamplingP
         extra_args=None if edt is None else {"edt": edt},
         top_p=spec["top_p"],
         max_tokens=spec["max_tokens"],
-        seed=spec["seed"],
-        stop_token_ids=sorted(stop_ids),
+        seed=spec["seed" if by_position else "stream_seed"],
+        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])),
         ignore_eos=True,  # the end-of-turn ids are all named above
         logprobs=0,
         flat_logprobs=True,

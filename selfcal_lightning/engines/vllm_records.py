@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from selfcal_lightning.engines.base import EngineStoppedError
+from selfcal_lightning.engines.continuations import stream_seed
 from selfcal_lightning.engines.vllm_flights import Flight
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.records import Request, Response
@@ -91,7 +92,7 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
 
     Args:
         flights: Flights with their numbers.
-        room: Most tokens of the response to a request.
+        room: Most tokens to be drawn for a request.
     """
     prompts: dict[tuple[int, ...], int] = {}
     scores, samples = [], []
@@ -133,5 +134,7 @@ def _sample_form(request: Request, max_tokens: int) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "max_tokens": max_tokens,
         "seed": request.seed % 2**63,
+        "stream_seed": stream_seed(request) % 2**63,
+        "step_ids": list(map(int, request.step_ids)),
         "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
     }

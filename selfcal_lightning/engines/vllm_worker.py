@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.engines.activated_queries import ends_with_query
+from selfcal_lightning.engines.continuations import finish_of
 from selfcal_lightning.engines.vllm_channel import Channel
 from selfcal_lightning.engines.vllm_params import probabilities, query_params, sampling_params
 from selfcal_lightning.engines.vllm_self_test import try_adapter
@@ -60,6 +61,7 @@ class Worker:
         activated = settings["activated"]
         self._query_ids: list[int] | None = None if activated is None else activated["query"]
         self._engine, self.limits = _build_engine(settings)
+        self._by_position = bool(self._engine.vllm_config.use_v2_model_runner)
         self._samples: dict[int, _Sample] = {}
         self._scores: dict[int, list[int]] = {}
         self._lora: LoRARequest | None = None
@@ -80,7 +82,8 @@ class Worker:
         """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
         for spec in specs:
             self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
-            prompt, params = prompts[spec["prompt"]], sampling_params(spec, self._stop_ids)
+            prompt = prompts[spec["prompt"]]
+            params = sampling_params(spec, self._stop_ids, by_position=self._by_position)
             self._add(spec["id"], f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
 
     def add_scores(self, specs: list[dict[str, Any]]) -> None:
@@ -182,7 +185,13 @@ class Worker:
         sample.result = {
             "id": number,
             "token_ids": token_ids,
-            "finish": "stop" if stopped else "length",
+            "finish": finish_of(
+                len(token_ids),
+                last=token_ids[-1] if token_ids else None,
+                ended=stopped,
+                step_ids=sample.spec["step_ids"],
+                limit=sample.spec["max_tokens"],
+            ),
             "logprob": math.fsum(logprobs),
         }
         query = sample.spec["query"]

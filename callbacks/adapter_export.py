@@ -17,20 +17,21 @@ from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.metrics.collection import KEYS
 from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.overwriting import check_apart
 from selfcal_lightning.pipelines.export import write_export
 from selfcal_lightning.pipelines.export_folders import check_output
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.plan import Place, Plan
 from selfcal_lightning.store import SampleStore
+from selfcal_lightning.training.contracts import check_members
 from selfcal_lightning.training.sampled_data import SampledData, sampled_data
+from selfcal_lightning.training.trained_modules import Exportable
 
-TRAINED = ("adapter", "model")  # kinds of exports that a training writes
+TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
 
 
 class AdapterExport(Callback):
-    """Writes the adapter (all weights without one), the tokenizer and ``selfcal_manifest.json``.
+    """Writes what the module trains (an adapter, all weights, or its own) and ``selfcal_manifest.json``.
 
     An export that lies in its place is replaced in one step where it is of the same run or was trained with the same
     settings. One of a training with other settings is kept: the date at which it was made is put after its name.
@@ -61,7 +62,7 @@ class AdapterExport(Callback):
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
 
-    def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Exportable, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
         self._settle(trainer)
         if stage == TrainerFn.FITTING:
@@ -74,19 +75,20 @@ class AdapterExport(Callback):
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
-    def _check(self, module: SelfCalibrationModule) -> None:
+    def _check(self, module: Exportable) -> None:
+        check_members(module, Exportable, who=type(self).__name__, kind="a module")
         for folder in (self._folder, *([] if self.monitor is None else [self._best_folder])):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: Exportable, data: object) -> Plan:
         """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
         self._check(module)
         self._check_monitor(sampled_data(data, who=type(self).__name__))
-        return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
+        return Plan(places=(Place(module.export_kind, str(self._folder)),))
 
     def _check_monitor(self, data: SampledData | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
@@ -108,7 +110,7 @@ class AdapterExport(Callback):
         """Take up the best value of the run that is resumed."""
         self.best, self.run = state_dict["best"], state_dict.get("run")
 
-    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
         self._training = describe_training(trainer)
         if self.run is None:
@@ -122,7 +124,7 @@ class AdapterExport(Callback):
         best = [value for value in (self.best, kept) if value is not None]
         self.best = (min if self.mode == "min" else max)(best, default=None)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Export when the monitored value is the best so far."""
         if self.monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -136,13 +138,13 @@ class AdapterExport(Callback):
             self.best = value
             self._export(trainer, pl_module, self._best_folder)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
 
-    def _export(self, trainer: Trainer, module: SelfCalibrationModule, folder: Path) -> None:
+    def _export(self, trainer: Trainer, module: Exportable, folder: Path) -> None:
         # Where the weights are cut over processes, all of them give their part before the first one writes.
-        state = gather_trained(module.model) if is_sharded(module.model) else None
+        state = gather_trained(module) if is_sharded(module) else None
         if not trainer.is_global_zero:
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
@@ -150,7 +152,7 @@ class AdapterExport(Callback):
         store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
         facts = {"store": store, "metrics": metrics, "run": self.run, "training": self._training}
         write_export(module, folder, state=state, **facts)
-        say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
+        say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
 
 def describe_store(store_dir: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import EngineOptions, LocalEngineName
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.rendezvous import Rendezvous
 from selfcal_lightning.pipelines.reuse import is_complete, open_existing
@@ -44,7 +43,9 @@ from selfcal_lightning.prompts import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Dtype, Question, SamplingSettings
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_manifest import check_place
+from selfcal_lightning.training.contracts import check_members
 from selfcal_lightning.training.sampled_data import QuestionData, question_data
+from selfcal_lightning.training.trained_modules import BasedModule, RoundModule
 
 Splits = dict[str, list[Question]]
 
@@ -131,9 +132,16 @@ class SSCGeneration(Callback):
         self._training: str | None = None  # digest of the training, where later rounds are sampled
         self._resumed_training: str | None = None
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: object) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: RoundModule, data: object) -> Plan:
         """Refuse an engine that is not installed, and return how many responses are to be drawn."""
-        return plan_generation(self, verb, trainer, question_data(data, who=type(self).__name__))
+        checked = question_data(data, who=type(self).__name__)
+        self._check_module(module, checked)
+        return plan_generation(self, verb, trainer, checked)
+
+    def _check_module(self, module: object, data: QuestionData) -> None:
+        """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
+        contract = BasedModule if data.regenerate_every_n_epochs is None else RoundModule
+        check_members(module, contract, who=type(self).__name__, kind="a module")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the training whose rounds these are."""
@@ -143,9 +151,10 @@ class SSCGeneration(Callback):
         """Note of which training the checkpoint is."""
         self._resumed_training = state_dict.get("training")
 
-    def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
         data = _data_module(trainer)
+        self._check_module(pl_module, data)
         check_place(Path(data.store_dir))
         pl_module.check_support()  # before the long work; the model itself is built after it
         # What others would refuse in their own `setup`, which comes after this one has sampled.
@@ -172,13 +181,11 @@ class SSCGeneration(Callback):
             self._fill(trainer, pl_module, splits, interrupt=meeting.check)
         self._join(trainer, meeting, splits)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: SelfCalibrationModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: RoundModule, checkpoint: dict[str, Any]) -> None:
         """Note where training goes on: its loop knows it only after the loaders are built."""
         self._resumed, self._unreported = resumed_at(checkpoint), []
 
-    def on_fit_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
         """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
         place = self._resumed
         if _data_module(trainer).regenerate_every_n_epochs is None:
@@ -195,13 +202,13 @@ class SSCGeneration(Callback):
         if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
             self._regenerate(trainer, pl_module, place)
 
-    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
         """Log the round that training begins with, and refuse later ones that are of another training."""
         if _data_module(trainer).regenerate_every_n_epochs is not None:
             check_kept_adapters(trainer, pl_module)
         self._report(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: RoundModule) -> None:
         """Sample the round of the next epoch where a new one begins with it."""
         data, following = _data_module(trainer), trainer.current_epoch + 1
         if data.round_of(following) == data.round_of(trainer.current_epoch):
@@ -219,7 +226,7 @@ class SSCGeneration(Callback):
         self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
         self._report(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
         """Remove the files that the processes waited by."""
         if self._meetings is not None and trainer.is_global_zero:
             shutil.rmtree(self._meetings, ignore_errors=True)
@@ -235,7 +242,7 @@ class SSCGeneration(Callback):
             interrupt=self._interrupt,
         )
 
-    def _regenerate(self, trainer: Trainer, module: SelfCalibrationModule, place: ResumedAt) -> None:
+    def _regenerate(self, trainer: Trainer, module: RoundModule, place: ResumedAt) -> None:
         """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it.
 
         In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
@@ -268,7 +275,7 @@ class SSCGeneration(Callback):
     def _fill(
         self,
         trainer: Trainer,
-        module: SelfCalibrationModule,
+        module: RoundModule,
         splits: Splits,
         *,
         interrupt: Interrupt,
@@ -342,7 +349,7 @@ class SSCGeneration(Callback):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _start(self, trainer: Trainer, module: SelfCalibrationModule, chat: ChatFormat, adapter: str | None) -> Engine:
+    def _start(self, trainer: Trainer, module: RoundModule, chat: ChatFormat, adapter: str | None) -> Engine:
         """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
         options = replace(self.engine, revision=module.revision)
         place = Place(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)

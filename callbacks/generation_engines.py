@@ -13,9 +13,9 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.fingerprints import weights_bytes, weights_sha256
 from selfcal_lightning.locations import resolve_model
 from selfcal_lightning.models.weight_files import WeightFiles
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.pipelines.engine_memory import memory_share
 from selfcal_lightning.prompts import ChatFormat
+from selfcal_lightning.training.trained_modules import RoundModule
 
 MEMORY = "gpu_memory_utilization"
 
@@ -51,7 +51,7 @@ def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place:
 
 
 def start_round_engine(
-    options: EngineOptions, module: SelfCalibrationModule, chat: ChatFormat, *, adapter: str, place: Place
+    options: EngineOptions, module: RoundModule, chat: ChatFormat, *, adapter: str, place: Place
 ) -> Engine:
     """Start the engine of a later round, beside the trainer on the same device.
 

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.modules.support import way_of
 from selfcal_lightning.pipelines.adapter_check import check_adapter, make_probes
 from selfcal_lightning.pipelines.progress import say
@@ -24,7 +23,9 @@ from selfcal_lightning.pipelines.sampling import select_share
 from selfcal_lightning.prompts import ChatFormat
 from selfcal_lightning.store import SampleStore
 from selfcal_lightning.store_index import SampleIndex
+from selfcal_lightning.training.lightning_internals import decides_at_epoch_end
 from selfcal_lightning.training.sampled_data import QuestionData, question_data
+from selfcal_lightning.training.trained_modules import RoundModule
 
 TRAINER_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
@@ -91,7 +92,7 @@ def last_checkpoint_files(trainer: Trainer) -> list[str]:
 
 
 def check_can_regenerate(
-    trainer: Trainer, module: SelfCalibrationModule, *, has_questions: bool, engine: str, dtype: str
+    trainer: Trainer, module: RoundModule, *, has_questions: bool, engine: str, dtype: str
 ) -> None:
     """Raise ValueError, before any sampling, for what later rounds do not work with.
 
@@ -130,7 +131,7 @@ def check_can_regenerate(
         _check_stops_in_time(trainer, callback)
 
 
-def _check_quantized_engine(trainer: Trainer, module: SelfCalibrationModule, *, engine: str, dtype: str) -> None:
+def _check_quantized_engine(trainer: Trainer, module: RoundModule, *, engine: str, dtype: str) -> None:
     """Refuse an engine that would load the base model unquantised: its samples would be of another model."""
     if module.quantization is None:
         return
@@ -148,15 +149,12 @@ def _check_quantized_engine(trainer: Trainer, module: SelfCalibrationModule, *, 
 def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
     """Refuse a callback that would stop training only after the next round has been sampled in vain."""
     if isinstance(callback, EarlyStopping):
-        late = callback._check_on_train_epoch_end
-        if late is None:  # what Lightning's own `setup` takes it for; it may come later
-            late = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         way_out = "Set its `check_on_train_epoch_end: false`: it then checks after every validation."
     elif isinstance(callback, Timer):
-        late, way_out = callback._interval == "epoch", "Set its `interval: step`, or `trainer.max_time`."
+        way_out = "Set its `interval: step`, or `trainer.max_time`."
     else:
         return
-    if late:
+    if decides_at_epoch_end(trainer, callback):
         raise InputError(
             f"Expected {type(callback).__name__} to decide before an epoch ends with `regenerate_every_n_epochs`, but "
             f"got one that decides at its end, after the next round has been sampled. {way_out}"
@@ -166,7 +164,7 @@ def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
 def check_engine(
     engine: Engine,
     trainer: Trainer,
-    module: SelfCalibrationModule,
+    module: RoundModule,
     chat: ChatFormat,
     *,
     round: int,
@@ -197,7 +195,7 @@ def check_engine(
     return check_adapter(engine, module.model, probes, earlier=earlier)
 
 
-def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: int | None) -> str:
+def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None) -> str:
     """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it.
 
     Args:
@@ -216,7 +214,7 @@ def training_digest(trainer: Trainer, module: SelfCalibrationModule, *, round: i
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_kept_adapters(trainer: Trainer, module: SelfCalibrationModule) -> None:
+def check_kept_adapters(trainer: Trainer, module: RoundModule) -> None:
     """Refuse, before training, a store whose later rounds belong to another training.
 
     Raises:

@@ -16,6 +16,7 @@ from selfcal_lightning.modules.checkpoint_io import is_address
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
 from selfcal_lightning.plan import Plan
+from selfcal_lightning.training.lightning_internals import forget_sigterm
 
 CHECKPOINT_SUFFIX = "-preempted"
 
@@ -109,7 +110,7 @@ class PreemptionCheckpoint(Callback):
         self.stop.install()
         # What came between Lightning's registration and now reached both handlers. Ours has remembered it; Lightning
         # would end the run at the next batch, without a checkpoint.
-        trainer._signal_connector.received_sigterm = False
+        forget_sigterm(trainer)
 
 
 def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:

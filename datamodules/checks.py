@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from selfcal_lightning.datamodules.tuples import AGREEMENT, LEAVE_ONE_OUT
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.training.lightning_internals import deals_rows_anew
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -35,8 +36,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise InputError for trainers that would deal the rows anew, or change the size of an optimiser step."""
-    connector = trainer._accelerator_connector
-    if connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1):
+    if deals_rows_anew(trainer):
         raise InputError(
             f"Expected `use_distributed_sampler=False` with {trainer.world_size} processes, but got True: "
             "Lightning would deal the rows anew and repeat some. Set `trainer.use_distributed_sampler: false`."

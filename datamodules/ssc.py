@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -127,6 +127,8 @@ class SSCDataModule(LightningDataModule):
             question's responses of all these rounds, none of which is weighted by its age.
         num_workers: Worker processes of each loader.
     """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "p_true")
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 import warnings
@@ -18,20 +19,20 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from selfcal_lightning.config_files import given_settings
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.interruptions import keeping
 from selfcal_lightning.log_folders import untrained_folders_removed
-from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.modules.checkpoint_io import AtomicCheckpointIO, is_address
-from selfcal_lightning.modules.exported import ExportedAdapter
 from selfcal_lightning.parsing_errors import own_sentence
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
+from selfcal_lightning.training.contracts import check_members, import_class
+from selfcal_lightning.training.trained_modules import Exportable, linked_arguments
 from selfcal_lightning.training_plan import FIT, plan_training_run, stopped_text, untrained_note
 from selfcal_lightning.verb_parser import ShortErrors
 
 CHECK, CKPT_PATH = "check", "ckpt_path"
-LINKED = ("base_model", "revision", "query", "p_true")
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
 USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")
@@ -68,6 +69,11 @@ def _one_line_bar() -> Callback:
 class SelfCalibrationCLI(LightningCLI):
     """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
 
+    def __init__(self, *given: Any, args: ArgsType = None, **named: Any) -> None:
+        # The parser is built before it parses: which arguments are shared follows from the classes that are named.
+        self._linked = links_of(args if isinstance(args, list) else sys.argv[1:])
+        super().__init__(*given, args=args, **named)
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, without Lightning's warning that a list of arguments is not what stands in ``sys.argv``."""
         if not isinstance(args, list):
@@ -76,8 +82,8 @@ class SelfCalibrationCLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Give the data module what it shares with the model: name, revision, query, and which P(True)."""
-        for name in LINKED:
+        """Give the data module what it takes over from the model, as its class says."""
+        for name in self._linked:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
         parser.add_argument(
             f"--{CHECK}",
@@ -122,8 +128,8 @@ class SelfCalibrationCLI(LightningCLI):
         adapter = self.config["predict"].adapter
         if adapter is None:
             return
-        manifest = read_manifest(Path(adapter))
-        self.model.exported = ExportedAdapter(Path(adapter), None if manifest is None else manifest["base_model"])
+        check_members(self.model, Exportable, who="`--adapter`", kind="a module")
+        self.model.load_export(Path(adapter))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
@@ -160,6 +166,29 @@ class SelfCalibrationCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         if subcommand != FIT and ckpt_path is None and adapter is None and self.trainer.is_global_zero:
             say(untrained_note(subcommand))
+
+
+def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments that the data module of a command line takes over from its module.
+
+    A class that cannot be imported by its path is passed for the parser to judge.
+    """
+    settings, kinds = given_settings(arguments), []
+    for option, default in (("model", MODULE), ("data", DATA_MODULE)):
+        named = settings.get(f"{option}.class_path", settings.get(option, default))
+        known = isinstance(named, str) and "." in named
+        try:
+            kinds.append(import_class(named if known else default, option=option))
+        except InputError:
+            kinds.append(import_class(default, option=option))
+    module, data = kinds
+    return linked_arguments(data, module, {kind: argument_names(kind) for kind in kinds})
+
+
+def argument_names(kind: type) -> frozenset[str]:
+    """Return the names of a class's arguments, and of its parents', to which it may hand them on."""
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    return frozenset(name for one in constructors for name in inspect.signature(one).parameters)
 
 
 def run_trainer(arguments: Sequence[str]) -> None:

@@ -91,10 +91,13 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     if wants_full_help(arguments):
         return ["--help"]
     completed: list[str] = []
+    named = given_settings(arguments) if set(arguments) & set(EXPLAINED) else {}
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         completed.append(argument)
         if following.startswith("-"):
-            completed += [EXPLAINED[argument]] if argument in EXPLAINED else []
+            if argument in EXPLAINED:
+                option = argument.removeprefix("--").removesuffix(".help")
+                completed.append(str(named.get(f"{option}.class_path", named.get(option, EXPLAINED[argument]))))
             completed += ["true"] if argument == "--check" else []
     return completed
 

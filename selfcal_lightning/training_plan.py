@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.manifests import check_files, read_manifest
 from selfcal_lightning.model_folders import check_adapter
 from selfcal_lightning.modules.checkpoint_io import check_checkpoint_file, is_address
 from selfcal_lightning.plan import Participant, Place, Plan, check_places, merge_plans
@@ -43,7 +44,7 @@ def plan_training_run(
     if adapter is not None and ckpt_path is not None:
         raise InputError(f"Expected either `ckpt_path` or `adapter`, but got {ckpt_path!r} and {adapter!r}.")
     if adapter is not None:
-        check_adapter(adapter)
+        check_export(adapter)
     check_ckpt_path(ckpt_path)
     if verb == FIT:
         check_length(trainer)
@@ -59,6 +60,15 @@ def participants(trainer: Trainer, module: LightningModule, data: LightningDataM
     for one in (module, data, *trainer.callbacks):
         if isinstance(one, Participant):
             yield one
+
+
+def check_export(folder: str) -> None:
+    """Refuse a folder that no weights can be taken from, before anything is loaded."""
+    manifest = read_manifest(Path(folder))
+    if manifest is not None and manifest["kind"] == "module":
+        check_files(Path(folder))
+    else:
+        check_adapter(folder)
 
 
 def check_ckpt_path(ckpt_path: str | None) -> None:

@@ -85,16 +85,23 @@ def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -
         )
 
 
-def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, Any], base_model: str) -> None:
+def check_base_model(
+    stored: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    base_model: str,
+    *,
+    kind: str = "SelfCalibrationModule",
+) -> None:
     """Raise InputError where a checkpoint is not of this base model.
 
     Args:
         stored: What the checkpoint says of its base model; None where it says nothing.
         identity: What is known of the model here.
         base_model: Its name or folder.
+        kind: Class of the module.
     """
     if stored is None:
-        raise InputError("Expected a checkpoint of SelfCalibrationModule, but got one that names no base model.")
+        raise InputError(f"Expected a checkpoint of {kind}, but got one that names no base model.")
     if not same_base_model(stored, identity):
         raise InputError(
             f"Expected a checkpoint of the base model {base_model!r} ({identity}), but got one of "
@@ -102,13 +109,13 @@ def check_base_model(stored: Mapping[str, Any] | None, identity: Mapping[str, An
         )
 
 
-def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, lora: Any) -> None:
+def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless a checkpoint holds just the parameters that are trained here.
 
     Args:
         state: Tensors of the checkpoint.
         trained: Trained parameters of the module.
-        lora: Adapter settings of the checkpoint, for the message.
+        settings: Hyper-parameters of the checkpoint, for the message.
     """
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
@@ -118,10 +125,12 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
         if wanted.get(name) != found.get(name)
     ]
     if differing:
+        told = {name: settings[name] for name in ("lora",) if name in settings} or dict(settings)
+        named = " and ".join(f"`{name}`" for name in told)
         raise InputError(
             f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
-            f"{len(differing)} that differ, the first: {differing[0]}. The `lora` settings must be those of the "
-            f"checkpoint: {lora}."
+            f"{len(differing)} that differ, the first: {differing[0]}. The {named} settings must be those of "
+            f"the checkpoint: {', '.join(map(str, told.values()))}."
         )
 
 

@@ -20,6 +20,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
 from selfcal_lightning.modules.checkpoint_io import is_address
+from selfcal_lightning.training.lightning_internals import never_infer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -114,10 +115,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         After a first forward under ``inference_mode`` the weights get no gradients ever after (torch 2.13). Lightning
         avoids it for FSDP1 and on gloo only (2.6.6, ``loops/utilities.py``).
         """
-        for loop in (
-            trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-        ):  # fmt: skip
-            loop.inference_mode = False
+        never_infer(trainer)
         super().setup(trainer)
 
     def load_model(self, base_model: str, *, lora: LoraSettings | None, **settings: Any) -> nn.Module:

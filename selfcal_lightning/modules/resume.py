@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.modules.checkpoint_io import check_training_state
 from selfcal_lightning.modules.random_states import gather_random_states, restore_of_rank
+from selfcal_lightning.training.lightning_internals import begin_epoch_after_whole_one
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -37,16 +38,4 @@ class ResumeState:
         if self._states is not None:
             restore_of_rank(self._states, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
             self._states = None
-        _begin_the_epoch_after_a_whole_one(trainer)
-
-
-def _begin_the_epoch_after_a_whole_one(trainer: Trainer) -> None:
-    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch.
-
-    Resumed from such a checkpoint, Lightning 2.6.6 (``_FitLoop.reset``) counts the old epoch as done, yet takes itself
-    to be in the middle of one still: it neither counts the new epoch as begun nor calls ``on_train_epoch_start``, and
-    checkpoints written within it look like those of an epoch's end, from which it would start the epoch again.
-    """
-    loop = trainer.fit_loop
-    if loop.restarted_mid_epoch and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
-        loop.reset_restart_stage()
+        begin_epoch_after_whole_one(trainer)

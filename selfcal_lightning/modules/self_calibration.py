@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from selfcal_lightning.model_names import check_model
 from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
 from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
-from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.lora import LoraSettings, attach_lora, merge_adapter
 from selfcal_lightning.models.meta_models import check_architecture
 from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
@@ -38,34 +38,33 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
 from selfcal_lightning.modules.checks import (
-    check_base_model,
-    check_hyper_parameters,
     check_loss_settings,
     check_optimizer_settings,
     check_recomputation,
-    check_trained,
     generation_settings,
 )
-from selfcal_lightning.modules.exported import ExportedAdapter
+from selfcal_lightning.modules.exported import ExportedAdapter, origin_of, write_weights
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.modules.plan import plan_module
 from selfcal_lightning.modules.random_states import dropout_stream
-from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.modules.support import check_support
 from selfcal_lightning.plan import Plan
 from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.training.lightning_internals import trainer_of
 from selfcal_lightning.training.sampled_data import RowData, row_data
+from selfcal_lightning.training.trained_modules import ExportKind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
 DEFAULT_LORA = LoraSettings()
-IDENTITY_KEY = "base_model_identity"
 
 
 class ScoredRows(NamedTuple):
@@ -183,7 +182,7 @@ class SelfCalibrationModule(LightningModule):
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._packing_is_checked = False
         self._step_log = StepLog()
-        self._resume = ResumeState()
+        self._checkpoint = TrainedCheckpoint()
 
     # ---- the model
 
@@ -192,7 +191,7 @@ class SelfCalibrationModule(LightningModule):
 
         To be asked before long work too: nothing but configurations and the headers of files is read.
         """
-        trainer = trainer or self._trainer
+        trainer = trainer or trainer_of(self)
         check_support(
             trainer,
             lora=self.lora is not None,
@@ -221,7 +220,7 @@ class SelfCalibrationModule(LightningModule):
         self.chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
-        strategy = None if self._trainer is None else self.trainer.strategy
+        strategy = None if trainer_of(self) is None else self.trainer.strategy
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
@@ -371,7 +370,7 @@ class SelfCalibrationModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Go on exactly where a checkpoint left off."""
-        self._resume.start(self.trainer)
+        self._checkpoint.start(self)
 
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
@@ -445,11 +444,7 @@ class SelfCalibrationModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trained parameters only, and note the base model."""
-        trained = self._trained()
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
-        checkpoint[IDENTITY_KEY] = dict(self.identity)
-        self._resume.save(checkpoint, self._trainer)
+        self._checkpoint.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
@@ -457,21 +452,50 @@ class SelfCalibrationModule(LightningModule):
         Raises:
             ValueError: In all cases, naming what was expected and what was found.
         """
-        check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model)
-        hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        check_trained(checkpoint["state_dict"], self._trained(), lora=hyper_parameters.get("lora"))
-        resuming = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        check_hyper_parameters(hyper_parameters, self.hparams, resuming=resuming)
-        self._resume.load(checkpoint, self._trainer)
+        self._checkpoint.load(self, checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        trained = self._trained()
+        trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
 
-    def _trained(self) -> dict[str, Tensor]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+    # ---- exports
+
+    @property
+    def export_kind(self) -> ExportKind:
+        """What is exported: the adapter, or all weights where all were trained."""
+        return "model" if self.lora is None else "adapter"
+
+    @property
+    def exported_from(self) -> Path | None:
+        """Folder of the export that the adapter starts from."""
+        return None if self.exported is None else self.exported.folder
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write a PEFT adapter, or the whole model where all weights were trained, and the tokenizer."""
+        write_weights(self, folder, state=state)
+
+    def load_export(self, folder: Path) -> None:
+        """Start from the adapter in ``folder``, as soon as the model is loaded."""
+        self.exported = ExportedAdapter.of(folder)
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint over its base model as it is stored, also where that was quantised."""
+        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        return cls.load_from_checkpoint(
+            path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
+        )
+
+    def merged(self) -> PreTrainedModel:
+        """Return the model with its adapter merged into it; it is of no further use here."""
+        return self.model if self.lora is None else merge_adapter(self.model)
+
+    def confidence_origin(self) -> dict[str, Any]:
+        """Return what confidences depend on beside the trained weights."""
+        identity = self.describe()
+        return origin_of(identity, quantization=self.quantization)
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the calibrated model, JSON-able: the manifest of an export."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lightning.pytorch.strategies import (
@@ -15,7 +16,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy
 
@@ -75,18 +76,41 @@ def check_support(
     """
     if trainer is None:
         return
+    asked = ["LoRA" if lora else "full fine-tuning"]
+    asked += ["QLoRA (nf4)"] if quantization is not None else []
+    asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
+    asked += ["gradient checkpointing"] if gradient_checkpointing else []
+    check_features(trainer, asked)
+
+
+def check_features(
+    trainer: Trainer,
+    features: Sequence[str],
+    *,
+    rows: Mapping[str, Mapping[Way, Support]] | None = None,
+    reasons: Mapping[tuple[str, Way], str] | None = None,
+) -> None:
+    """Raise InputError where the way in which a trainer runs does not support what a module does.
+
+    Device and precision of the trainer are held against the table, too.
+
+    Args:
+        trainer: The trainer.
+        features: What the module does: rows of the table, or of its own.
+        rows: Rows of the module's own, in which "yes" stands for what its tests run.
+        reasons: Why they say no, with what to use instead.
+    """
+    table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
+    if unknown := [name for name in features if name not in table]:
+        raise unknown_name("features", unknown[0], list(table))
     way = way_of(trainer.strategy)
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
         raise InputError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
-    device = trainer.strategy.root_device.type
-    asked = ["LoRA" if lora else "full fine-tuning", "CPU" if device == "cpu" else "GPU", f"precision {precision}"]
-    asked += ["QLoRA (nf4)"] if quantization is not None else []
-    asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
-    asked += ["gradient checkpointing"] if gradient_checkpointing else []
-    for feature in asked:
-        if SUPPORT[feature][way] == "no":
-            raise InputError(f"Expected a run that {way} supports, but got {feature}: {REASONS[feature, way]}.")
+    device = "CPU" if trainer.strategy.root_device.type == "cpu" else "GPU"
+    for feature in (*features, device, f"precision {precision}"):
+        if table[feature][way] == "no":
+            raise InputError(f"Expected a run that {way} supports, but got {feature}: {why[feature, way]}.")
 
 
 def way_of(strategy: Strategy) -> Way:

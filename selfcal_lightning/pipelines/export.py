@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.imports import is_installed
@@ -25,12 +25,12 @@ from selfcal_lightning.pipelines.export_folders import check_output, place_aside
 from selfcal_lightning.pipelines.progress import say
 from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
 from selfcal_lightning.records import Dtype
+from selfcal_lightning.training.contracts import check_members, class_path, import_class
+from selfcal_lightning.training.trained_modules import Exportable, Mergeable
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
 PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
@@ -48,6 +48,7 @@ def run_export(
     push: str | None = None,
     private: bool = True,
     merge: bool = True,
+    module: str | None = None,
 ) -> str:
     """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
 
@@ -65,6 +66,8 @@ def run_export(
             Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
         private: Whether a repository that `push` creates is private.
         merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
+        module: Class path of the module that wrote the checkpoint, where it is not SelfCalibrationModule. It is
+            imported: name only what you trust. A checkpoint itself never decides what is imported.
 
     Returns:
         The folder that was written.
@@ -74,18 +77,21 @@ def run_export(
             is activated, damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
-    check_output(target, kinds=("merged" if merge else "adapter",), overwrite=overwrite)
+    check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
+    kind = _module_class(adapter, module)
     token = _token() if push else None
     if not merge:
-        _write_adapter(adapter, target, base_model, dtype)
+        _write_trained(adapter, target, base_model, dtype, kind)
     else:
-        _write_merged(adapter, target, base_model, dtype)
+        _write_merged(adapter, target, base_model, dtype, kind)
     if push:
         _push(target, push, private=private, token=token)
     return str(target)
 
 
-def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str) -> None:
+def _write_merged(
+    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise InputError(
@@ -93,8 +99,10 @@ def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str
         )
     _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
-    read = _from_checkpoint if is_checkpoint else _from_adapter
-    model, base, manifest = read(adapter, base_model, dtype, target)
+    if kind is not None:
+        model, base, manifest = _from_checkpoint(adapter, base_model, dtype, target, kind)
+    else:
+        model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
     say(f"Writing the merged model to {target}")
     with replacing(target) as folder:
         # The generation config comes along with the model, the chat template with the tokenizer.
@@ -105,24 +113,28 @@ def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str
         _describe(folder, {**manifest, **facts})
 
 
-def _write_adapter(checkpoint: str, target: Path, base_model: str | None, dtype: str) -> None:
-    """Write the adapter that a checkpoint of the Trainer holds."""
-    if not Path(checkpoint).is_file() or _hyper_parameters(checkpoint)["lora"] is None:
+def _write_trained(
+    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
+    """Write the adapter, or whatever else the module trains beside its base model, that a checkpoint holds."""
+    if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
         raise InputError(
             f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
             "folder is an adapter already, and a checkpoint of all weights has none."
         )
     if dtype != "auto":
         raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
-    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16")  # of the base, which is not written
-    say(f"Writing the adapter to {target}")
+    # The dtype is that of the base, which is not written.
+    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
+    what = {"adapter": "adapter"}.get(module.export_kind, "trained weights")
+    say(f"Writing the {what} to {target}")
     write_export(module, target, described=_as_trained(stored))
 
 
 def _check_can_merge(adapter: str) -> None:
     """Raise InputError for an activated adapter, saying how it is used instead."""
     if Path(adapter).is_file():
-        lora = _hyper_parameters(adapter)["lora"] or {}
+        lora = _hyper_parameters(adapter).get("lora") or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
     else:
         from selfcal_lightning.models.adapter_files import read_invocation_ids
@@ -138,7 +150,7 @@ def _check_can_merge(adapter: str) -> None:
 
 
 def write_export(
-    module: SelfCalibrationModule,
+    module: Exportable,
     directory: Path,
     *,
     store: Mapping[str, Any] | None = None,
@@ -148,9 +160,9 @@ def write_export(
     state: Mapping[str, Tensor] | None = None,
     described: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
+    """Write what ``module`` has learned: a PEFT adapter, the whole model where all weights were trained, or its own.
 
-    Beside it lie the tokenizer with its chat template and ``selfcal_manifest.json``.
+    Beside it lies ``selfcal_manifest.json``.
 
     Args:
         module: The module, its model configured.
@@ -160,13 +172,12 @@ def write_export(
         metrics: Validation metrics to keep with it.
         run: Name of the training, the same after a resume.
         training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
-        state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
+        state: The trained parameters of ``module`` in full, where it is cut over processes.
         described: Parts of the manifest that differ from what ``module`` says of itself.
     """
-    from selfcal_lightning.models.lora import save_adapter
-
     manifest = {
-        "kind": "model" if module.lora is None else "adapter",
+        "kind": module.export_kind,
+        **({} if module.export_kind != "module" else {"module": class_path(type(module))}),
         **module.describe(),
         **(described or {}),
         "store": None if store is None else dict(store),
@@ -180,12 +191,7 @@ def write_export(
     reasons = reasons_to_keep(directory, manifest)
     kept = place_aside(directory) if reasons else None
     with replacing(directory, keep=kept) as folder:
-        if module.lora is None:
-            module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
-        else:
-            query_ids = module.chat.query.suffix_ids if module.activated else None
-            save_adapter(module.model, folder, state=state, revision=module.revision, invocation_ids=query_ids)
-        module.chat.tokenizer.save_pretrained(folder)
+        module.save_export(folder, state=state)
         _describe(folder, manifest)
     if kept is not None:
         why = "; ".join(reasons[:3])
@@ -233,39 +239,63 @@ def _from_adapter(
 
 
 def _from_checkpoint(
-    path: str, base_model: str | None, dtype: str, target: Path
+    path: str, base_model: str | None, dtype: str, target: Path, kind: type[Exportable]
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
 
     from selfcal_lightning.models.causal_lm import load_config
-    from selfcal_lightning.models.lora import merge_adapter
 
+    check_members(kind, Mergeable, who="a merged model", kind="a module")
     place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
     places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
     check_apart(target, places, option="output_dir")
     if dtype == "auto":
         config = load_config(place["base_model"], revision=place["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
-    module, stored = _module_of(path, base_model, dtype=dtype)
-    merged = module.model if module.lora is None else merge_adapter(module.model)
-    return merged, (module.base_model, module.revision), module.describe() | _as_trained(stored)
+    trained, stored = _module_of(path, base_model, dtype=dtype, kind=kind)
+    module = cast("Mergeable", trained)
+    return module.merged(), (module.base_model, module.revision), module.describe() | _as_trained(stored)
 
 
-def _module_of(path: str, base_model: str | None, *, dtype: str) -> tuple[SelfCalibrationModule, dict[str, Any]]:
+def _module_of(
+    path: str, base_model: str | None, *, dtype: str, kind: type[Exportable]
+) -> tuple[Exportable, dict[str, Any]]:
     """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
+    place = {} if base_model is None else {"base_model": base_model, "revision": None}
+    module = kind.from_checkpoint(path, base_model=base_model, dtype=dtype)
+    check_members(module, Exportable, who="an export", kind="a module")
+    return module, _hyper_parameters(path) | place
+
+
+def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
+    """Return the class of the module that wrote a checkpoint; None for what is no file.
+
+    Raises:
+        InputError: The checkpoint is of another class than the one that is named, or that class is not to be had.
+    """
+    if not Path(adapter).is_file():
+        return None
+    from selfcal_lightning.modules.checkpoint_hooks import CLASS_KEY
+    from selfcal_lightning.modules.checkpoint_io import read_checkpoint
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
-    place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    module = SelfCalibrationModule.load_from_checkpoint(
-        path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
-    )
-    return module, _hyper_parameters(path) | place
+    own = class_path(SelfCalibrationModule)
+    wanted, found = named or own, read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
+    if found != wanted:
+        raise InputError(
+            f"Expected `module` to be the class that the checkpoint is of, {found}, but got {wanted}. Set `module: "
+            f"{found}`, if you trust the code that it names."
+        )
+    kind = SelfCalibrationModule if wanted == own else import_class(wanted, option="module")
+    check_members(kind, Exportable, who="an export", kind="a module")
+    return cast("type[Exportable]", kind)
 
 
 def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
-    return {"quantization": stored.get("quantization"), "hyper_parameters": dict(stored)}
+    quantization = {"quantization": stored["quantization"]} if "quantization" in stored else {}
+    return {**quantization, "hyper_parameters": dict(stored)}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
@@ -329,15 +359,24 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     """
     kind, base = manifest["kind"], manifest["base_model"]["model"]
     library = "peft" if kind == "adapter" else "transformers"
-    what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "All weights of"}[kind]
+    what = {
+        "adapter": "A LoRA adapter for",
+        "merged": "A LoRA adapter merged into",
+        "model": "All weights of",
+        "module": f"What `{manifest.get('module')}` trains beside",
+    }[kind]
     named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
     lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
-    lines += [f"library_name: {library}", "pipeline_tag: text-generation", "---", ""]
-    lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
+    lines += [] if kind == "module" else [f"library_name: {library}", "pipeline_tag: text-generation"]
+    lines += ["---", ""]
+    if kind == "module":
+        lines += ["# Trained weights", "", f"{what} {named}. That class loads them: `load_export`.", ""]
+    else:
+        lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
     if manifest.get("quantization"):
         into = " and merged into the model as it is stored" if kind == "merged" else ""
         lines += [f"It was trained on the base model in {manifest['quantization'].upper()} (QLoRA){into}.", ""]
-    if "prompt" in manifest:
+    if "prompt" in manifest and "p_true" in manifest:
         formula = "P(Yes) / (P(Yes) + P(No))" if manifest["p_true"] == "normalised" else "P(Yes)"
         lines += [
             f"Confidence in a response: put the user turn `{manifest['prompt']['query']}` after it and read {formula} "

@@ -17,7 +17,17 @@ from selfcal_lightning.overwriting import is_empty_folder
 from selfcal_lightning.store_manifest import flatten
 
 # What is compared to tell whether two exports are of one training, and what of it does not change what is learned.
-TRAINING_KEYS = ("kind", "base_model", "prompt", "p_true", "quantization", "hyper_parameters", "store", "training")
+TRAINING_KEYS = (
+    "kind",
+    "module",
+    "base_model",
+    "prompt",
+    "p_true",
+    "quantization",
+    "hyper_parameters",
+    "store",
+    "training",
+)
 INCIDENTAL = {
     "base_model.model", "base_model.revision", "hyper_parameters.base_model", "hyper_parameters.revision",
     "hyper_parameters.attn_implementation", "hyper_parameters.gradient_checkpointing", "store.path",
@@ -40,7 +50,9 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
     if manifest is None:
         raise InputError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
     if manifest["kind"] not in kinds:
-        what = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}[manifest["kind"]]
+        what = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}.get(
+            manifest["kind"], "what a module has trained"
+        )
         raise InputError(
             f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds {what}: that is never "
             "replaced here. Choose another folder."

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.transformers_model import MASKABLE_ATTENTION
 from selfcal_lightning.errors import InputError
@@ -23,9 +22,7 @@ from selfcal_lightning.manifests import read_manifest
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.pipelines.export import write_export
-
-if TYPE_CHECKING:
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.trained_modules import RoundModule
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ def checkpoint_file(store_dir: str | Path, round: int) -> Path:
     return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
 
 
-def keep_adapter(module: SelfCalibrationModule, store_dir: str | Path, *, round: int, training: str) -> Path:
+def keep_adapter(module: RoundModule, store_dir: str | Path, *, round: int, training: str) -> Path:
     """Write the module's adapter as that of ``round``, unless it lies there; to be called by one process.
 
     What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
@@ -85,7 +82,7 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
 
 
 @contextmanager
-def serving(module: SelfCalibrationModule, folder: Path) -> Iterator[None]:
+def serving(module: RoundModule, folder: Path) -> Iterator[None]:
     """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
 
     Afterwards it is as it was: its own adapter, the modes of all its parts, its attention implementation.

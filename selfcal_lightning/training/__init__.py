@@ -2,6 +2,32 @@
 
 from selfcal_lightning.training.contracts import check_members, members_of
 from selfcal_lightning.training.sampled_data import QuestionData, RowData, SampledData, ScoredData
-from selfcal_lightning.training.trained_modules import ReadingModule
+from selfcal_lightning.training.trained_modules import (
+    BasedModule,
+    CheckpointedModule,
+    Exportable,
+    ExportKind,
+    Mergeable,
+    PoolModule,
+    ReadingModule,
+    RoundModule,
+    ScoringModule,
+)
 
-__all__ = ["QuestionData", "ReadingModule", "RowData", "SampledData", "ScoredData", "check_members", "members_of"]
+__all__ = [
+    "BasedModule",
+    "CheckpointedModule",
+    "ExportKind",
+    "Exportable",
+    "Mergeable",
+    "PoolModule",
+    "QuestionData",
+    "ReadingModule",
+    "RoundModule",
+    "RowData",
+    "SampledData",
+    "ScoredData",
+    "ScoringModule",
+    "check_members",
+    "members_of",
+]

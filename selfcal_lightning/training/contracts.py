@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import FunctionType
 from typing import Protocol
 
 from selfcal_lightning.errors import InputError
@@ -20,20 +22,34 @@ def members_of(contract: type) -> list[str]:
         >>> members_of(Called)
         ['call', 'name']
     """
-    protocols = [base for base in contract.__mro__ if issubclass(base, Protocol) and base is not Protocol]  # type: ignore[arg-type]
-    names = {name for base in protocols for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    names = {name for base in _protocols(contract) for name in (*vars(base), *vars(base).get("__annotations__", ()))}
     return sorted(name for name in names if not name.startswith("_"))
+
+
+def methods_of(contract: type) -> list[str]:
+    """Return the names of the methods among them, sorted."""
+    return sorted(
+        name
+        for name in members_of(contract)
+        if any(isinstance(vars(base).get(name), (FunctionType, classmethod)) for base in _protocols(contract))
+    )
+
+
+def _protocols(contract: type) -> list[type]:
+    return [base for base in contract.__mro__ if issubclass(base, Protocol) and base is not Protocol]  # type: ignore[arg-type]
 
 
 def missing_members(value: object, contract: type) -> list[str]:
     """Return what ``value`` lacks of ``contract``, by name; no property of it is read.
 
     Args:
-        value: What should offer the members, or the class of it.
+        value: What should offer the members, or the class of it; of a class, methods alone are judged, since its
+            instances may set the rest.
         contract: A protocol.
     """
     offered = set(dir(value))  # networks list their parts there, too
-    return [name for name in members_of(contract) if name not in offered]
+    wanted = methods_of(contract) if isinstance(value, type) else members_of(contract)
+    return [name for name in wanted if name not in offered]
 
 
 def check_members(value: object, contract: type, *, who: str, kind: str) -> None:
@@ -64,3 +80,28 @@ def check_members(value: object, contract: type, *, who: str, kind: str) -> None
         f"Expected {kind} with {listed} for {who}, but got {named}, which lacks {them}. "
         f"Declare what `{contract.__module__}.{contract.__qualname__}` asks for; {GUIDE} tells how."
     )
+
+
+def class_path(kind: type) -> str:
+    """Return the name by which a class is imported."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def import_class(path: str, *, option: str) -> type:
+    """Return the class that a path names.
+
+    Args:
+        path: Such as "my_package.my_module.MyClass".
+        option: What the user calls it.
+
+    Raises:
+        InputError: There is no such class.
+    """
+    room, _, name = path.rpartition(".")
+    try:
+        found = vars(importlib.import_module(room))[name] if room else None
+    except (ImportError, KeyError) as error:
+        raise InputError(f"Expected `{option}` to be the path of a class, but got {path!r}: {error!r}.") from error
+    if not isinstance(found, type):
+        raise InputError(f"Expected `{option}` to be the path of a class, but got {path!r}.")
+    return found

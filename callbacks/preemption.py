@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.errors import InputError
@@ -126,8 +127,10 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
 
 
 def _is_child_of_lightning(trainer: Trainer) -> bool:
-    environment = getattr(trainer.strategy, "cluster_environment", None)  # one device has none
-    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return False
+    return isinstance(strategy.cluster_environment, LightningEnvironment) and trainer.local_rank != 0
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:

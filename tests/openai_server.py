@@ -268,6 +268,8 @@ class FakeServer:
                 found = {"tokens": tokens, "token_logprobs": list(completion.logprobs[piece])}
             choice = {"index": 0, "text": "", "logprobs": found, "stop_reason": None}
             choice["finish_reason"] = completion.finish_reason if last else None
+            if last and completion.finish_reason == "stop" and completion.token_ids:
+                choice["stop_reason"] = completion.token_ids[-1]
             if not body.get("stream"):
                 exchange.json({"choices": [choice]})
                 return
@@ -324,7 +326,8 @@ class RealModel:
         edt = body.get("vllm_xargs", {}).get("edt")
         base, scale, theta = edt or (body["temperature"], None, 1.0)
         sampling = SamplingSettings(base, scale, theta, body["top_p"], body["max_tokens"])
-        return self._put("sample", Request("", tuple(body["prompt"]), sampling, body["seed"]))
+        further = tuple(sorted(set(body["stop_token_ids"]) - self._ends))  # vLLM ends with any of them, and keeps it
+        return self._put("sample", Request("", tuple(body["prompt"]), sampling, body["seed"], step_ids=further))
 
     def score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> Future[list[float]]:
         return self._put("score", (prompt, token_ids))
@@ -358,7 +361,8 @@ class RealModel:
             for response in self._engine.poll():
                 future, request = self._futures.pop(response.request_id)
                 ids = response.token_ids + ((self._end_id,) if response.finish == "stop" else ())
-                completion = Completion(ids, self._logprobs(request.prompt_ids, ids), response.finish)
+                reason = "stop" if ids[-1] in self._ends | set(request.step_ids) else "length"
+                completion = Completion(ids, self._logprobs(request.prompt_ids, ids), reason)
                 self._said[request] = completion
                 future.set_result(completion)
 
@@ -375,7 +379,7 @@ class RealModel:
     def _draw_one(self, request: Request) -> Completion:
         sampling = request.sampling
         logits = self._next_logits(request.prompt_ids)
-        temperature: float | torch.Tensor = sampling.temperature
+        temperature: float | torch.Tensor = sampling.temperature or 1e-5
         if sampling.edt_scale is not None:
             temperature = dynamic_temperature(
                 logits, base=sampling.temperature, scale=sampling.edt_scale, theta=sampling.edt_theta
@@ -384,7 +388,7 @@ class RealModel:
         kept[kept.cumsum(-1) - kept >= sampling.top_p] = 0.0
         generator = torch.Generator().manual_seed(request.seed)
         token = int(order[torch.multinomial(kept, 1, generator=generator)])
-        reason = "stop" if token in self._ends else "length"
+        reason = "stop" if token in self._ends | set(request.step_ids) else "length"
         return Completion((token,), (float(logits.log_softmax(-1)[token]),), reason)
 
     def _score_all(self, jobs: list[tuple[Future[Any], tuple[int, ...], tuple[int, ...]]]) -> None:

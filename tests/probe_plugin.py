@@ -22,6 +22,7 @@ from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
 from selfcal_lightning.modules.self_calibration import ScoredRows
 from selfcal_lightning.modules.support import Support, Way, check_features
 from selfcal_lightning.prompts import DEFAULT_QUERY
+from selfcal_lightning.training.lightning_internals import trainer_of
 
 FILE = "probe.safetensors"
 FEATURE = "probe"
@@ -64,7 +65,7 @@ class LinearProbe(LightningModule):
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse FSDP2, by a row of the probe's own."""
-        trainer = trainer or self._trainer
+        trainer = trainer or trainer_of(self)
         if trainer is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
 

@@ -97,3 +97,25 @@ def test_no_empty_rooms() -> None:
     for folder in sorted({path.parent for path in _sources()}):
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert files, f"{folder} holds nothing but __init__.py"
+
+
+def test_private_parts_of_lightning_are_read_in_one_place() -> None:
+    """Overrides of LightningCLI's own hooks apart, which have to stand in the class that overrides them."""
+    names = {"trainer", "callback", "loop", "connector"}
+    home = ROOT / PACKAGE / "training" / "lightning_internals.py"
+    found = {path: _private_reads(path, names) for path in _sources()}
+    assert len(found.pop(home)) >= 5
+    assert {str(path): reads for path, reads in found.items() if reads} == {}
+
+
+def _private_reads(path: Path, names: set[str]) -> list[str]:
+    """Return the private attributes that are read of variables of these names, and any `_trainer`."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    private = [node for node in nodes if node.attr.startswith("_") and not node.attr.startswith("__")]
+    return [
+        f"{ast.unparse(node)}, line {node.lineno}"
+        for node in private
+        if node.attr == "_trainer"
+        or (isinstance(node.value, ast.Name) and node.value.id in names)
+        or (isinstance(node.value, ast.Attribute) and node.value.attr in names)
+    ]

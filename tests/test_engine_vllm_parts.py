@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from selfcal_lightning.engines.vllm_channel import Channel
 from selfcal_lightning.engines.vllm_flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm_model import lora_rank
 from selfcal_lightning.engines.vllm_process import WorkerProcess, worker_environment
-from selfcal_lightning.engines.vllm_records import EngineCrashedError
+from selfcal_lightning.engines.vllm_records import EngineCrashedError, wire_messages
 from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Request, SamplingSettings
 
 
 def _channels() -> tuple[Channel, Channel]:
@@ -267,3 +269,23 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
     assert told.endswith(log)
     assert advice in told
     assert ("never run" in told, "-c DEFAULT" in told) == ("never run" in advice, "DEFAULT" in advice)
+
+
+# ---- prefixes and steps
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["runner_v1", "runner_v2"])
+def test_a_continuation_has_the_stream_that_its_runner_needs(by_position: bool) -> None:
+    """Runner V1 begins a stream with the first token drawn, which must not be that of the prefix; V2 has none."""
+    pytest.importorskip("vllm")
+    from selfcal_lightning.engines.vllm_params import sampling_params
+
+    plain = Request("q", (1, 2), SamplingSettings(edt_scale=None), seed=7)
+    longer = replace(plain, prefix_ids=(5, 6), step_ids=(19, 3))
+    flights = [(number, Flight(one.id, one.context_ids, one)) for number, one in enumerate((plain, longer))]
+    (message,) = wire_messages(flights, lambda request: 9)
+    assert message["prompts"] == [(1, 2), (1, 2, 5, 6)]
+    first, second = (sampling_params(spec, frozenset({0}), by_position=by_position) for spec in message["requests"])
+    assert first.seed == 7
+    assert (second.seed == 7) is by_position
+    assert (first.stop_token_ids, second.stop_token_ids) == ([0], [0, 3, 19])

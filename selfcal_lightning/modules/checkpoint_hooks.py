@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.checks import check_base_model, check_hyper_parameters, check_trained
 from selfcal_lightning.modules.resume import ResumeState
 from selfcal_lightning.training.contracts import check_members, class_path
@@ -55,18 +54,14 @@ class TrainedCheckpoint:
         self._resume.save(checkpoint, trainer_of(module))
 
     def load(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model, module or adapter, and to go on under other settings.
+        """Refuse a checkpoint of another base model or of other parameters, and to go on under other settings.
+
+        The class is not compared: its name may have changed, and what it trains tells more.
 
         Raises:
             InputError: In all cases, naming what was expected and what was found.
         """
         checked, trainer = _checked(module), trainer_of(module)
-        found = checkpoint.get(CLASS_KEY)
-        if found is not None and found != class_path(type(module)) and not _is_derived(module, found):
-            raise InputError(
-                f"Expected a checkpoint of {class_path(type(module))}, but got one of {found}. Name that class as the "
-                "module, or another checkpoint."
-            )
         check_base_model(checkpoint.get(IDENTITY_KEY), checked.identity, checked.base_model, kind=type(module).__name__)
         settings = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY, {})
         check_trained(checkpoint["state_dict"], trained_parameters(module), settings=settings)
@@ -82,11 +77,6 @@ class TrainedCheckpoint:
 def trained_parameters(module: LightningModule) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _is_derived(module: LightningModule, path: str) -> bool:
-    """Return whether a parent of the module's class wrote the checkpoint; the rest is held against each other."""
-    return path in {class_path(base) for base in type(module).__mro__}
 
 
 def _checked(module: LightningModule) -> CheckpointedModule:

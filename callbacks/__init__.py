@@ -1,4 +1,19 @@
 """Lightning callbacks of the project, installed as ``selfcal_lightning.callbacks``."""
 
+from __future__ import annotations
+
 if __name__ != "selfcal_lightning.callbacks":
     raise ImportError("Import `selfcal_lightning.callbacks`: under the bare name its classes would exist twice.")
+
+from selfcal_lightning.faces import face
+
+__getattr__, __dir__, __all__ = face(
+    __name__,
+    {
+        "adapter_export": ["AdapterExport"],
+        "calibration_curve": ["CalibrationCurve"],
+        "confidence_writer": ["ConfidenceWriter"],
+        "generation": ["SSCGeneration"],
+        "preemption": ["PreemptionCheckpoint"],
+    },
+)

@@ -6,44 +6,40 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.locations import resolve_model
-from selfcal_lightning.manifests import read_manifest
+from selfcal_lightning.exports.folders import check_output
+from selfcal_lightning.exports.writing import write_export
 from selfcal_lightning.metrics.collection import KEYS
-from selfcal_lightning.modules.model_parallel import gather_trained, is_sharded
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.overwriting import check_apart
-from selfcal_lightning.pipelines.export import write_export
-from selfcal_lightning.pipelines.export_folders import check_output
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.plan import Place, Plan
-from selfcal_lightning.store import SampleStore
+from selfcal_lightning.model_files.fingerprints import files_sha256
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.runtime.overwriting import check_apart
+from selfcal_lightning.runtime.plan import Place, Plan
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.contracts import check_members
+from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
+from selfcal_lightning.training.sampled_data import SampledData, sampled_data
+from selfcal_lightning.training.trained_modules import Exportable, SideBySide
 
-TRAINED = ("adapter", "model")  # kinds of exports that a training writes
-
-
-@runtime_checkable
-class _Sourced(Protocol):
-    """A data module that knows the sources of its questions, by split."""
-
-    sources: Mapping[str, Sequence[Any]]
+TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
 
 
 class AdapterExport(Callback):
-    """Writes the adapter (all weights without one), the tokenizer and ``selfcal_manifest.json``.
+    """Writes what the module trains (an adapter, all weights, or its own) and ``selfcal_manifest.json``.
 
     An export that lies in its place is replaced in one step where it is of the same run or was trained with the same
     settings. One of a training with other settings is kept: the date at which it was made is put after its name.
 
     Args:
-        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder.
+        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder. An
+            adapter that was trained beside the first one goes to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; after every validation that betters it, the weights go to
             ``<output_dir>-best``. None exports at the end only.
@@ -68,11 +64,12 @@ class AdapterExport(Callback):
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
 
-    def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Exportable, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
         self._settle(trainer)
         if stage == TrainerFn.FITTING:
             self._check(pl_module)
+            _data_of(trainer)
 
     def _settle(self, trainer: Trainer) -> None:
         log_dir = trainer.log_dir  # agreed on by a broadcast
@@ -80,29 +77,35 @@ class AdapterExport(Callback):
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
-    def _check(self, module: SelfCalibrationModule) -> None:
-        for folder in (self._folder, *([] if self.monitor is None else [self._best_folder])):
+    def _check(self, module: Exportable) -> None:
+        check_members(module, Exportable, who=type(self).__name__, kind="a module")
+        best = [] if self.monitor is None else [self._best_folder]
+        for folder in (self._folder, *best, *self._folders_beside(module).values()):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(
-        self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule | None
-    ) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: Exportable, data: object) -> Plan:
         """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
         self._check(module)
-        self._check_monitor(data)
-        return Plan(places=(Place("adapter" if module.lora else "model", str(self._folder)),))
+        self._check_monitor(sampled_data(data, who=type(self).__name__))
+        places = [Place(module.export_kind, str(self._folder))]
+        places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_beside(module).items()]
+        return Plan(places=tuple(places))
 
-    def _check_monitor(self, data: LightningDataModule | None) -> None:
+    def _folders_beside(self, module: Exportable) -> dict[str, Path]:
+        names = module.beside if isinstance(module, SideBySide) else {}
+        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in names}
+
+    def _check_monitor(self, data: SampledData | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
-        if self.monitor is None or key is None or not isinstance(data, _Sourced):
+        if self.monitor is None or key is None or data is None:
             return
         task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
-        tasks = [source.task for source in data.sources["validation"]]
+        tasks = [source.task for source in data.sources.get("validation", ())]
         if task and tasks and task not in tasks:
             raise unknown_name(
                 "monitor", self.monitor, [f"val/{name}{key}" for name in ("", *(f"{t}/" for t in tasks))]
@@ -116,7 +119,7 @@ class AdapterExport(Callback):
         """Take up the best value of the run that is resumed."""
         self.best, self.run = state_dict["best"], state_dict.get("run")
 
-    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
         self._training = describe_training(trainer)
         if self.run is None:
@@ -130,7 +133,7 @@ class AdapterExport(Callback):
         best = [value for value in (self.best, kept) if value is not None]
         self.best = (min if self.mode == "min" else max)(best, default=None)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Export when the monitored value is the best so far."""
         if self.monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -144,21 +147,36 @@ class AdapterExport(Callback):
             self.best = value
             self._export(trainer, pl_module, self._best_folder)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Exportable) -> None:
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
+        if trainer.is_global_zero:
+            for name, folder in self._folders_beside(pl_module).items():
+                self._export_beside(trainer, pl_module, name, folder)
 
-    def _export(self, trainer: Trainer, module: SelfCalibrationModule, folder: Path) -> None:
+    def _export_beside(self, trainer: Trainer, module: SideBySide, name: str, folder: Path) -> None:
+        """Export an adapter that was trained beside the first one, as if it had been trained alone."""
+        own = module.beside[name]
+        rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
+        rows |= {"target": own.target} if own.target is not None else {}
+        rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
+        data = _data_of(trainer)
+        store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
+        training = {**self._training, "rows": rows}
+        write_export(module, folder, store=store, run=self.run, training=training, beside=name)
+        say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
+
+    def _export(self, trainer: Trainer, module: Exportable, folder: Path) -> None:
         # Where the weights are cut over processes, all of them give their part before the first one writes.
-        state = gather_trained(module.model) if is_sharded(module.model) else None
+        state = gather_trained(module) if is_sharded(module) else None
         if not trainer.is_global_zero:
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        store_dir = getattr(trainer.datamodule, "store_dir", None)
-        store = None if store_dir is None else describe_store(store_dir)
+        data = _data_of(trainer)
+        store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
         facts = {"store": store, "metrics": metrics, "run": self.run, "training": self._training}
         write_export(module, folder, state=state, **facts)
-        say(f"AdapterExport: wrote the {'model' if module.lora is None else 'adapter'} to {folder}")
+        say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
 
 def describe_store(store_dir: str) -> dict[str, Any]:
@@ -170,12 +188,17 @@ def describe_store(store_dir: str) -> dict[str, Any]:
 def describe_training(trainer: Trainer) -> dict[str, Any]:
     """Return what the weights depend on beside the module and its samples: steps, precision, and the rows of a step.
 
-    Every process calls it. A data module without a store is not known here, and left out.
+    Every process calls it. Of loaders that were given without a data module nothing is known.
     """
     facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
     facts |= {"gradient_clip_val": trainer.gradient_clip_val}
-    if getattr(trainer.datamodule, "store_dir", None) is None:
+    data = _data_of(trainer)
+    if data is None:
         return facts
-    rows = trainer.datamodule.training_settings()
-    questions = hashlib.sha256(json.dumps(rows.pop("questions")).encode()).hexdigest()
+    rows = data.training_settings()
+    questions = hashlib.sha256(json.dumps(rows.pop("questions", [])).encode()).hexdigest()
     return facts | {"rows": json.loads(json.dumps(rows, default=str)), "questions_sha256": questions}
+
+
+def _data_of(trainer: Trainer) -> SampledData | None:
+    return sampled_data(trainer.datamodule, who=AdapterExport.__name__)

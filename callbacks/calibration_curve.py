@@ -15,11 +15,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.figure import Figure
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.reports.calibration_figures import (
+    confidence_distribution,
+    reliability_diagram,
+    roc_figure,
+)
+from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.metrics.collection import CalibrationPoints
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.reports.figure_files import save_figure
-from selfcal_lightning.reports.figures import confidence_distribution, reliability_diagram, roc_figure
+from selfcal_lightning.training.contracts import check_members
+from selfcal_lightning.training.lightning_internals import build_validation_loaders
+from selfcal_lightning.training.trained_modules import PoolModule
 
 ALL = "all"
 Labelled = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -54,8 +60,9 @@ class CalibrationCurve(Callback):
         self._drawn_at: int | None = None
         self._folder: Path | None = None
 
-    def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: PoolModule, stage: str) -> None:
         """Ask for the log folder while all processes are here: they agree on it by a broadcast."""
+        check_members(pl_module, PoolModule, who=type(self).__name__, kind="a module")
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "figures"
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,17 +73,20 @@ class CalibrationCurve(Callback):
         """Take up the start of the run that is resumed."""
         self._before = {task: tuple(column.numpy() for column in columns) for task, columns in state_dict.items()}
 
-    def on_train_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: PoolModule) -> None:
         """Score and draw the pool with the weights that training starts from; a resumed run has done so."""
         if not self.before or trainer.global_step > 0 or not trainer.enable_validation:
             return
         points = score_pool(trainer, pl_module)
+        if points is None:
+            rank_zero_info("CalibrationCurve: there are no validation questions, so nothing is drawn.")
+            return
         self._before = labelled(points)
         self._log(trainer, pl_module.val_metrics.compute())
         self._draw(trainer, "before")
         pl_module.val_metrics.reset()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: PoolModule) -> None:
         """Draw the pool that was just scored."""
         if trainer.sanity_checking:
             return
@@ -84,11 +94,13 @@ class CalibrationCurve(Callback):
         points = pl_module.val_metrics.points()
         self._draw(trainer, "val", points)
 
-    def on_train_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: PoolModule) -> None:
         """Score and draw the pool once more where no validation has seen the last weights."""
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
         points = score_pool(trainer, pl_module)
+        if points is None:
+            return
         self._log(trainer, pl_module.val_metrics.compute())
         self._draw(trainer, "val", points)
         pl_module.val_metrics.reset()
@@ -144,17 +156,18 @@ def labelled(points: CalibrationPoints) -> Labelled:
     return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
 
 
-def score_pool(trainer: Trainer, module: SelfCalibrationModule) -> CalibrationPoints:
+def score_pool(trainer: Trainer, module: Any) -> CalibrationPoints | None:
     """Run the validation data through the module, outside of Lightning's loop, and return all processes' points.
 
+    None where the data module has no validation questions, and so no loader of them.
     Lightning cannot validate before the first training step other than by its sanity check, whose results it drops.
     """
     if trainer.val_dataloaders is None:
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+        build_validation_loaders(trainer)
     loaders = trainer.val_dataloaders
     loaders = loaders if isinstance(loaders, list) else [loaders]
+    if not loaders:
+        return None
     module.val_metrics.reset()
     with evaluation_mode(module), torch.no_grad():
         for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.models.identity import DIGESTS
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.self_calibration import ScoredRows, SelfCalibrationModule
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.plan import Place, Plan
-from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_annotations import Annotation
+from selfcal_lightning.modules.self_calibration import ScoredRows
+from selfcal_lightning.runtime.plan import Place, Plan
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.annotations import Annotation
+from selfcal_lightning.store.index import SampleIndex
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.contracts import check_members
+from selfcal_lightning.training.sampled_data import ScoredData, scored_data
+from selfcal_lightning.training.trained_modules import ScoringModule
 
 
 class ConfidenceWriter(Callback):
@@ -45,16 +47,19 @@ class ConfidenceWriter(Callback):
         self._rows: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def setup(self, trainer: Trainer, pl_module: SelfCalibrationModule, stage: str) -> None:
-        """Refuse a second writer of the same name."""
+    def setup(self, trainer: Trainer, pl_module: ScoringModule, stage: str) -> None:
+        """Refuse a second writer of the same name, and a module whose confidences nobody could tell apart."""
         self._check_name(trainer)
+        check_members(pl_module, ScoringModule, who=type(self).__name__, kind="a module")
 
-    def plan_run(self, verb: str, trainer: Trainer, module: SelfCalibrationModule, data: LightningDataModule) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: ScoringModule, data: object) -> Plan:
         """Refuse a name that cannot be that of an annotation, or that another writer has."""
         if verb != "predict":
             return Plan()
         self._check_name(trainer)
-        return Plan(places=(Place("confidences", str(Annotation(data.store_dir, self.name).folder)),))
+        check_members(module, ScoringModule, who=type(self).__name__, kind="a module")
+        folder = Annotation(scored_data(data, who=type(self).__name__).store_dir, self.name).folder
+        return Plan(places=(Place("confidences", str(folder)),))
 
     def _check_name(self, trainer: Trainer) -> None:
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
@@ -65,17 +70,15 @@ class ConfidenceWriter(Callback):
                 "other out of `trainer.callbacks`."
             )
 
-    def on_predict_start(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: ScoringModule) -> None:
         """Hold what will compute the values against what is in the store, before the long work."""
-        data = trainer.datamodule
-        if data is None or data.predict_index is None:
-            raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
-        if self.name in data.predict_index.confidences:
+        data, index = _scored(trainer)
+        if self.name in index.confidences:
             raise InputError(
                 f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
                 "with them. Choose another name."
             )
-        if trainer.ckpt_path is None and trainer.global_step == 0 and pl_module.exported is None:
+        if trainer.ckpt_path is None and trainer.global_step == 0 and pl_module.exported_from is None:
             rank_zero_warn(
                 f"No checkpoint is loaded: {self.name!r} will be the confidence of the model as it was built. Give "
                 "`--ckpt_path` or `--adapter` for a calibrated one."
@@ -89,7 +92,7 @@ class ConfidenceWriter(Callback):
     def on_predict_batch_end(
         self,
         trainer: Trainer,
-        pl_module: SelfCalibrationModule,
+        pl_module: ScoringModule,
         outputs: ScoredRows,
         batch: SSCBatch,
         batch_idx: int,
@@ -99,14 +102,14 @@ class ConfidenceWriter(Callback):
         self._rows.append(outputs.row.cpu())
         self._values.append(outputs.p_true.double().cpu())
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: SelfCalibrationModule) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: ScoringModule) -> None:
         """Write this process's part; when all have written theirs, the first process shows them to readers."""
-        data = trainer.datamodule
+        data, scored = _scored(trainer)
         rows = torch.cat(self._rows).numpy() if self._rows else np.empty(0, dtype=np.int64)
         values = torch.cat(self._values).numpy() if self._values else np.empty(0)
         self._rows, self._values = [], []
         shards = SampleStore(data.store_dir).manifest.shards
-        index = data.predict_index.select(rows)
+        index = scored.select(rows)
         self._annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
         if trainer.is_global_zero:
@@ -119,9 +122,7 @@ class ConfidenceWriter(Callback):
             )
             rounds = {entry.file: entry.round for entry in shards}
             store = SampleStore(data.store_dir, num_samples=data.num_samples)
-            stored = store.index(
-                split=data.predict_split, round=rounds[data.predict_index.files[0]], confidences=[self.name]
-            )
+            stored = store.index(split=data.predict_split, round=rounds[scored.files[0]], confidences=[self.name])
             say(
                 f"ConfidenceWriter: wrote {self.name!r} of {report.rows:,} responses to {self._annotation.folder}; "
                 f"{stored.num_missing(self.name):,} of {len(stored):,} stored for {data.predict_split!r} have none."
@@ -129,36 +130,16 @@ class ConfidenceWriter(Callback):
         trainer.strategy.barrier("ConfidenceWriter: the run is published")
 
 
-def prediction_origin(module: SelfCalibrationModule, *, max_length: int) -> dict[str, Any]:
+def prediction_origin(module: ScoringModule, *, max_length: int) -> dict[str, Any]:
     """Return what the confidences of ``module`` depend on, JSON-able; every process of a sharded model calls it.
 
     The trained weights are named by their sha256, not by a file, so that a checkpoint that was overwritten, or a
     module that was trained on after it, is another origin.
     """
-    identity = module.describe()
-    lora = identity["hyper_parameters"]["lora"]
-    return {
-        "base_model": {name: identity["base_model"][name] for name in DIGESTS},
-        "trained_sha256": trained_sha256(module),
-        "lora": None if lora is None else _what_acts(lora),
-        "prompt": identity["prompt"],
-        "p_true": identity["p_true"],
-        "max_length": max_length,
-        # Left out where there is none, so that what was written before there were any is still found.
-        **({} if module.quantization is None else {"quantization": module.quantization}),
-    }
+    return {**module.confidence_origin(), "trained_sha256": trained_sha256(module), "max_length": max_length}
 
 
-def _what_acts(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an adapter that its confidence depends on.
-
-    That it acts on all tokens is left out, so that what was written before there was a choice is still found.
-    """
-    silent = {"dropout"} if lora["activated"] else {"dropout", "activated"}
-    return {name: value for name, value in lora.items() if name not in silent}
-
-
-def trained_sha256(module: torch.nn.Module) -> str:
+def trained_sha256(module: Any) -> str:
     """Return the sha256 over the names and float32 values of the parameters that are trained."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
@@ -170,17 +151,25 @@ def trained_sha256(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _details(trainer: Trainer, module: SelfCalibrationModule) -> dict[str, Any]:
+def _details(trainer: Trainer, module: ScoringModule) -> dict[str, Any]:
     """Return what is worth knowing about a run and does not change what it computes, up to rounding."""
     return {
-        "split": trainer.datamodule.predict_split,
+        "split": _scored(trainer)[0].predict_split,
         "model": module.base_model,
         "revision": module.revision,
         "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
-        "adapter": None if module.exported is None else str(module.exported.folder),
+        "adapter": None if module.exported_from is None else str(module.exported_from),
         "precision": str(trainer.precision),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _scored(trainer: Trainer) -> tuple[ScoredData, SampleIndex]:
+    """Return the data module and which responses it gave to be scored."""
+    data = scored_data(trainer.datamodule, who=ConfidenceWriter.__name__)
+    if data.predict_index is None:
+        raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
+    return data, data.predict_index
 
 
 def _part(rank: int, world_size: int) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.checkpoint_io import is_address
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.pipelines.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
-from selfcal_lightning.plan import Plan
+from selfcal_lightning.runtime.plan import Plan
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.runtime.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
+from selfcal_lightning.training.checkpoint_io import is_address
+from selfcal_lightning.training.lightning_internals import forget_sigterm
 
 CHECKPOINT_SUFFIX = "-preempted"
 
@@ -109,7 +111,7 @@ class PreemptionCheckpoint(Callback):
         self.stop.install()
         # What came between Lightning's registration and now reached both handlers. Ours has remembered it; Lightning
         # would end the run at the next batch, without a checkpoint.
-        trainer._signal_connector.received_sigterm = False
+        forget_sigterm(trainer)
 
 
 def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
@@ -125,8 +127,10 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
 
 
 def _is_child_of_lightning(trainer: Trainer) -> bool:
-    environment = getattr(trainer.strategy, "cluster_environment", None)  # one device has none
-    return isinstance(environment, LightningEnvironment) and trainer.local_rank != 0
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return False
+    return isinstance(strategy.cluster_environment, LightningEnvironment) and trainer.local_rank != 0
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:

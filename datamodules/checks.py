@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from selfcal_lightning.datamodules.tuples import AGREEMENT, LEAVE_ONE_OUT
+from selfcal_lightning.datamodules.ssc.teachers import check_teacher
+from selfcal_lightning.datamodules.ssc.tuples import AGREEMENT, LEAVE_ONE_OUT, TargetName
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.training.lightning_internals import deals_rows_anew
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from selfcal_lightning.modules.beside import BesideSettings
 
 
 def check_at_least(least: int, **settings: int) -> None:
@@ -35,8 +40,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise InputError for trainers that would deal the rows anew, or change the size of an optimiser step."""
-    connector = trainer._accelerator_connector
-    if connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1):
+    if deals_rows_anew(trainer):
         raise InputError(
             f"Expected `use_distributed_sampler=False` with {trainer.world_size} processes, but got True: "
             "Lightning would deal the rows anew and repeat some. Set `trainer.use_distributed_sampler: false`."
@@ -55,6 +59,26 @@ def check_generation_ratio(generation_ratio: float | None, *, activated: bool) -
             "Expected `generation_ratio` to be 0 with an activated adapter, which has no generation loss, but got "
             f"{generation_ratio}: these samples would train nothing. Leave it out, or set `lora.activated: false` for "
             "joint training."
+        )
+
+
+def check_beside(beside: Mapping[str, BesideSettings], *, num_buckets: int | None, num_samples: int) -> None:
+    """Raise InputError where adapters beside the first one could not be what they would become alone.
+
+    Args:
+        beside: Their settings, by name.
+        num_buckets: Of the data module.
+        num_samples: Of the data module.
+    """
+    for name, one in beside.items():
+        if one.target is not None:
+            check_choice(f"beside.{name}.target", one.target, TargetName)
+            check_agreement(num_samples, one.target)
+        check_teacher(one.teacher, one.teacher_share)
+    if beside and num_buckets not in (None, 1):
+        raise InputError(
+            f"Expected `num_buckets` to be 1 with adapters side by side, but got {num_buckets}: rows that are spread "
+            "over the targets of the first one are not those that the others would draw. Leave it out."
         )
 
 

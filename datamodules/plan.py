@@ -8,22 +8,22 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.datamodules.checks import check_agreement, check_trainer
-from selfcal_lightning.datamodules.order import rows_per_step
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
-from selfcal_lightning.datamodules.rounds import check_reload
-from selfcal_lightning.datamodules.ssc_sampler import limited_batches, steps_per_epoch
+from selfcal_lightning.datamodules.ssc.order import rows_per_step
+from selfcal_lightning.datamodules.ssc.rounds import check_reload
+from selfcal_lightning.datamodules.ssc.sampler import limited_batches, steps_per_epoch
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.model_names import is_on_disk
-from selfcal_lightning.plan import Plan, QuestionCount, Training
+from selfcal_lightning.model_files.names import is_on_disk
 from selfcal_lightning.records import Question
+from selfcal_lightning.runtime.plan import Plan, QuestionCount, Training
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.sources import check_source, count_source
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from selfcal_lightning.datamodules.mixture import Mixture
-    from selfcal_lightning.datamodules.ssc import SSCDataModule
+    from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+    from selfcal_lightning.datamodules.ssc.mixture import Mixture
 
 PROMPTS_TRIED = 8
 
@@ -113,7 +113,15 @@ def count_sources(
             rows = [QuestionCount(split, question.task, 1) for question in known[split]]
         else:
             rows = [
-                count_source(one.task, one.split, path=one.path, limit=one.limit, offset=one.offset, role=split)
+                count_source(
+                    one.task,
+                    one.split,
+                    path=one.path,
+                    limit=one.limit,
+                    offset=one.offset,
+                    part=one.part,
+                    role=split,
+                )
                 for one in sources[split]
             ]
         counts += [_add([row for row in rows if row.task == task]) for task in dict.fromkeys(row.task for row in rows)]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from selfcal_lightning.confidence import splits
+from selfcal_lightning.confidence.fitting import calibration_split as splits
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import Question, duplicate_ids
+from selfcal_lightning.tasks.parts import Part
 from selfcal_lightning.tasks.registry import check_slice, load_some
 
 WAY_OUT = (
@@ -25,7 +27,10 @@ class QuestionSource:
     Attributes:
         task: Name of the task in ``selfcal_lightning.tasks.registry``.
         split: Split of the task's data set.
-        path: Local file with the columns of the task's hub data set; None reads the hub.
+        path: Local file, of a ``local_...`` task in the format of ``tasks.question_rows``, else with the columns of the
+            task's hub data set; None reads the hub.
+        part: "train", "validation" or "calibration": the part of all these questions that is set aside for that by a
+            hash of their texts, 80, 10 and 10 %. None takes all.
         limit: Take the first so many questions; None takes all.
         offset: Skip so many questions before that, say to keep validation apart in a data set without such a split.
         share: Part of the training tuples that go to this task, in (0, 1]. State it for every source or for none;
@@ -36,6 +41,7 @@ class QuestionSource:
     task: str
     split: str = "train"
     path: str | None = None
+    part: Part | None = None
     limit: int | None = None
     offset: int = 0
     share: float | None = None
@@ -47,12 +53,13 @@ class QuestionSource:
             raise InputError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
 
 
-def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Question]:
+def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prompt | None = None) -> list[Question]:
     """Load the questions of all ``sources``, in their order.
 
     Args:
         sources: Where the questions come from.
         role: "train", "validation" or "test", for messages.
+        prompt: How they are put to the model; None is their tasks' own way.
 
     Raises:
         ValueError: A source is empty, or an id occurs twice.
@@ -65,8 +72,10 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str) -> list[Ques
                 source.split,
                 path=source.path,
                 chain_of_thought=source.chain_of_thought,
+                part=source.part,
                 offset=source.offset,
                 limit=source.limit,
+                prompt=prompt,
             )
         except ValueError as error:
             raise InputError(f"The `{role}` source {source} cannot be read: {error}") from error

@@ -11,14 +11,13 @@ import selfcal_lightning as sc
 
 if __name__ == "__main__":
     address, model = sys.argv[1:]
-    sc.answer(
+    found = sc.answer(
         model,
-        question="Tom has 3 boxes of 4 pens. How many pens has he?",
-        engine="openai",
-        base_url=address,
+        [{"question": "Tom has 3 boxes of 4 pens. How many pens has he?"}],
         task="local_number",
         strategy="self_consistency",
         max_samples=4,
-        edt_scale=None,  # a server draws at a fixed temperature
-        max_new_tokens=120,
+        sampling=sc.SamplingSettings(edt_scale=None, max_new_tokens=120),  # a server draws at a fixed temperature
+        engine=sc.EngineOptions("openai", base_url=address),
     )
+    print(found[0].as_text())

@@ -35,10 +35,11 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     pool = folder / "responses.jsonl"
     pool.write_text("".join(json.dumps(line) + "\n" for line in your_responses()))
-    results = sc.evaluate(
-        output_dir=str(folder / "evaluation"),
-        pools={"mine": str(pool)},
+    found = sc.evaluate(
+        {"mine": str(pool)},
+        output_dir=folder / "evaluation",
         strategies=["self_consistency"],
         tables="short",
     )
+    results = found.results
     print("ECE", round(results["own.test.ece.mine"], 3), "AUROC", round(results["own.test.auroc.mine"], 3))

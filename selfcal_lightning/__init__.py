@@ -4,6 +4,12 @@ The names below are imported when they are first used, so that ``import selfcal_
 
     import selfcal_lightning as sc
 
+    calibrated = sc.calibrate("bundled", "questions.jsonl")
+    answers = sc.answer("bundled", [{"question": "What is 3+4?"}], adapter=calibrated.adapter)
+    found = sc.evaluate("bundled", "test.jsonl", adapter=calibrated.adapter)
+
+and, one floor below::
+
     engine = sc.TransformersEngine("bundled")
     source = sc.EngineSource(engine, engine.chat, sampling=sc.SamplingSettings(max_new_tokens=120), seed=0)
     questions = sc.get_task("word_problems").load("test_id", limit=4)
@@ -12,72 +18,80 @@ The names below are imported when they are first used, so that ``import selfcal_
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from selfcal_lightning.faces import face
 
 __version__ = "0.1.0"
 
-# Module, relative to this package, of each name; where the name differs there, "module:name".
-_HOMES = {
-    "answer": "pipelines.answer:run_answer",
-    "evaluate": "pipelines.evaluate:run_evaluate",
-    "export": "pipelines.export:run_export",
-    "generate": "pipelines.generate:run_generate",
-    "score": "pipelines.score:run_score",
-    "fit_confidence": "pipelines.calibrate_confidence:run_fit_confidence",
-    "fit_threshold": "pipelines.calibrate_confidence:run_fit_threshold",
-    "load_pool": "pipelines.pools",
-    "TestSet": "pipelines.evaluation_inputs",
-    "SampleStore": "store",
-    **dict.fromkeys(("Message", "Question", "QuestionSamples", "Request", "Response", "Sample", "Verdict"), "records"),
-    **dict.fromkeys(("ConfidenceQuery", "SamplingSettings"), "records"),
-    **dict.fromkeys(("InputError", "MissingPackageError", "RunError", "UserError"), "errors"),
-    "ChatFormat": "prompts",
-    "Task": "tasks.base",
-    "get_task": "tasks.registry",
-    "register_task": "tasks.registry:register",
-    "Engine": "engines.base",
-    "EngineOptions": "engines.opening",
-    "open_engine": "engines.opening",
-    "TransformersEngine": "engines.transformers",
-    "VLLMEngine": "engines.vllm",
-    "OpenAIEngine": "engines.openai",
-    "EngineSource": "strategies.sources",
-    "run_strategy": "strategies.driver",
-    "Strategy": "strategies.base",
-    "AdaptiveConsistency": "strategies.adaptive_consistency",
-    "BestOfN": "strategies.best_of_n",
-    "BordaVoting": "strategies.borda",
-    "CGES": "strategies.cges",
-    "CISC": "strategies.cisc",
-    "EarlyStopping": "strategies.early_stopping",
-    "SelfConsistency": "strategies.self_consistency",
-    "WindowStopping": "strategies.window_stopping",
-    "FittedThreshold": "strategies.fitted_threshold",
-    "CalibrationMetrics": "metrics.collection",
-    "SelfCalibrationModule": "modules.self_calibration",
-    "LoraSettings": "models.lora",
-    "SSCDataModule": "datamodules.ssc",
-    "QuestionSource": "datamodules.questions",
-    "SSCGeneration": "callbacks.generation",
-    "CalibrationCurve": "callbacks.calibration_curve",
-    "AdapterExport": "callbacks.adapter_export",
-    "PreemptionCheckpoint": "callbacks.preemption",
-    "AtomicCheckpointIO": "modules.checkpoint_io",
-}
-__all__ = ["__version__", *sorted(_HOMES)]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what ``name`` stands for; it is kept, so that this happens once."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    found = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__, __all__ = face(
+    __name__,
+    {
+        "front": ["Calibration", "Evaluation", "answer", "calibrate", "evaluate"],
+        "serving.answers": ["Answer"],
+        "pipelines.export": ["export=run_export"],
+        "pipelines.generate": ["generate=run_generate"],
+        "pipelines.score": ["score=run_score"],
+        "pipelines.calibrate_confidence": ["fit_confidence=run_fit_confidence", "fit_threshold=run_fit_threshold"],
+        "pools.recorded": ["load_pool"],
+        "evaluation.inputs": ["TestSet"],
+        "store": ["SampleStore"],
+        "records": [
+            "Message",
+            "Question",
+            "QuestionSamples",
+            "Request",
+            "Response",
+            "Sample",
+            "Verdict",
+            "ConfidenceQuery",
+            "SamplingSettings",
+        ],
+        "errors": ["InputError", "MissingPackageError", "RunError", "UserError"],
+        "prompts": ["ChatFormat"],
+        "prompts.given": ["Prompt", "PromptExample"],
+        "tasks.base": ["Task"],
+        "tasks.registry": ["get_task", "register_task"],
+        "strategies.registry": ["register_strategy"],
+        "confidence.estimators.registry": ["register_estimator"],
+        "plugins": ["load_plugins"],
+        "engines.base": ["Engine"],
+        "engines.opening": ["open_engine"],
+        "engines.settings": ["EngineOptions", "EngineSettings"],
+        "engines.transformers": ["TransformersEngine"],
+        "engines.vllm": ["VLLMEngine"],
+        "engines.openai": ["OpenAIEngine"],
+        "strategies.sources": ["EngineSource"],
+        "strategies.driver": ["run_strategy"],
+        "strategies.base": ["Strategy"],
+        "strategies.rules.adaptive_consistency": ["AdaptiveConsistency"],
+        "strategies.rules.best_of_n": ["BestOfN"],
+        "strategies.rules.borda": ["BordaVoting"],
+        "strategies.rules.cges": ["CGES"],
+        "strategies.rules.cisc": ["CISC"],
+        "strategies.rules.early_stopping": ["EarlyStopping"],
+        "strategies.rules.self_consistency": ["SelfConsistency"],
+        "strategies.rules.window_stopping": ["WindowStopping"],
+        "strategies.thresholds.fitted": ["FittedThreshold"],
+        "confidence.base": ["Estimator"],
+        "confidence.estimators.consistency": ["ResponseConsistency"],
+        "confidence.estimators.likelihood": ["MeanLogprob", "SequenceLogprob"],
+        "confidence.estimators.p_true": ["PTrue"],
+        "confidence.estimators.self_certainty": ["SelfCertainty", "TokenEntropy"],
+        "confidence.estimators.verbalized": ["Verbalized"],
+        "metrics.calibration": ["BinnedCalibrationError"],
+        "metrics.capability": ["CapabilityMetrics"],
+        "metrics.collection": ["CalibrationMetrics"],
+        "metrics.discrimination": ["ConfidenceAUROC", "WithinQuestionAUROC"],
+        "metrics.steps": ["QuantileMetrics", "StepMetrics"],
+        "modules.self_calibration": ["SelfCalibrationModule"],
+        "models.lora": ["LoraSettings"],
+        "datamodules.ssc": ["SSCDataModule"],
+        "datamodules.questions": ["QuestionSource"],
+        "callbacks.generation": ["SSCGeneration"],
+        "callbacks.calibration_curve": ["CalibrationCurve"],
+        "callbacks.adapter_export": ["AdapterExport"],
+        "callbacks.confidence_writer": ["ConfidenceWriter"],
+        "callbacks.preemption": ["PreemptionCheckpoint"],
+        "training.checkpoint_io": ["AtomicCheckpointIO"],
+    },
+)
+__all__ = ["__version__", *__all__]

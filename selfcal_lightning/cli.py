@@ -12,11 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import get_type_hints
 
 from selfcal_lightning import __version__
-from selfcal_lightning.config_files import check_nesting, config_files, read_config
+from selfcal_lightning.command_line.trainer_start import (
+    is_check,
+    is_first_process,
+    look_first,
+    short_help,
+    wants_short_help,
+)
 from selfcal_lightning.errors import did_you_mean
-from selfcal_lightning.interruptions import INTERRUPTION
-from selfcal_lightning.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
-from selfcal_lightning.trainer_start import look_first, short_help, wants_short_help
+from selfcal_lightning.plugins import load_plugins, load_plugins_of_parent, named_plugins
+from selfcal_lightning.runtime.config_files import check_nesting, config_files, read_config
+from selfcal_lightning.runtime.interruptions import INTERRUPTION
+from selfcal_lightning.runtime.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
 
 TRAINER_VERBS = {
     "fit": "calibrate a model: sample responses, pool their confidence, train",
@@ -27,6 +34,11 @@ TRAINER_VERBS = {
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
     "export": ("export", "run_export", "merge an adapter into its base model"),
+    "tune-and-calibrate": (
+        "two_stages",
+        "run_tune_and_calibrate",
+        "tune a generator, merge it, and calibrate the tuned model",
+    ),
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
     "fit-confidence": ("calibrate_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("calibrate_confidence", "run_fit_threshold", "choose a strategy's threshold on a split"),
@@ -35,6 +47,7 @@ FUNCTION_VERBS = {
     "import-pool": ("interchange", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
     "export-pool": ("interchange", "run_export_pool", "write a store as a JSON-lines pool"),
     "import-records": ("interchange", "run_import_records", "read published training records"),
+    "convert-gguf": ("convert_gguf", "run_convert_gguf", "make a model folder of the quantised weights in a GGUF file"),
     "reread": ("reread", "run_reread", "read the answers of a store anew, after a reader was mended"),
     "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
     "demo": ("demo", "run_demo", "calibrate the bundled model and show before and after, in minutes"),
@@ -50,6 +63,7 @@ KEPT = {
     "predict": _NOT_BEGUN,
     "generate": _NOT_BEGUN,
     "export": _NOTHING,
+    "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
@@ -58,6 +72,7 @@ KEPT = {
     "import-pool": _GOES_ON,
     "export-pool": _NOTHING,
     "import-records": _GOES_ON,
+    "convert-gguf": _NOTHING,
     "drop-rounds": "The same command deletes the rest.",
     "demo": "The samples so far are kept; the same command goes on, and trains anew.",
     "reread": "The store is as it was, or all of it is read anew; the same command begins anew.",
@@ -68,7 +83,7 @@ STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 def usage() -> str:
     """Return the text of ``selfcal --help``."""
     verbs = {**TRAINER_VERBS, **{verb: row[2] for verb, row in FUNCTION_VERBS.items()}}
-    lines = [f"  {verb:<15}{text}" for verb, text in verbs.items()]
+    lines = [f"  {verb:<20}{text}" for verb, text in verbs.items()]
     return "\n".join(
         [
             "usage: selfcal VERB [options]",
@@ -78,7 +93,8 @@ def usage() -> str:
             "verbs:",
             *lines,
             "",
-            "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml.",
+            "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE",
+            "(or FILE.py), which registers tasks, estimators and strategies of your own.",
             "SELFCAL_TRACEBACK=1 shows where an error was raised.",
             "",
         ]
@@ -106,14 +122,30 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     check_nesting(arguments)
     for path in config_files(arguments):
         read_config(path)
+    load_plugins_of_parent()  # a verb may be started by another one, as those of the demonstration are
+    load_plugins(named_plugins(arguments))
     if verb in TRAINER_VERBS:
         if wants_short_help(arguments):
             sys.stdout.write(short_help(verb))
             return
-        look_first(verb, arguments)
-        importlib.import_module("selfcal_lightning.lightning_cli").run_trainer([verb, *arguments])
+        _run_trainer_verb(verb, arguments)
     else:
         run_function(verb, arguments)
+
+
+def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
+    from selfcal_lightning.presets import as_arguments, common_case, what_next
+
+    stated = common_case(arguments) if verb == "fit" else None
+    if stated is not None:
+        prepared, overrides = stated
+        arguments = [*as_arguments(prepared), *overrides]
+        if is_first_process():
+            sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
+    look_first(verb, arguments)
+    importlib.import_module("selfcal_lightning.command_line.lightning_cli").run_trainer([verb, *arguments])
+    if stated is not None and not is_check(arguments) and is_first_process():
+        sys.stdout.write(what_next(prepared.case))
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
@@ -165,7 +197,7 @@ def run_function(verb: str, arguments: list[str]) -> None:
     """Parse ``arguments`` by the signature of the verb's function in ``pipelines`` and call it."""
     from jsonargparse import auto_cli
 
-    from selfcal_lightning.verb_parser import VerbParser
+    from selfcal_lightning.command_line.verb_parser import VerbParser
 
     room, name, _ = FUNCTION_VERBS[verb]
     function = with_plain_types(getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name))
@@ -200,7 +232,8 @@ def with_plain_types(function: Callable[..., object]) -> Callable[..., object]:
     """
 
     @functools.wraps(function)
-    def plain(*args: object, **kwargs: object) -> object:
+    def plain(*args: object, plugins: object = None, **kwargs: object) -> object:
+        del plugins  # an option of every verb, which is heeded before the others are parsed
         return function(*args, **kwargs)
 
     plain.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]

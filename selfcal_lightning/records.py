@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from selfcal_lightning.errors import InputError
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "step"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # Stands for the model of responses that were made elsewhere.
 IMPORTED = "imported"
@@ -43,7 +43,7 @@ class Question:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn.
 
@@ -184,6 +184,9 @@ class Request:
         sampling: How to draw.
         seed: Seed of this sample's own random stream; the text does not depend on what else is in the batch.
         query: The P(True) query to answer after the response, or None.
+        prefix_ids: Tokens of the response that stand already, without end-of-turn; what is drawn continues them. They
+            count in ``max_new_tokens``, so that a continuation is cut where the response would have been.
+        step_ids: Tokens that end a step: the first one that is drawn is the last of the response. None by default.
     """
 
     id: str
@@ -191,17 +194,25 @@ class Request:
     sampling: SamplingSettings
     seed: int
     query: ConfidenceQuery | None = None
+    prefix_ids: tuple[int, ...] = ()
+    step_ids: tuple[int, ...] = ()
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Token ids that stand before the first one drawn: prompt and prefix."""
+        return self.prompt_ids + self.prefix_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What an engine returns for a request.
+    """What an engine returns for a request: what was drawn, without the prefix that it continues.
 
     Attributes:
         request_id: The request that it answers.
-        text: The decoded response without control tokens.
-        token_ids: Response tokens without a trailing end-of-turn token.
-        finish: "stop" when the model ended its turn, "length" when the limit cut it.
+        text: The decoded tokens, without control tokens.
+        token_ids: The tokens drawn, without a trailing end-of-turn token.
+        finish: "stop" when the model ended its turn, "length" when the limit cut it, "step" when its last token ended a
+            step and more could follow.
         logprob: Sum of log p(token) over ``token_ids`` under the untempered model, in nats.
         yes_mass: Probability of a Yes token after the query, from the full softmax; None when not asked.
         no_mass: Likewise for No.
@@ -240,6 +251,7 @@ class RecordedResponse:
         no_mass: Likewise.
         confidences: Likewise.
         num_tokens: Likewise.
+        prefix_tokens: Likewise.
     """
 
     text: str
@@ -252,11 +264,14 @@ class RecordedResponse:
     no_mass: float | None = None
     confidences: Mapping[str, float] = field(default_factory=dict)
     num_tokens: int | None = None
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A response to a question, read and judged: the row of the store.
+
+    One that continues a prefix is the whole response, prefix included; what was drawn for it is what follows.
 
     Attributes:
         question_id: The question.
@@ -264,15 +279,16 @@ class Sample:
         round: Generation round; 0 is the base model.
         text: The response.
         token_ids: Its token ids without end-of-turn; None for responses made elsewhere.
-        finish: "stop", "length", or None where unknown.
+        finish: "stop", "length", "step", or None where unknown.
         answer: Canonical answer read from the text; None when unreadable.
         correct: Whether the answer is right; None when no reference exists.
-        logprob: Sequence log-probability in nats, or None.
+        logprob: Log-probability in nats of the tokens that were drawn, or None.
         yes_mass: Probability mass of Yes after the confidence query, or None.
         no_mass: Likewise for No.
         confidences: Further confidences by estimator name.
         num_tokens: Length of the response in tokens: the number of its ids where these are known, else as stated by
             whoever made it; None where unknown.
+        prefix_tokens: How many of its first tokens stood already when it was sampled.
     """
 
     question_id: str
@@ -288,10 +304,21 @@ class Sample:
     no_mass: float | None = None
     confidences: Mapping[str, float] = field(default_factory=dict)
     num_tokens: int | None = None
+    prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.token_ids is not None:
             object.__setattr__(self, "num_tokens", len(self.token_ids))
+        if not 0 <= self.prefix_tokens <= (self.num_tokens or 0):
+            raise InputError(
+                f"Expected `prefix_tokens` to lie in [0, {self.num_tokens or 0}], the tokens of the response, but got "
+                f"{self.prefix_tokens}."
+            )
+
+    @property
+    def drawn_tokens(self) -> int | None:
+        """Tokens that were drawn for it, those behind its prefix; None where its length is unknown."""
+        return None if self.num_tokens is None else self.num_tokens - self.prefix_tokens
 
     @property
     def p_true(self) -> float | None:

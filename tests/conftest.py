@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from ssc_pools import Pool
+    from support.ssc_pools import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
+# Processes that tests start find `support` as the tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 SHARED = ROOT.parent / "shared"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
@@ -32,6 +37,13 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """An importer of the modules in the folder of scripts."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "bundled_model"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +72,7 @@ def tiny_model() -> str:
 @pytest.fixture(scope="module")
 def pool(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pool:
     """A maker of sample stores and of data modules that read them."""
-    from ssc_pools import Pool
+    from support.ssc_pools import Pool
 
     return Pool(tiny_model, tmp_path_factory.mktemp("stores"))
 

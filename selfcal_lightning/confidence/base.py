@@ -68,17 +68,18 @@ class SampleScorer(Protocol):
 def confidence_of(sample: Sample, name: str) -> float | None:
     """Return the confidence ``name`` of a sample, or None where it has none.
 
-    ``p_true`` is the normalised P(True), ``sequence_logprob`` the sum and ``mean_logprob`` the mean of the response's
-    token log-probabilities in nats; every other name is looked up among the sample's further confidences. A sample's
-    own further confidence of one of these names (from a pool made elsewhere) is used where the column is empty.
+    ``p_true`` is the normalised P(True), ``sequence_logprob`` the sum and ``mean_logprob`` the mean of the
+    log-probabilities of the tokens that were drawn, in nats; every other name is looked up among the sample's further
+    confidences. A sample's own further confidence of one of these names (from a pool made elsewhere) is used where the
+    column is empty.
     """
     stored: float | None = None
     if name == P_TRUE:
         stored = sample.p_true
     elif name == LOGPROB:
         stored = sample.logprob
-    elif name == MEAN_LOGPROB and sample.logprob is not None and sample.num_tokens:
-        stored = sample.logprob / sample.num_tokens
+    elif name == MEAN_LOGPROB and sample.logprob is not None and sample.drawn_tokens:
+        stored = sample.logprob / sample.drawn_tokens
     value = sample.confidences.get(name) if stored is None else stored
     return None if value is None or math.isnan(value) else value
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.confidence.estimators.registry import ESTIMATORS
 from selfcal_lightning.errors import InputError
 
 
@@ -55,7 +55,6 @@ class RecordedConfidence:
 TARGETS = tuple(
     RecordedConfidence(name, needs_pool=True) for name in ("ssc", "soft_self_consistency", "consistency", "vote_share")
 )
-_BY_NAME = {one.name: one.needs_pool for one in (*ESTIMATORS.values(), *TARGETS)}
 
 
 def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
@@ -86,7 +85,8 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
         >>> pool_dependent(["agreement"], [RecordedConfidence("agreement", needs_pool=True)])
         ['agreement']
     """
-    needs = dict(_BY_NAME)
+    # Asked each time: plug-ins add estimators.
+    needs = {one.name: one.needs_pool for one in (*ESTIMATORS.values(), *TARGETS)}
     for one in known:
         needs[one.name] = one.needs_pool or any(needs.get(source, False) for source in one.requires)
     return [name for name in names if needs.get(name, False)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 
-from selfcal_lightning.engines.openai_address import check_base_url
-from selfcal_lightning.engines.openai_reach import check_reachable
-from selfcal_lightning.engines.opening import EngineOptions, engine_class
-from selfcal_lightning.imports import check_installed
-from selfcal_lightning.model_names import check_adapter_name, check_model, check_name
+from selfcal_lightning.engines.openai.address import check_base_url
+from selfcal_lightning.engines.openai.reach import check_reachable
+from selfcal_lightning.engines.opening import engine_class
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.model_files.names import check_adapter_name, check_model, check_name
+from selfcal_lightning.runtime.imports import check_installed
 
 
 def check_engine(options: EngineOptions, model: str) -> None:

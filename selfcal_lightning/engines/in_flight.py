@@ -124,7 +124,7 @@ class InFlight:
 
 
 def response_room(request: Request, max_context: int) -> int:
-    """Return how many tokens the response may have, so that prompt + response + query fit.
+    """Return how many tokens may be drawn, so that prompt + response + query fit; a prefix is part of the response.
 
     Raises:
         ValueError: There is no room for one.
@@ -136,7 +136,14 @@ def response_room(request: Request, max_context: int) -> int:
             f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
             f"{len(request.prompt_ids)}: a context of {max_context} also holds {suffix} of the query and a response."
         )
-    return min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids))
+    room = min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids)) - len(request.prefix_ids)
+    if room < 1:
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to leave room for a token, but got "
+            f"{len(request.prefix_ids)} behind a prompt of {len(request.prompt_ids)} tokens in a context of "
+            f"{max_context}, which also holds {suffix} of the query."
+        )
+    return room
 
 
 def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> list[list[float] | None]:

@@ -3,80 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from selfcal_lightning.engines.openai_wire import check_sampling
+from selfcal_lightning.engines.openai.wire import check_sampling
+from selfcal_lightning.engines.settings import EngineName, EngineOptions
 from selfcal_lightning.errors import InputError, did_you_mean
-from selfcal_lightning.records import Dtype, SamplingSettings
+from selfcal_lightning.records import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from selfcal_lightning.engines.base import Engine
-    from selfcal_lightning.engines.transformers import TransformersEngine
-    from selfcal_lightning.prompts import ChatFormat
-
-LocalEngineName = Literal["transformers", "vllm"]
-EngineName = Literal["transformers", "vllm", "openai"]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Which engine runs a model, and how.
-
-    Attributes:
-        name: Which engine.
-        revision: Revision of the model on the hub.
-        adapter: Folder of a LoRA adapter to sample with.
-        dtype: Of the weights; "auto" is the engine's choice.
-        max_batch: Sequences that the engine runs at once, or requests that a server has at once; None is the engine's
-            own choice.
-        base_url: Address of the server, for the engine "openai"; None is vLLM's on this machine.
-        engine_args: Further arguments of the engine's class.
-
-    Raises:
-        InputError: There is an address and no server, or ``max_batch`` is not positive.
-
-    Example:
-        >>> EngineOptions("openai", base_url="http://127.0.0.1:8000/v1").is_remote
-        True
-    """
-
-    name: EngineName = "transformers"
-    revision: str | None = None
-    adapter: str | None = None
-    dtype: Dtype = "auto"
-    max_batch: int | None = None
-    base_url: str | None = None
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.base_url is not None and not self.is_remote:
-            raise InputError(
-                f"Expected `base_url` only with the engine 'openai', but got {self.base_url!r} with {self.name!r}."
-            )
-        if self.max_batch is not None and self.max_batch < 1:
-            raise InputError(f"Expected `max_batch` to be None or at least 1, but got {self.max_batch}.")
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether a server has the model, so that what it runs is known by asking it."""
-        return self.name == "openai"
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs that one engine takes, where it runs on GPUs.
-
-        Example:
-            >>> EngineOptions("vllm", engine_args={"tensor_parallel_size": 4}).num_gpus
-            4
-        """
-        if self.name != "vllm":
-            return 1
-        vllm_args = {"tensor_parallel_size": 1, **self.engine_args, **self.engine_args.get("engine_args", {})}
-        return vllm_args["tensor_parallel_size"] * vllm_args.get("pipeline_parallel_size", 1)
+    from selfcal_lightning.engines.transformers.engine import TransformersEngine
+    from selfcal_lightning.prompts.chat_format import ChatFormat
+    from selfcal_lightning.prompts.given import Prompt
 
 
 def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engine:
@@ -124,7 +65,7 @@ def serve_model(
     Raises:
         InputError: If one of ``engine_args`` says what the model in memory has decided.
     """
-    from selfcal_lightning.engines.transformers import TransformersEngine
+    from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
     _check_engine_args(options, ["max_context"])
     return TransformersEngine.from_model(
@@ -152,19 +93,20 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
     return "float32" if torch.cuda.is_available() else None
 
 
-def load_chat(options: EngineOptions, model: str, *, query: str) -> ChatFormat:
+def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
     """Load a tokenizer and return the chat format that prompts are rendered with.
 
     Args:
         options: Where ``engine_args`` name a tokenizer, it is taken instead of the model's.
         model: Folder or hub name of the model, or "bundled".
         query: The confidence query.
+        prompt: The user's prompt, or None.
     """
-    from selfcal_lightning.prompts import ChatFormat, load_tokenizer
+    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
     tokenizer = load_tokenizer(model, revision=options.revision) if other is None else load_tokenizer(other)
-    return ChatFormat(tokenizer, query=query)
+    return ChatFormat(tokenizer, query=query, prompt=prompt)
 
 
 def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
@@ -176,14 +118,14 @@ def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
 def engine_class(name: EngineName) -> type[Engine]:
     """Return the class of an engine; it is imported here, with what it needs."""
     if name == "vllm":
-        from selfcal_lightning.engines.vllm import VLLMEngine
+        from selfcal_lightning.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine
     if name == "openai":
-        from selfcal_lightning.engines.openai import OpenAIEngine
+        from selfcal_lightning.engines.openai.engine import OpenAIEngine
 
         return OpenAIEngine
-    from selfcal_lightning.engines.transformers import TransformersEngine
+    from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
     return TransformersEngine
 

@@ -164,6 +164,40 @@ def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, ti
     return loss + tie_weight * (tied * is_tie).sum() / is_tie.sum().clamp(min=1)
 
 
+def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
+    """Compute how badly each example is ordered among those of its group, by the logistic loss of pairs.
+
+    ``mean over j of softplus(-sign(t_i - t_j) (s_i - s_j))``, j being the examples of its group whose target differs.
+
+    Args:
+        scores: s, any real numbers [B].
+        target: t, what they are to be ordered by [B].
+        group: The group of each example, such as its question [B].
+
+    Returns:
+        One loss per example [B]; 0 where its group holds no other target.
+
+    Raises:
+        ValueError: If the shapes differ or are not [B].
+
+    Example:
+        >>> group_ranking_loss(torch.tensor([2.0, 0.0, 9.0]), torch.tensor([0.9, 0.1, 0.5]), torch.tensor([0, 0, 1]))
+        tensor([0.1269, 0.1269, 0.0000])
+
+    Reference:
+        Burges et al., Learning to Rank using Gradient Descent, 2005, section 3.
+    """
+    first, second = _same_shape(scores, target, "scores", "target")
+    if first.dim() != 1 or group.shape != first.shape:
+        raise InputError(
+            f"Expected `scores`, `target` and `group` to have one shape [B], but got {tuple(first.shape)} and "
+            f"{tuple(group.shape)}."
+        )
+    order = torch.sign(second[:, None] - second[None]) * (group[:, None] == group[None])
+    losses = F.softplus(-order * (first[:, None] - first[None])) * order.abs()
+    return losses.sum(1) / order.abs().sum(1).clamp(min=1.0)
+
+
 def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     """Return what some examples add to the weighted mean over a whole optimiser step.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_steps, draw_values
 
 
 class ExactMetric(Metric):
@@ -52,6 +55,36 @@ class ExactMetric(Metric):
         for name in self._row_states:
             self._fill(name)
         super().sync(*args, **kwargs)
+
+    def plot(self, val: Any = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw the metric over all processes; every process has to call it. No pyplot is used, and nothing is shown.
+
+        Args:
+            val: What ``compute`` or ``forward`` returned: several single numbers are drawn over their steps, a mapping
+                of numbers as bars. None draws what is known now, as a diagram where the metric has one.
+            ax: Axes to draw on; None makes a figure.
+
+        Returns:
+            The figure and its axes.
+        """
+        if val is None:
+            return self._diagram(ax)
+        if isinstance(val, Mapping):
+            return self._bars(val, ax)
+        steps = [float(value) for value in (val if isinstance(val, list | tuple) else [val])]
+        figure, axes = axes_to_draw_on(ax, size=(4.8, 3.4))
+        draw_steps(axes, steps, name=type(self).__name__)
+        return figure, axes
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw what is known now: the numbers, where a class has no diagram of its own."""
+        value = self.compute()
+        return self._bars(value if isinstance(value, Mapping) else {type(self).__name__: value}, ax)
+
+    def _bars(self, values: Mapping[str, Any], ax: Axes | None) -> tuple[Figure, Axes]:
+        figure, axes = axes_to_draw_on(ax, size=(5.6, 0.9 + 0.3 * len(values)))
+        draw_values(axes, {name: float(value) for name, value in values.items()})
+        return figure, axes
 
     def _fill(self, name: str) -> None:
         state = getattr(self, name)

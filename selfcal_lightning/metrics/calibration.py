@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import uniform_edges
 from selfcal_lightning.functional.calibration import ReliabilityBins
 from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 
 
 class BinnedCalibrationError(ExactMetric):
@@ -77,6 +80,12 @@ class BinnedCalibrationError(ExactMetric):
         bins = self._local_bins()
         error = bins.expected_error if self.norm == "l1" else bins.maximum_error
         return torch.tensor(float("nan") if error is None else error, dtype=torch.float64, device=self.device)
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw accuracy over confidence."""
+        figure, axes = axes_to_draw_on(ax)
+        draw_reliability_of(axes, self.bins())
+        return figure, axes
 
     def bins(self) -> ReliabilityBins:
         """Return what a reliability diagram shows, over all processes; every process has to call it."""

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.calibration import expected_calibration_error, reliability_bins
 from selfcal_lightning.functional.capability_errors import skill, squared_error
 from selfcal_lightning.functional.discrimination import pearson, spearman
 from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 
 CAPABILITY_MSE = "capability/MSE"
 CAPABILITY_RMSE = "capability/RMSE"
@@ -92,6 +95,16 @@ class CapabilityMetrics(ExactMetric):
             CAPABILITY_QUESTIONS: len(predicted),
         }
         return {key: float("nan") if value is None else float(value) for key, value in values.items()}
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw the share of right samples over the predicted capability."""
+        with self.synced():
+            predicted, correct, samples = self.rows("questions").cpu().numpy().T
+        figure, axes = axes_to_draw_on(ax)
+        bins = reliability_bins(predicted, correct / samples, num_bins=self.num_bins)
+        draw_reliability_of(axes, bins, outcome="share of right samples")
+        axes.set_xlabel("predicted capability")
+        return figure, axes
 
 
 def _mean(values: Floats) -> float | None:

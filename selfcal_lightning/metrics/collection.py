@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from selfcal_lightning.functional.calibration import brier_score, reliability_bi
 from selfcal_lightning.functional.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.functional.losses import calibration_loss
 from selfcal_lightning.metrics.base import ExactMetric, check_vectors
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 from selfcal_lightning.records import question_hash
 
 WITHIN_QUESTION_PAIRS = "discrimination/WithinQuestionPairs"
@@ -166,6 +169,18 @@ class CalibrationMetrics(ExactMetric):
         """Return the responses of all processes, for diagrams; every process has to call it."""
         with self.synced():
             return self._local_points()
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw accuracy over confidence, of all tasks; where no label is known, the target in its place."""
+        points = self.points()
+        labelled = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
+        aimed = points.select(~np.isnan(points.target) & ~np.isnan(points.confidence))
+        has_labels = len(labelled.correct) > 0
+        shown, values = (labelled, labelled.correct) if has_labels else (aimed, aimed.target)
+        figure, axes = axes_to_draw_on(ax)
+        bins = reliability_bins(shown.confidence, values, num_bins=self.num_bins)
+        draw_reliability_of(axes, bins, outcome="accuracy" if has_labels else "target")
+        return figure, axes
 
     def _local_points(self) -> CalibrationPoints:
         values, keys, letters = (self.rows(name).cpu().numpy() for name in ("values", "keys", "letters"))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
 from selfcal_lightning.metrics.base import ExactMetric, check_vectors
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_roc
 
 
 class ConfidenceAUROC(ExactMetric):
@@ -51,6 +54,14 @@ class ConfidenceAUROC(ExactMetric):
         """Return the area over all responses of all processes."""
         responses = self.rows("responses").cpu()
         return _scalar(auroc(responses[:, 0], responses[:, 1]), self.device)
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw the ROC curve."""
+        with self.synced():
+            responses = self.rows("responses").cpu()
+        figure, axes = axes_to_draw_on(ax)
+        draw_roc(axes, responses[:, 0], responses[:, 1])
+        return figure, axes
 
 
 class WithinQuestionAUROC(ExactMetric):

@@ -22,7 +22,13 @@ from selfcal_lightning.models.causal_lm import selected_logits
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.model_outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
-from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, logit_tolerance, packed_inputs
+from selfcal_lightning.models.segment_attention import (
+    SEGMENTS,
+    PackingError,
+    logit_tolerance,
+    packed_inputs,
+    spread_ids,
+)
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
@@ -150,15 +156,15 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
     device = next(model.parameters()).device
     # The first response is long: where positions ran on behind it instead of restarting, the others would be far off.
     tree, tail = PrefixTree(0, 6, (64 + 4, 3 + 4, 5 + 4)), 4
-    ids = torch.arange(tree.stop, device=device) % config.vocab_size
+    ids = spread_ids(tree.stop, config.vocab_size, device=device)
     spans = [(start, start + length) for start, length in zip(tree.branch_starts(), tree.branches, strict=True)]
-    query = torch.arange(1, tail + 1) % config.vocab_size
+    query = spread_ids(tail, config.vocab_size, device=torch.device("cpu"))
     rows = [torch.cat((ids[: tree.prompt], ids[start : stop - tail], query.to(device))) for start, stop in spans]
     with adapter_asleep(model), evaluation_mode(model):
         asked = _asked_logits(model, ids, rows, tree if packed else None, query.tolist())
         whole = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -1] for row in rows])
         error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
-        if not error <= logit_tolerance(model, asked):
+        if not error <= logit_tolerance(model, asked, rows[0]):
             raise PackingError(
                 f"Expected {name} to give a query the same logits over cached keys and values as in a whole sequence, "
                 f"but they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"

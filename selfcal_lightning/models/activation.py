@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
+from selfcal_lightning.runtime.imports import keep_bitsandbytes_quiet
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,6 +36,25 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
         yield
     finally:
         _switch(changed, asleep=not asleep)
+
+
+@contextmanager
+def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
+    """Let one of several adapters act in the block, in the place of the one that did before.
+
+    As in ``adapter_asleep``, which parameters are trained stays as it is.
+
+    Args:
+        model: A model with several adapters.
+        name: The adapter.
+    """
+    layers = _adapted_layers(model)
+    before = layers[0].active_adapters
+    _use(layers, [name])
+    try:
+        yield
+    finally:
+        _use(layers, before)
 
 
 def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
@@ -85,9 +104,22 @@ def _adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
     return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
 
 
+def _use(layers: Sequence[BaseTunerLayer], names: list[str]) -> None:
+    for layer in layers:
+        with _as_trained(layer):
+            layer.set_adapter(names)
+
+
+@contextmanager
+def _as_trained(layer: BaseTunerLayer) -> Iterator[None]:
+    """Keep which parameters are trained as it is, whatever PEFT's own switches make of it."""
+    trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    yield
+    for parameter, is_trained in trained:
+        parameter.requires_grad_(is_trained)
+
+
 def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
     for layer in layers:
-        trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
-        layer.enable_adapters(not asleep)
-        for parameter, is_trained in trained:
-            parameter.requires_grad_(is_trained)
+        with _as_trained(layer):
+            layer.enable_adapters(not asleep)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.fingerprints import weights_sha256
-from selfcal_lightning.json_files import read_json_object
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.runtime.json_files import read_json_object
 
 CONFIG_FILE = "adapter_config.json"
 INVOCATION = "alora_invocation_tokens"

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from selfcal_lightning.fingerprints import weights_sha256
-from selfcal_lightning.json_files import read_json_object
-from selfcal_lightning.locations import resolve_model
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.runtime.json_files import read_json_object
 
 DIGESTS = ("config_sha256", "weights_sha256")
 INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.imports import keep_bitsandbytes_quiet
-from selfcal_lightning.model_folders import ADAPTER_WEIGHTS, check_adapter
+from selfcal_lightning.model_files.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, invoked_by
 from selfcal_lightning.models.quantization import quantized_layers
+from selfcal_lightning.runtime.imports import keep_bitsandbytes_quiet
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
+
+FIRST = "default"  # what PEFT calls an adapter that was given no name
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,33 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         ValueError: If a name in ``settings.target_modules`` matches no layer of the model, or a tied output layer.
     """
     keep_bitsandbytes_quiet()
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     check_adaptable(model, settings)
-    config = LoraConfig(
+    with _own_stream(model.device, seed):
+        # PEFT's own cast would change only some dtypes; the loop below is the one rule.
+        adapted = get_peft_model(model, _lora_config(settings), autocast_adapter_dtype=False)
+    _hold_in_float32(adapted)
+    return adapted
+
+
+def add_lora(model: PeftModel, settings: LoraSettings, name: str, *, seed: int = 0) -> None:
+    """Put a further trainable adapter beside the one that ``attach_lora`` put there; the first one stays active.
+
+    It starts as it would alone: from the same random stream. Its name must not be that of a layer.
+    """
+    with _own_stream(model.device, seed):
+        model.add_adapter(name, _lora_config(settings), autocast_adapter_dtype=False)
+    for parameter_name, parameter in model.named_parameters():
+        if f".{name}." in parameter_name:
+            parameter.requires_grad_(True)
+    _hold_in_float32(model)
+
+
+def _lora_config(settings: LoraSettings) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
@@ -81,14 +108,19 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+
+
+@contextmanager
+def _own_stream(device: torch.device, seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        # PEFT's own cast would change only some dtypes; the loop below is the one rule.
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    for parameter in adapted.parameters():
+        yield
+
+
+def _hold_in_float32(model: PeftModel) -> None:
+    for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return adapted
 
 
 def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -133,6 +165,7 @@ def save_adapter(
     state: Mapping[str, Tensor] | None = None,
     revision: str | None = None,
     invocation_ids: Sequence[int] | None = None,
+    name: str = FIRST,
 ) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything.
 
@@ -142,13 +175,21 @@ def save_adapter(
         state: The adapter's parameters by name where those of ``model`` are cut over processes.
         revision: Of the base model on the hub.
         invocation_ids: Tokens from whose first one on the adapter is awake; None where it always is.
+        name: Which one of several adapters; the others are not written.
     """
-    model.save_pretrained(
-        str(directory),
-        safe_serialization=True,
-        save_embedding_layers=False,
-        state_dict=None if state is None else dict(state),
-    )
+    directory.mkdir(parents=True, exist_ok=True)
+    # PEFT gives an adapter of another name than "default" a folder of that name inside the one that it is told.
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as written:
+        model.save_pretrained(
+            written,
+            safe_serialization=True,
+            save_embedding_layers=False,
+            selected_adapters=[name],
+            state_dict=None if state is None else dict(state),
+        )
+        folder = Path(written) if name == FIRST else Path(written) / name
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            (folder / file).rename(directory / file)
     file = directory / CONFIG_FILE
     config = json.loads(file.read_text()) | {"revision": revision}
     if invocation_ids is not None:

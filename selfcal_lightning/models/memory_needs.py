@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from selfcal_lightning.errors import UserError
-from selfcal_lightning.locations import INDEX, WHOLE, model_folder
+from selfcal_lightning.model_files.locations import INDEX, WHOLE, model_folder
 from selfcal_lightning.models.weight_files import WeightFiles
 
 # Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.

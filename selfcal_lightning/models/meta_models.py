@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.locations import model_folder, resolve_model
+from selfcal_lightning.model_files.locations import model_folder, resolve_model
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
 from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention

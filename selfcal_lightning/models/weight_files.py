@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.locations import INDEX, WHOLE, indexed_files, model_folder
-from selfcal_lightning.model_folders import check_model_folder
+from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.model_files.locations import INDEX, WHOLE, indexed_files, model_folder
 
 
 class WeightFiles:

@@ -1,0 +1,14 @@
+"""LightningModules."""
+
+from __future__ import annotations
+
+from selfcal_lightning.faces import face
+
+__getattr__, __dir__, __all__ = face(
+    __name__,
+    {
+        "batch": ["SSCBatch"],
+        "exported": ["ExportedAdapter"],
+        "self_calibration": ["ScoredRows", "SelfCalibrationModule"],
+    },
+)

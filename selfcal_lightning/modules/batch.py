@@ -47,6 +47,7 @@ class SSCBatch:
         trees: Where prompts and branches lie in a packed sequence.
         position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
             sequences stand apart.
+        beside_target: Targets of the adapters that are trained beside the first one, float32, [B, K]; None without any.
 
     Example:
         >>> batch = SSCBatch(
@@ -78,6 +79,7 @@ class SSCBatch:
     row: Tensor
     trees: tuple[PrefixTree, ...]
     position_ids: Tensor | None
+    beside_target: Tensor | None
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class SSCBatch:
         row: Tensor | None = None,
         trees: tuple[PrefixTree, ...] = (),
         position_ids: Tensor | None = None,
+        beside_target: Tensor | None = None,
     ) -> None:
         if row is None:
             row = torch.full_like(question_index, -1)

@@ -1,4 +1,4 @@
-"""The weights of an exported adapter, for a module in the place of a checkpoint's."""
+"""What a SelfCalibrationModule exports, and takes up again in the place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.json_files import read_json_object
+from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.models.adapter_files import CONFIG_FILE, read_invocation_ids
-from selfcal_lightning.models.lora import read_adapter_state
-from selfcal_lightning.modules.checks import check_base_model, check_trained
-from selfcal_lightning.modules.model_parallel import shard_like
+from selfcal_lightning.models.identity import DIGESTS
+from selfcal_lightning.models.lora import read_adapter_state, save_adapter
+from selfcal_lightning.modules.beside import PREFIX as BESIDE
+from selfcal_lightning.modules.beside import adapter_name
+from selfcal_lightning.runtime.json_files import read_json_object
+from selfcal_lightning.training.checkpoint_checks import check_base_model, check_trained
+from selfcal_lightning.training.model_parallel import shard_like
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+
+PREFIX = "model."  # of the model's parameters in the module
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,12 @@ class ExportedAdapter:
     folder: Path
     base_model: Mapping[str, Any] | None
 
+    @classmethod
+    def of(cls, folder: Path) -> ExportedAdapter:
+        """Return the adapter in ``folder``."""
+        manifest = read_manifest(folder)
+        return cls(folder, None if manifest is None else manifest["base_model"])
+
     def load_into(self, module: SelfCalibrationModule) -> None:
         """Overwrite the adapter of ``module``, whose model is configured; every process keeps its own part.
 
@@ -42,11 +55,14 @@ class ExportedAdapter:
             check_base_model(self.base_model, module.identity, module.base_model)
         self._check_settings(module)
         written = read_adapter_state(self.folder)
-        trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        # Adapters beside the first one are exported for themselves, and score nothing here.
+        trained = {
+            name: value for name, value in module.named_parameters() if value.requires_grad and f".{BESIDE}" not in name
+        }
         # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
-        names = {name: name.removeprefix("model.").replace(".default.", ".") for name in trained}
+        names = {name: name.removeprefix(PREFIX).replace(".default.", ".") for name in trained}
         state = {name: written[names[name]] for name in trained if names[name] in written}
-        check_trained(state, trained, lora=self._configuration())
+        check_trained(state, trained, settings={"lora": self._configuration()})
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(shard_like(state[name], parameter))
@@ -76,3 +92,54 @@ class ExportedAdapter:
                 f"Expected `query` to be the one that the adapter in {self.folder} wakes for, {list(query_ids)} in "
                 f"token ids, but got {list(module.chat.query.suffix_ids)}."
             )
+
+
+def write_weights(module: SelfCalibrationModule, folder: Path, *, state: Mapping[str, torch.Tensor] | None) -> None:
+    """Write the adapter, or the whole model where all weights were trained, and the tokenizer with its chat template.
+
+    Args:
+        module: The module, its model configured.
+        folder: Where to, an empty folder.
+        state: The trained parameters by their names in the module, where its own are cut over processes.
+    """
+    own = None if state is None else {name.removeprefix(PREFIX): value for name, value in state.items()}
+    if module.lora is None:
+        module.model.save_pretrained(folder, state_dict=own)
+    else:
+        query_ids = module.chat.query.suffix_ids if module.activated else None
+        save_adapter(module.model, folder, state=own, revision=module.revision, invocation_ids=query_ids)
+    module.chat.tokenizer.save_pretrained(folder)
+
+
+def write_beside(module: SelfCalibrationModule, name: str, folder: Path) -> None:
+    """Write an adapter that was trained beside the first one, and the tokenizer, as if it had been trained alone."""
+    query_ids = module.chats[name].query.suffix_ids
+    save_adapter(module.model, folder, revision=module.revision, invocation_ids=query_ids, name=adapter_name(name))
+    module.chat.tokenizer.save_pretrained(folder)
+
+
+def origin_of(identity: Mapping[str, Any], *, quantization: str | None) -> dict[str, Any]:
+    """Return what the confidences of a module depend on beside its trained weights.
+
+    Args:
+        identity: What the module says of itself.
+        quantization: How its frozen weights are quantised.
+    """
+    lora = identity["hyper_parameters"]["lora"]
+    return {
+        "base_model": {name: identity["base_model"][name] for name in DIGESTS},
+        "lora": None if lora is None else _what_acts(lora),
+        "prompt": identity["prompt"],
+        "p_true": identity["p_true"],
+        # Left out where there is none, so that what was written before there were any is still found.
+        **({} if quantization is None else {"quantization": quantization}),
+    }
+
+
+def _what_acts(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter that its confidence depends on.
+
+    That it acts on all tokens is left out, so that what was written before there was a choice is still found.
+    """
+    silent = {"dropout"} if lora["activated"] else {"dropout", "activated"}
+    return {name: value for name, value in lora.items() if name not in silent}

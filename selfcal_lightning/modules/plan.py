@@ -15,7 +15,7 @@ from selfcal_lightning.models.memory_needs import (
     files_on_this_disk,
     frozen_bytes,
 )
-from selfcal_lightning.plan import Memory, Plan
+from selfcal_lightning.runtime.plan import Memory, Plan
 
 if TYPE_CHECKING:
     from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
@@ -35,9 +35,10 @@ def plan_module(module: SelfCalibrationModule, verb: str, device: torch.device) 
     lora = module.lora
     memory = plan_memory(
         module.base_model, module.revision, lora, dtype=module.torch_dtype, optimizer=module.optimizer_name,
-        nf4=module.quantization is not None, trains=verb == "fit", device=device,
+        nf4=module.quantization is not None, trains=verb == "fit", device=device, adapters=1 + len(module.beside),
     )  # fmt: skip
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
+    what += f", and {', '.join(module.beside)} beside it" if module.beside else ""
     return Plan(model=(f"{module.base_model}, {what}",), memory=(memory,))
 
 
@@ -51,8 +52,9 @@ def plan_memory(
     nf4: bool,
     trains: bool,
     device: torch.device,
+    adapters: int = 1,
 ) -> Memory:
-    """Return the bytes that the model and its training take at least; for the arguments see the module."""
+    """Return the bytes that the model and its training take at least, with so many adapters; see the module."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
     files = files_on_this_disk(base_model, revision=revision)
     if files is None:
@@ -62,7 +64,7 @@ def plan_memory(
     if lora is None:
         return Memory(frozen_bytes(files, dtype=held, nf4=nf4), (each - 4) * all_numbers(files), available, name)
     numbers = adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
-    return Memory(frozen_bytes(files, dtype=held, nf4=nf4), each * numbers, available, name)
+    return Memory(frozen_bytes(files, dtype=held, nf4=nf4), adapters * each * numbers, available, name)
 
 
 def available_bytes(device: torch.device) -> int | None:

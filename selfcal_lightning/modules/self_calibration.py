@@ -6,25 +6,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from selfcal_lightning.attention_backends import exclude_cudnn
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.schedules import cosine_with_warmup
-from selfcal_lightning.locations import model_folder
 from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.model_folders import check_model_folder
-from selfcal_lightning.model_names import check_model
-from selfcal_lightning.models.activated import ask, check_two_passes, read_contexts
+from selfcal_lightning.model_files.attention_backends import exclude_cudnn
+from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.model_files.locations import model_folder
+from selfcal_lightning.model_files.names import check_model
+from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
+from selfcal_lightning.models.activation import adapter_in_use
 from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
 from selfcal_lightning.models.identity import base_model_identity
-from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.lora import LoraSettings, add_lora, attach_lora, merge_adapter
 from selfcal_lightning.models.meta_models import check_architecture
 from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.quantization import (
@@ -38,33 +39,35 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.checks import (
-    check_base_model,
-    check_hyper_parameters,
+from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain_beside, read_beside, read_queries
+from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
+from selfcal_lightning.modules.exported import ExportedAdapter, origin_of, write_beside, write_weights
+from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
+from selfcal_lightning.modules.plan import plan_module
+from selfcal_lightning.modules.step_log import StepLog, bar_values
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.runtime.plan import Plan
+from selfcal_lightning.training.checkpoint_checks import (
     check_loss_settings,
     check_optimizer_settings,
     check_recomputation,
-    check_trained,
     generation_settings,
 )
-from selfcal_lightning.modules.exported import ExportedAdapter
-from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
-from selfcal_lightning.modules.model_parallel import AdapterModelParallelStrategy, join_forward
-from selfcal_lightning.modules.plan import plan_module
-from selfcal_lightning.modules.random_states import dropout_stream
-from selfcal_lightning.modules.resume import ResumeState
-from selfcal_lightning.modules.step_log import StepLog, bar_values
-from selfcal_lightning.modules.support import check_support
-from selfcal_lightning.plan import Plan
-from selfcal_lightning.prompts import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.training.lightning_internals import trainer_of
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward
+from selfcal_lightning.training.random_states import dropout_stream
+from selfcal_lightning.training.sampled_data import RowData, row_data
+from selfcal_lightning.training.support import check_support
+from selfcal_lightning.training.trained_modules import ExportKind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
 DEFAULT_LORA = LoraSettings()
-IDENTITY_KEY = "base_model_identity"
 
 
 class ScoredRows(NamedTuple):
@@ -96,6 +99,9 @@ class SelfCalibrationModule(LightningModule):
         omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
         beta: Width of the quadratic part of SmoothL1.
         loss: "smooth_l1", or "squared" for the ablation.
+        ranking: Weight of a further term of the calibration loss: how far the log-odds of P(True) put the responses to
+            one question in the order of their targets, in the mean over the others of a micro-batch (`group_size` of
+            the data module says how many these are).
         generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
@@ -117,6 +123,11 @@ class SelfCalibrationModule(LightningModule):
             module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
             on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
         query: The question about the response whose Yes is the confidence.
+        prompt: How questions are put to the model, to sample and to train; it is written into the export, so that
+            `selfcal answer` asks alike. None is their tasks' own way.
+        beside: Further activated adapters by name, each with a target, loss or query of its own, that are trained over
+            the same reading of the responses and become what they would become alone. They are exported beside the
+            first one; validation, test and predict score the first one.
         seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
 
     Reference:
@@ -132,6 +143,7 @@ class SelfCalibrationModule(LightningModule):
         omega: float | None = None,
         beta: float = 0.25,
         loss: Literal["smooth_l1", "squared"] = "smooth_l1",
+        ranking: float = 0.0,
         generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",
         quantization: Quantization | None = None,
@@ -144,6 +156,8 @@ class SelfCalibrationModule(LightningModule):
         recompute_above: int = 0,
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        beside: dict[str, BesideSettings] | None = None,
         seed: int = 0,
     ) -> None:
         plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
@@ -153,7 +167,14 @@ class SelfCalibrationModule(LightningModule):
             lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
         # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
         plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        # Left out where there is none, as in checkpoints of before there were such.
+        plain.pop("prompt")
+        plain |= {} if prompt is None else {"prompt": prompt.as_json()}
         self.activated = lora is not None and lora.activated
+        self.beside = read_beside(beside, activated=self.activated)
+        plain["beside"] = plain_beside(self.beside)
         plain |= generation_settings(
             activated=self.activated,
             omega=omega,
@@ -161,14 +182,17 @@ class SelfCalibrationModule(LightningModule):
             gradient_checkpointing=gradient_checkpointing,
         )
         omega = plain["omega"]
-        check_loss_settings(omega=omega, beta=beta, loss=loss, p_true=p_true, warmup_steps=warmup_steps)
+        check_loss_settings(
+            omega=omega, beta=beta, loss=loss, ranking=ranking, p_true=p_true, warmup_steps=warmup_steps
+        )
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
         check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
         self.quantization, self.optimizer_name = quantization, optimizer
         self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
+        self.prompt = prompt
         self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
-        self.loss, self.p_true = loss, p_true
+        self.loss, self.ranking, self.p_true = loss, ranking, p_true
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
         self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
@@ -176,13 +200,14 @@ class SelfCalibrationModule(LightningModule):
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.model: Any = None
         self.chat: ChatFormat | None = None
+        self.chats: dict[str, ChatFormat] = {}  # of the adapters beside the first one
         self.exported: ExportedAdapter | None = None  # whose weights the adapter starts with, set before it is built
         self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._packing_is_checked = False
         self._step_log = StepLog()
-        self._resume = ResumeState()
+        self._checkpoint = TrainedCheckpoint()
 
     # ---- the model
 
@@ -191,13 +216,14 @@ class SelfCalibrationModule(LightningModule):
 
         To be asked before long work too: nothing but configurations and the headers of files is read.
         """
-        trainer = trainer or self._trainer
+        trainer = trainer or trainer_of(self)
         check_support(
             trainer,
             lora=self.lora is not None,
             gradient_checkpointing=self.gradient_checkpointing,
             quantization=self.quantization,
             optimizer=self.optimizer_name,
+            beside=bool(self.beside),
         )
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
@@ -217,10 +243,12 @@ class SelfCalibrationModule(LightningModule):
         if self.model is not None:
             return
         self.check_support()
-        self.chat = ChatFormat(load_tokenizer(self.base_model, revision=self.revision), query=self.query)
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
+        self.chats = read_queries(self.beside, self.chat)
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
-        strategy = None if self._trainer is None else self.trainer.strategy
+        strategy = None if trainer_of(self) is None else self.trainer.strategy
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (self.lora is None or device.type == "cpu"):
             dtype = "float32"
@@ -250,6 +278,8 @@ class SelfCalibrationModule(LightningModule):
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.enable_input_require_grads()
             self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
+            for name in self.beside:
+                add_lora(self.model, self.lora, adapter_name(name), seed=self.seed)
             keep_quantized_gradients(self.model)
         if self.exported is not None:
             self.exported.load_into(self)
@@ -258,8 +288,8 @@ class SelfCalibrationModule(LightningModule):
 
     def _check_packing(self) -> None:
         """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
-        packing = getattr(self.trainer.datamodule, "packing", "off")
-        packed = packing != "off" and runs_packed_rows(self.model)
+        data = self._row_data()
+        packed = data is not None and data.packing != "off" and runs_packed_rows(self.model)
         if self._packing_is_checked or not (packed or self.activated):
             return
         with self.trainer.precision_plugin.forward_context():
@@ -268,6 +298,10 @@ class SelfCalibrationModule(LightningModule):
             if self.activated:
                 check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
+
+    def _row_data(self) -> RowData | None:
+        """Return the data module; None where loaders were given without one, whose rows are taken to be unpacked."""
+        return row_data(self.trainer.datamodule, who=type(self).__name__)
 
     def on_fit_start(self) -> None:
         """Refuse a model that packed rows would train on wrong logits."""
@@ -295,9 +329,11 @@ class SelfCalibrationModule(LightningModule):
         """Return what the model says after every row's query, in two passes where the adapter is activated."""
         if not self.activated:
             return self._outputs(batch, batch.label_position[:0])
+        return ask(self.model, self._contexts(batch), self.chat.query)
+
+    def _contexts(self, batch: SSCBatch) -> Contexts:
         tail = len(self.chat.query.suffix_ids)
-        contexts = read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
-        return ask(self.model, contexts, self.chat.query)
+        return read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
 
     def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
         return read_outputs(
@@ -321,25 +357,59 @@ class SelfCalibrationModule(LightningModule):
         if self.gradient_checkpointing:
             recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.seed, *at, device=self.device):
-            calibration, generation, confidence = self._losses(batch)
-        eta = getattr(self.trainer.datamodule, "eta", None)
+        # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
+        stream = partial(dropout_stream, self.seed, *at, device=self.device)
+        contexts = self._contexts(batch) if self.beside else None
+        with stream():
+            calibration, generation, confidence = self._losses(batch, contexts)
+        data = self._row_data()
+        eta = None if data is None else data.eta
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
-        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        return (calibration + self.omega * generation) * scale
+        loss = calibration + self.omega * generation
+        for place, name in enumerate(self.beside):
+            with stream(), adapter_in_use(self.model, adapter_name(name)):
+                loss = loss + self._loss_beside(batch, contexts, place, name)
+        return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
-    def _losses(self, batch: SSCBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
 
-        Joint training has both from one forward pass.
+        Joint training has both from one forward pass; ``contexts`` are those of an activated adapter, where the first
+        pass was run before.
         """
         asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
-        outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
+        if contexts is not None:
+            outputs = ask(self.model, contexts, self.chat.query)
+        else:
+            outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
         confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
-        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta)
+        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
         if not asks:
             return calibration, torch.zeros_like(calibration), confidence
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
+
+    def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
+        """Return the part of the calibration loss of an adapter beside the first one, which is in use; a scalar."""
+        own, query = self.beside[name], self.chats[name].query
+        return calibration_part(
+            batch,
+            ask(self.model, contexts, query).p_true(query, normalised=self.p_true == "normalised"),
+            loss=self.loss if own.loss is None else own.loss,
+            beta=self.beta,
+            ranking=self.ranking if own.ranking is None else own.ranking,
+            targets=batch.target if batch.beside_target is None else batch.beside_target[:, place],
+        )
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of each adapter by themselves, as if it were trained alone."""
+        if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        for name in map(adapter_name, (None, *self.beside)):
+            own = [parameter for key, parameter in trained_parameters(self).items() if f".{name}." in key]
+            torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
@@ -365,7 +435,7 @@ class SelfCalibrationModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Go on exactly where a checkpoint left off."""
-        self._resume.start(self.trainer)
+        self._checkpoint.start(self)
 
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
@@ -439,11 +509,7 @@ class SelfCalibrationModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trained parameters only, and note the base model."""
-        trained = self._trained()
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
-        checkpoint[IDENTITY_KEY] = dict(self.identity)
-        self._resume.save(checkpoint, self._trainer)
+        self._checkpoint.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
@@ -451,29 +517,73 @@ class SelfCalibrationModule(LightningModule):
         Raises:
             ValueError: In all cases, naming what was expected and what was found.
         """
-        check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model)
-        hyper_parameters = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        check_trained(checkpoint["state_dict"], self._trained(), lora=hyper_parameters.get("lora"))
-        resuming = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        check_hyper_parameters(hyper_parameters, self.hparams, resuming=resuming)
-        self._resume.load(checkpoint, self._trainer)
+        self._checkpoint.load(self, checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        trained = self._trained()
+        trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
 
-    def _trained(self) -> dict[str, Tensor]:
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+    # ---- exports
+
+    @property
+    def export_kind(self) -> ExportKind:
+        """What is exported: the adapter, or all weights where all were trained."""
+        return "model" if self.lora is None else "adapter"
+
+    @property
+    def exported_from(self) -> Path | None:
+        """Folder of the export that the adapter starts from."""
+        return None if self.exported is None else self.exported.folder
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write a PEFT adapter, or the whole model where all weights were trained, and the tokenizer."""
+        write_weights(self, folder, state=state)
+
+    def save_beside(self, name: str, folder: Path) -> None:
+        """Write an adapter that was trained beside the first one, and the tokenizer."""
+        write_beside(self, name, folder)
+
+    def load_export(self, folder: Path) -> None:
+        """Start from the adapter in ``folder``, as soon as the model is loaded."""
+        self.exported = ExportedAdapter.of(folder)
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint over its base model as it is stored, also where that was quantised."""
+        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        return cls.load_from_checkpoint(
+            path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
+        )
+
+    def merged(self) -> PreTrainedModel:
+        """Return the model with its adapter merged into it; it is of no further use here."""
+        return self.model if self.lora is None else merge_adapter(self.model)
+
+    def confidence_origin(self) -> dict[str, Any]:
+        """Return what confidences depend on beside the trained weights."""
+        identity = self.describe()
+        return origin_of(identity, quantization=self.quantization)
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the calibrated model, JSON-able: the manifest of an export."""
+        return self._described(None)
+
+    def describe_beside(self, name: str) -> dict[str, Any]:
+        """Return the same of an adapter beside the first one, as if it had been trained alone."""
+        return self._described(name)
+
+    def _described(self, beside: str | None) -> dict[str, Any]:
+        own = {"query": self.query, "loss": self.loss, "ranking": self.ranking}
+        if beside is not None:
+            settings = plain_beside(self.beside)[beside]
+            own |= {name: settings[name] for name in own if settings[name] is not None}
         return {
             "base_model": dict(self.identity),
-            "prompt": self.chat.describe(),
+            "prompt": (self.chat if beside is None else self.chats[beside]).describe(),
             "p_true": self.p_true,
             "activated": self.activated,
             "quantization": self.quantization,
-            "hyper_parameters": dict(self.hparams),
+            "hyper_parameters": {name: value for name, value in self.hparams.items() if name != "beside"} | own,
         }

@@ -1,0 +1,21 @@
+"""The verbs of the command line."""
+
+from __future__ import annotations
+
+from selfcal_lightning.faces import face
+
+__getattr__, __dir__, __all__ = face(
+    __name__,
+    {
+        "answer": ["run_answer"],
+        "calibrate_confidence": ["run_fit_confidence", "run_fit_threshold"],
+        "demo": ["run_demo", "run_step"],
+        "drop_rounds": ["run_drop_rounds"],
+        "evaluate": ["run_evaluate"],
+        "export": ["run_export"],
+        "generate": ["run_generate"],
+        "interchange": ["run_export_pool", "run_import_pool", "run_import_records"],
+        "reread": ["run_reread"],
+        "score": ["run_score"],
+    },
+)

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.confidence.fitting.calibration_split import check_not_fitted_on
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.checking import check_engine
-from selfcal_lightning.engines.opening import EngineName, EngineOptions, check_can_draw, load_chat, open_engine
+from selfcal_lightning.engines.opening import check_can_draw, load_chat, open_engine
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.answer_lines import Answer, best_response, summarise
-from selfcal_lightning.pipelines.answer_setup import (
+from selfcal_lightning.generation.sampler import store_fingerprint
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import Prompt, put_prompt
+from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.runtime.progress import Progress, say
+from selfcal_lightning.serving.answers import Answer, best_response, summarise
+from selfcal_lightning.serving.choices import (
     check_sampled_alike,
+    choose_prompt,
     choose_strategy,
-    default_task,
     load_fitted_files,
     promise_note,
     uncalibrated_note,
 )
-from selfcal_lightning.pipelines.asked_questions import ask_question, read_questions
-from selfcal_lightning.pipelines.progress import Progress, say
-from selfcal_lightning.pipelines.sampling import store_fingerprint
-from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import Dtype, Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.serving.questions import ask_question, default_task, read_questions
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
 
 if TYPE_CHECKING:
     from selfcal_lightning.strategies.base import Strategy
-    from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
+    from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
 
 
 def run_answer(
@@ -48,21 +52,14 @@ def run_answer(
     threshold_file: str | None = None,
     json: bool = False,
     lookahead: int = 0,
-    temperature: float = 0.8,
-    edt_scale: float | None = 0.8,
-    edt_theta: float = 1.0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 1024,
+    sampling: SamplingSettings = SamplingSettings(),
     seed: int = 0,
     chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
-    engine: EngineName = "transformers",
+    engine: EngineSettings = EngineSettings(),
     revision: str | None = None,
     adapter: str | None = None,
-    dtype: Dtype = "auto",
-    max_batch: int | None = None,
-    base_url: str | None = None,
-    engine_args: dict[str, Any] | None = None,
     max_failures: int = MAX_FAILURES,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
@@ -93,21 +90,16 @@ def run_answer(
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        temperature: Fixed temperature, or the base of entropy-based dynamic temperature (EDT); 0 is greedy.
-        edt_scale: N0 of EDT; null draws at the fixed temperature.
-        edt_theta: Exponent theta of EDT.
-        top_p: Mass of the nucleus; 1 keeps the whole vocabulary.
-        max_new_tokens: Longest response in tokens.
+        sampling: How responses are drawn.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
+            calibration where it had one, else the task's.
         query: The confidence query; that of the calibration.
-        engine: "transformers", "vllm" (an extra, faster) or "openai" (a server that runs the model; an extra).
+        engine: Which engine runs the model, and how.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        dtype: Of the weights; "auto" is the engine's choice.
-        max_batch: Responses that the engine works on at a time; null is the engine's choice.
-        base_url: Address of the server, for the engine "openai".
-        engine_args: Further arguments of the engine's class, such as `--engine_args.max_context 2048`.
         max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
             stops.
 
@@ -119,37 +111,100 @@ def run_answer(
         InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
-    sampling = SamplingSettings(temperature, edt_scale, edt_theta, top_p, max_new_tokens)
-    options = EngineOptions(engine, revision, adapter, dtype, max_batch, base_url, engine_args or {})
-    check_can_draw(options, sampling)
-    known, fitted = load_fitted_files(scorers, threshold_file)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        confidence=confidence,
+        strategy_args=strategy_args or {},
+        scorers=(scorers,) if isinstance(scorers, str) else tuple(scorers),
+        threshold_file=threshold_file,
+        lookahead=lookahead,
+        sampling=sampling,
+        seed=seed,
+        query=query,
+        prompt=prompt,
+        engine=engine.of(revision=revision, adapter=adapter),
+        max_failures=max_failures,
+    )
+    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How questions are answered; the fields mean what the options of ``run_answer`` of these names do."""
+
+    strategy: str | None = None
+    threshold: float | None = None
+    max_samples: int | None = None
+    confidence: str | None = None
+    strategy_args: Mapping[str, Any] = field(default_factory=dict)
+    scorers: tuple[str, ...] = ()
+    threshold_file: str | None = None
+    lookahead: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int = 0
+    query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    max_failures: int = MAX_FAILURES
+
+
+def answer_questions(
+    model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[Answer], None]
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        asked: The questions.
+        settings: How they are answered.
+        on_answer: Called with each answer, in the order of the questions, as soon as those before it are there.
+
+    Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
+        InputError: If settings contradict one another, or a question or a file cannot be used.
+    """
+    options = settings.engine
+    prompt, note = choose_prompt(model, options.adapter, settings.prompt)
+    if note is not None:
+        say(note)
+    asked = put_prompt(asked, prompt)
+    check_can_draw(options, settings.sampling)
+    known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
-    fields = {"threshold": threshold, "max_samples": max_samples, "confidence": confidence}
-    given = {name: value for name, value in fields.items() if value is not None} | (strategy_args or {})
-    chosen = choose_strategy(strategy, given, scorers=known, fitted=fitted)
+    fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
+    given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
     say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
-    if (note := uncalibrated_note(model, adapter, chosen)) is not None:
+    if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
     if fitted is not None:
         say(promise_note(fitted))
     check_engine(options, model)
-    chat = load_chat(options, model, query=query)
+    chat = load_chat(options, model, query=settings.query, prompt=prompt)
     opened = open_engine(options, model, chat=chat)
     try:
         if fitted is not None:
-            check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, seed))
+            check_sampled_alike(fitted, store_fingerprint(opened, chat, settings.sampling, settings.seed))
         source = EngineSource(
-            opened, chat, sampling=sampling, seed=seed, scorers=known, on_failed=say, max_failures=max_failures
+            opened,
+            chat,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            scorers=known,
+            on_failed=say,
+            max_failures=settings.max_failures,
         )
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
-            printer = _Printer(asked, chosen, fitted, bar, as_json=json)
-            run_strategy(chosen, asked, source, lookahead=lookahead, on_verdict=printer.take)
+            answers = _InOrder(asked, chosen, fitted, bar, on_answer)
+            run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     finally:
         opened.close()
     if len(asked) > 1 or source.failed:
-        say(summarise(printer.answers, failed=source.failed))
-    return printer.answers
+        say(summarise(answers.answers, failed=source.failed))
+    return answers.answers
 
 
 def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
@@ -161,8 +216,14 @@ def _questions(text: str | None, path: str | None, *, task: str, chain_of_though
     return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
 
 
-class _Printer:
-    """Writes answers in the order of the questions, each as soon as those before it are there."""
+def _print(answer: Answer, *, as_json: bool) -> None:
+    line = json_format.dumps(answer.as_json(), ensure_ascii=False) if as_json else answer.as_text()
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class _InOrder:
+    """Hands answers on in the order of the questions, each as soon as those before it are there."""
 
     def __init__(
         self,
@@ -170,17 +231,16 @@ class _Printer:
         strategy: Strategy,
         fitted: FittedThreshold | None,
         bar: Progress,
-        *,
-        as_json: bool,
+        on_answer: Callable[[Answer], None],
     ) -> None:
         self.answers: list[Answer] = []
         self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
-        self._as_json = as_json
+        self._on_answer = on_answer
         self._place = {question.id: place for place, question in enumerate(questions)}
         self._early: dict[str, Answer] = {}
 
     def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
-        """Take a verdict with its samples, and write what can be written."""
+        """Take a verdict with its samples, and hand on what can be."""
         self._bar.update(1, unreadable=verdict.answer is None)
         question = self._questions[self._place[verdict.question_id]]
         best = best_response(verdict, samples, self._strategy.confidence)
@@ -195,7 +255,7 @@ class _Printer:
         )
         while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
             self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
-            self._write(self.answers[-1])
+            self._on_answer(self.answers[-1])
 
     def _reason_to_withhold(self, verdict: Verdict) -> str | None:
         fitted = self._fitted
@@ -203,8 +263,3 @@ class _Printer:
             return None
         sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
         return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"
-
-    def _write(self, answer: Answer) -> None:
-        line = json_format.dumps(answer.as_json(), ensure_ascii=False) if self._as_json else answer.as_text()
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()

@@ -13,30 +13,31 @@ from typing import Any, Literal
 
 from selfcal_lightning.confidence.base import STORED, add_scores, confidence_of
 from selfcal_lightning.confidence.dependence import recorded_confidences, refuse_looking_ahead
-from selfcal_lightning.confidence.features import required_confidences
-from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
-from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
-from selfcal_lightning.confidence.saved import check_fitted_target
-from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
-from selfcal_lightning.confidence.scores import scores_text
-from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
+from selfcal_lightning.confidence.fitting.calibration_split import check_not_fitted_on, halve_pool
+from selfcal_lightning.confidence.fitting.features import required_confidences
+from selfcal_lightning.confidence.fitting.files import check_fitted_target
+from selfcal_lightning.confidence.fitting.fusion import DEFAULT_FEATURES, FUSED, Fusion, FusionTarget, fit_fusion
+from selfcal_lightning.confidence.fitting.loading import FittedScorer, load_scorers
+from selfcal_lightning.confidence.fitting.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.fitting.scores import scores_text
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.risk_tests import Procedure
-from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.pipelines.pools import RecordedPool, load_recorded_pool
-from selfcal_lightning.pipelines.progress import Stage, say
+from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store_annotations import annotation_names
+from selfcal_lightning.runtime.overwriting import check_replaceable
+from selfcal_lightning.runtime.progress import Stage, say
+from selfcal_lightning.store.annotations import annotation_names
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.fitted_threshold import KIND, FittedThreshold
-from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
 from selfcal_lightning.strategies.registry import check_can_answer, make_strategy
-from selfcal_lightning.strategies.thresholds import (
+from selfcal_lightning.strategies.thresholds.fitted import KIND, FittedThreshold
+from selfcal_lightning.strategies.thresholds.fitting import (
     NoThresholdError,
     fit_accuracy_threshold,
     fit_budget_threshold,
     fit_risk_threshold,
 )
+from selfcal_lightning.strategies.vectorised.arrays import CurveStrategy
+from selfcal_lightning.strategies.vectorised.orders import NUM_RESHUFFLES, SEED
 
 
 def run_fit_confidence(
@@ -181,7 +182,9 @@ def run_fit_threshold(
     known = load_scorers(scorers)
     fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
     needed = _confidence_of(strategy, fields)
-    read = _load(pool, split, task, needed, known)
+    # One without a vectorised form is a user's own, which may look at whole samples.
+    is_own = not isinstance(make_strategy(strategy, **fields), CurveStrategy)
+    read = _load(pool, split, task, needed, known, texts=is_own)
     width = len(read.shortest.samples)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
     _say_width(read, chosen)
@@ -264,18 +267,24 @@ def describe_scorer(fitted: FittedScorer) -> str:
 
 
 def _load(
-    pool: str, split: str | None, task: str | None, needed: Sequence[str], scorers: Sequence[FittedScorer]
+    pool: str,
+    split: str | None,
+    task: str | None,
+    needed: Sequence[str],
+    scorers: Sequence[FittedScorer],
+    *,
+    texts: bool = False,
 ) -> RecordedPool:
     """Return the questions, annotations of a store merged in where they or the scorers need them."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
-    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=False)
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=texts)
 
 
 def _check_drawing(path: Path, output: str) -> None:
     """Raise ValueError where the diagram would take the place of the fitted confidence, or of a figure of others."""
-    from selfcal_lightning.reports.figure_files import is_own_figure
+    from selfcal_lightning.evaluation.reports.figure_files import is_own_figure
 
     if path == Path(output):
         raise InputError(
@@ -287,8 +296,8 @@ def _check_drawing(path: Path, output: str) -> None:
 
 def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
     """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
-    from selfcal_lightning.reports.figure_files import save_figure
-    from selfcal_lightning.reports.figures import reliability_diagram
+    from selfcal_lightning.evaluation.reports.calibration_figures import reliability_diagram
+    from selfcal_lightning.evaluation.reports.figure_files import save_figure
 
     samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]
     rows = [(value, sample.correct) for sample in samples if (value := fitted.score_sample(sample)) is not None]

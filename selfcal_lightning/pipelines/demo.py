@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import shlex
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from selfcal_lightning.errors import RunError
-from selfcal_lightning.interruptions import INTERRUPTION
-from selfcal_lightning.locations import BUNDLED_NAME, config_path
-from selfcal_lightning.plan import free_bytes, show_bytes
+from selfcal_lightning.model_files.locations import BUNDLED_NAME, config_path
+from selfcal_lightning.pipelines.step_process import run_step
+from selfcal_lightning.runtime.plan import free_bytes, show_bytes
 
 NEEDED_BYTES = 100 * 2**20
-GRACE_SECONDS = 60.0
 LARGER = "train/qwen2.5-7b-instruct.yaml"
 
 
@@ -65,24 +61,6 @@ def run_demo(output_dir: str = "runs/demo") -> None:
                 f"status {status}; its own message stands above. `selfcal demo` again goes on with what is there."
             )
     sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
-
-
-def run_step(arguments: Sequence[str]) -> int:
-    """Run a command of ``selfcal`` in a process of its own and return its status.
-
-    It is waited for at Ctrl-C and SIGTERM too: it writes what is complete before it ends.
-    """
-    step = subprocess.Popen([sys.executable, "-m", "selfcal_lightning", *arguments])  # noqa: S603
-    try:
-        return step.wait()
-    except KeyboardInterrupt:
-        if INTERRUPTION.received == signal.SIGTERM:  # Ctrl-C in a terminal reaches both of us
-            step.terminate()
-        step.wait(timeout=GRACE_SECONDS)
-        raise
-    finally:
-        if step.poll() is None:
-            step.kill()
 
 
 def what_next(folder: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.store import SampleStore
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.sample_store import SampleStore
 
 
 def run_drop_rounds(store_dir: str, first: int = 1) -> int:
@@ -18,7 +18,7 @@ def run_drop_rounds(store_dir: str, first: int = 1) -> int:
     Returns:
         Number of files of samples that were deleted.
     """
-    from selfcal_lightning.pipelines.round_adapters import adapter_folder  # imports torch
+    from selfcal_lightning.generation.rounds.adapters import adapter_folder  # imports torch
 
     dropped = SampleStore(store_dir).drop_rounds(first)
     for place in sorted(adapter_folder(store_dir, 0).parent.glob("round-*")):

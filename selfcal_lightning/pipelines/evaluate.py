@@ -10,46 +10,45 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from selfcal_lightning.confidence.fitted import FittedScorer, load_scorers
-from selfcal_lightning.confidence.fusion import FusionTarget
-from selfcal_lightning.engines.opening import LocalEngineName
+from selfcal_lightning.confidence.fitting.fusion import FusionTarget
+from selfcal_lightning.confidence.fitting.loading import FittedScorer, load_scorers
+from selfcal_lightning.confidence.fitting.weighed_pool import save_scorers
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.files import to_json, write_atomically
-from selfcal_lightning.pipelines.calibrated_sides import Calibrated, calibrate_side
-from selfcal_lightning.pipelines.calibration_comparison import compare_calibration
-from selfcal_lightning.pipelines.evaluated_test import prepare_test
-from selfcal_lightning.pipelines.evaluation_folder import RESULTS, check_evaluation_folder, open_evaluation_folder
-from selfcal_lightning.pipelines.evaluation_inputs import (
+from selfcal_lightning.evaluation.calibration.comparison import compare_calibration
+from selfcal_lightning.evaluation.calibration.votes import compare_votes
+from selfcal_lightning.evaluation.calibration_split import Calibrated, calibrate_side
+from selfcal_lightning.evaluation.folder import RESULTS, check_evaluation_folder, open_evaluation_folder
+from selfcal_lightning.evaluation.inputs import (
     Inputs,
     PoolSource,
     TestSet,
     check_inputs,
     read_pools,
     sample_models,
+    sides_apart,
     split_off_calibration,
 )
-from selfcal_lightning.pipelines.evaluation_outputs import (
-    report_json,
-    show_briefly,
-    show_strategies,
-    write_strategies,
-)
-from selfcal_lightning.pipelines.evaluation_plan import ModelInputs, check_sampled, check_share, plan_models, plan_pools
-from selfcal_lightning.pipelines.evaluation_sides import model_sides
-from selfcal_lightning.pipelines.fitted_confidences import save_scorers
-from selfcal_lightning.pipelines.given_thresholds import evaluate_given, save_thresholds
-from selfcal_lightning.pipelines.paper_outputs import check_one_confidence, run_paper
-from selfcal_lightning.pipelines.progress import Stage
-from selfcal_lightning.pipelines.side_strategies import SideStrategies
-from selfcal_lightning.pipelines.strategy_jobs import PLANS
-from selfcal_lightning.pipelines.strategy_results import report_on, run_strategies
-from selfcal_lightning.pipelines.strategy_settings import StrategySettings, settings_json
-from selfcal_lightning.pipelines.training_cost import TrainingCost
-from selfcal_lightning.pipelines.vote_comparison import compare_votes
-from selfcal_lightning.prompts import DEFAULT_QUERY
-from selfcal_lightning.records import Dtype
-from selfcal_lightning.strategies.fitted_threshold import FittedThreshold
-from selfcal_lightning.strategies.orders import NUM_RESHUFFLES, SEED
+from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
+from selfcal_lightning.evaluation.paper.outputs import check_one_confidence, run_paper
+from selfcal_lightning.evaluation.plan import ModelInputs, check_sampled, check_share, plan_models, plan_pools
+from selfcal_lightning.evaluation.sides import SamplingOptions, model_sides
+from selfcal_lightning.evaluation.strategies.evaluation import report_on, run_strategies
+from selfcal_lightning.evaluation.strategies.plans import known_labels, reads_texts
+from selfcal_lightning.evaluation.strategies.settings import StrategySettings, settings_json
+from selfcal_lightning.evaluation.strategies.side import SideStrategies
+from selfcal_lightning.evaluation.strategies.thresholds import evaluate_given, save_thresholds
+from selfcal_lightning.evaluation.test_set import prepare_test
+from selfcal_lightning.evaluation.training_cost import TrainingCost
+from selfcal_lightning.plugins import loaded_plugins
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.runtime.files import to_json, write_atomically
+from selfcal_lightning.runtime.progress import Stage, say
+from selfcal_lightning.serving.choices import choose_prompt
+from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
+from selfcal_lightning.strategies.vectorised.orders import NUM_RESHUFFLES, SEED
 
 __all__ = ["PoolSource", "TestSet", "TrainingCost", "run_evaluate"]
 
@@ -82,16 +81,11 @@ def run_evaluate(
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "full",
     num_samples: int = 8,
-    engine: LocalEngineName = "transformers",
-    temperature: float = 0.8,
-    edt_scale: float | None = 0.8,
-    edt_theta: float = 1.0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 1024,
+    engine: EngineSettings = EngineSettings(),
+    sampling: SamplingSettings = SamplingSettings(),
+    prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
-    dtype: Dtype = "auto",
     devices: int = 1,
-    max_batch: int | None = None,
     seed: int = SEED,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -135,25 +129,21 @@ def run_evaluate(
         training_cost: What calibration cost, for the break-even; null leaves that out.
         tables: What is printed of strategies; the files always hold everything.
         num_samples: Responses per question and model.
-        engine: What samples.
-        temperature: Fixed temperature, or the base of EDT.
-        edt_scale: N0 of EDT; null draws at the fixed temperature.
-        edt_theta: theta of EDT.
-        top_p: Mass of the nucleus.
-        max_new_tokens: Longest response in tokens.
+        engine: Which engine samples the models here, and how.
+        sampling: How responses are drawn.
+        prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
+            had one, else the task's.
         query: The confidence query.
-        dtype: Of the weights.
         devices: Worker processes (GPUs, or CPU processes).
-        max_batch: Sequences that the engine runs at once; null is the engine's choice.
         seed: Of sampling, orders and bootstrap.
         check: Check all that can be checked, print the plan, and stop there.
 
     Returns:
         The content of results.json.
     """
-    arguments = dict(locals())
+    arguments = {**locals(), "plugins": loaded_plugins()}
     settings = StrategySettings(
-        strategies=tuple(PLANS) if strategies is None else tuple(strategies),
+        strategies=tuple(known_labels()) if strategies is None else tuple(strategies),
         confidences=confidences,
         max_samples=max_samples,
         budgets=budgets,
@@ -171,14 +161,19 @@ def run_evaluate(
         check_one_confidence(confidences)
     folder = Path(output_dir)
     if pools is not None:
-        _refuse("pools", before=before, after=after, model=model, adapter=adapter, tests=tests, calibration=calibration)
+        models = {"before": before, "after": after, "model": model, "adapter": adapter}
+        _refuse("pools", **models, tests=tests, calibration=calibration, prompt=prompt)
         check_share(calibration_share)
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
         plan = plan_pools(*sources, folder)
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
-        names = ("num_samples", "engine", "temperature", "edt_scale", "edt_theta", "top_p", "max_new_tokens", "query")
-        options = {name: arguments[name] for name in (*names, "dtype", "devices", "max_batch", "seed")}
+        engine.check_local()
+        prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
+        if note is not None:
+            say(note)
+        arguments["prompt"] = prompt
+        options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
         check_sampled(sampled, settings, given, chosen)
@@ -189,10 +184,13 @@ def run_evaluate(
         return {}
     open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
-        inputs = read_pools(*sources)
+        inputs = read_pools(*sources, texts=reads_texts(settings.strategies))
+        if (sentence := sides_apart(inputs)) is not None:
+            say(sentence)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, **options)
+        texts = reads_texts(settings.strategies)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=texts)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import json
 import logging
-import math
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.imports import is_installed
-from selfcal_lightning.locations import BUNDLED_NAME, resolve_model
-from selfcal_lightning.manifests import FORMAT, MANIFEST, list_files, read_manifest
-from selfcal_lightning.model_folders import ADAPTER_CONFIG, check_adapter
-from selfcal_lightning.model_names import check_model
-from selfcal_lightning.overwriting import check_apart
-from selfcal_lightning.pipelines.activated_card import activated_usage
-from selfcal_lightning.pipelines.export_folders import check_output, place_aside, reasons_to_keep, replacing
-from selfcal_lightning.pipelines.progress import say
-from selfcal_lightning.pipelines.publishing import LOCAL, public_configurations, public_manifest, upload
+from selfcal_lightning.exports.folders import check_output, replacing
+from selfcal_lightning.exports.publishing import LOCAL, public_configurations, public_manifest, upload
+from selfcal_lightning.exports.writing import describe_folder, manifest_text, model_card, now, versions, write_export
+from selfcal_lightning.model_files.folders import ADAPTER_CONFIG, check_adapter
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.model_files.manifests import MANIFEST, read_manifest
+from selfcal_lightning.model_files.names import check_model
 from selfcal_lightning.records import Dtype
+from selfcal_lightning.runtime.overwriting import check_apart
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.training.contracts import check_members, class_path, import_class
+from selfcal_lightning.training.trained_modules import Exportable, Mergeable, SideBySide
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
-PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
-OPTIONAL_PACKAGES = ("bitsandbytes",)
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +41,7 @@ def run_export(
     push: str | None = None,
     private: bool = True,
     merge: bool = True,
+    module: str | None = None,
 ) -> str:
     """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
 
@@ -65,6 +59,8 @@ def run_export(
             Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
         private: Whether a repository that `push` creates is private.
         merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
+        module: Class path of the module that wrote the checkpoint, where it is not SelfCalibrationModule. It is
+            imported: name only what you trust. A checkpoint itself never decides what is imported.
 
     Returns:
         The folder that was written.
@@ -74,18 +70,21 @@ def run_export(
             is activated, damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
-    check_output(target, kinds=("merged" if merge else "adapter",), overwrite=overwrite)
+    check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
+    kind = _module_class(adapter, module)
     token = _token() if push else None
     if not merge:
-        _write_adapter(adapter, target, base_model, dtype)
+        _write_trained(adapter, target, base_model, dtype, kind)
     else:
-        _write_merged(adapter, target, base_model, dtype)
+        _write_merged(adapter, target, base_model, dtype, kind)
     if push:
         _push(target, push, private=private, token=token)
     return str(target)
 
 
-def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str) -> None:
+def _write_merged(
+    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise InputError(
@@ -93,36 +92,48 @@ def _write_merged(adapter: str, target: Path, base_model: str | None, dtype: str
         )
     _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
-    read = _from_checkpoint if is_checkpoint else _from_adapter
-    model, base, manifest = read(adapter, base_model, dtype, target)
+    if kind is not None:
+        model, base, manifest = _from_checkpoint(adapter, base_model, dtype, target, kind)
+    else:
+        model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
     say(f"Writing the merged model to {target}")
     with replacing(target) as folder:
         # The generation config comes along with the model, the chat template with the tokenizer.
         model.save_pretrained(folder)
         _save_tokenizer(folder, base)
         into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
-        facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": _now()}
-        _describe(folder, {**manifest, **facts})
+        facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": now()}
+        describe_folder(folder, {**manifest, **facts})
 
 
-def _write_adapter(checkpoint: str, target: Path, base_model: str | None, dtype: str) -> None:
-    """Write the adapter that a checkpoint of the Trainer holds."""
-    if not Path(checkpoint).is_file() or _hyper_parameters(checkpoint)["lora"] is None:
+def _write_trained(
+    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
+    """Write the adapter, or whatever else the module trains beside its base model, that a checkpoint holds."""
+    if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
         raise InputError(
             f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
             "folder is an adapter already, and a checkpoint of all weights has none."
         )
     if dtype != "auto":
         raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
-    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16")  # of the base, which is not written
-    say(f"Writing the adapter to {target}")
+    # The dtype is that of the base, which is not written.
+    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
+    what = {"adapter": "adapter"}.get(module.export_kind, "trained weights")
+    say(f"Writing the {what} to {target}")
     write_export(module, target, described=_as_trained(stored))
+    for name in module.beside if isinstance(module, SideBySide) else ():
+        place = target.with_name(f"{target.name}-{name}")
+        check_output(place, kinds=("adapter",), overwrite=False)
+        own = {**_as_trained(stored)["hyper_parameters"], **module.describe_beside(name)["hyper_parameters"]}
+        say(f"Writing the adapter {name!r}, which was trained beside it, to {place}")
+        write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
 
 
 def _check_can_merge(adapter: str) -> None:
     """Raise InputError for an activated adapter, saying how it is used instead."""
     if Path(adapter).is_file():
-        lora = _hyper_parameters(adapter)["lora"] or {}
+        lora = _hyper_parameters(adapter).get("lora") or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
     else:
         from selfcal_lightning.models.adapter_files import read_invocation_ids
@@ -135,68 +146,6 @@ def _check_can_merge(adapter: str) -> None:
             f"generates. Use it beside its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
             "and predict; or by PEFT alone, as the README.md in an exported adapter says."
         )
-
-
-def write_export(
-    module: SelfCalibrationModule,
-    directory: Path,
-    *,
-    store: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    run: str | None = None,
-    training: Mapping[str, Any] | None = None,
-    state: Mapping[str, Tensor] | None = None,
-    described: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write what ``module`` has learned: a PEFT adapter, or the whole model where all weights were trained.
-
-    Beside it lie the tokenizer with its chat template and ``selfcal_manifest.json``.
-
-    Args:
-        module: The module, its model configured.
-        directory: Where to. An export of the same training that lies there is replaced in one step; one of another run
-            with other settings is first given a name with its date.
-        store: What identifies the samples that it was trained on.
-        metrics: Validation metrics to keep with it.
-        run: Name of the training, the same after a resume.
-        training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
-        state: The trained parameters of ``module.model`` in full, where that one is cut over processes.
-        described: Parts of the manifest that differ from what ``module`` says of itself.
-    """
-    from selfcal_lightning.models.lora import save_adapter
-
-    manifest = {
-        "kind": "model" if module.lora is None else "adapter",
-        **module.describe(),
-        **(described or {}),
-        "store": None if store is None else dict(store),
-        # JSON has no nan: what is not defined is left out.
-        "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
-        "run": run,
-        "training": dict(training or {}),
-        "versions": versions(),
-        "created": _now(),
-    }
-    reasons = reasons_to_keep(directory, manifest)
-    kept = place_aside(directory) if reasons else None
-    with replacing(directory, keep=kept) as folder:
-        if module.lora is None:
-            module.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
-        else:
-            query_ids = module.chat.query.suffix_ids if module.activated else None
-            save_adapter(module.model, folder, state=state, revision=module.revision, invocation_ids=query_ids)
-        module.chat.tokenizer.save_pretrained(folder)
-        _describe(folder, manifest)
-    if kept is not None:
-        why = "; ".join(reasons[:3])
-        say(f"{directory} held an earlier export that is not of this training; it is kept as {kept}: {why}")
-    return directory
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that an export depends on; the optional ones where they are installed."""
-    found = [*PACKAGES, *(name for name in OPTIONAL_PACKAGES if is_installed(name))]
-    return {name: importlib.metadata.version(name) for name in found}
 
 
 def _from_adapter(
@@ -233,44 +182,71 @@ def _from_adapter(
 
 
 def _from_checkpoint(
-    path: str, base_model: str | None, dtype: str, target: Path
+    path: str, base_model: str | None, dtype: str, target: Path, kind: type[Exportable]
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
 
     from selfcal_lightning.models.causal_lm import load_config
-    from selfcal_lightning.models.lora import merge_adapter
 
+    check_members(kind, Mergeable, who="a merged model", kind="a module")
     place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
     places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
     check_apart(target, places, option="output_dir")
     if dtype == "auto":
         config = load_config(place["base_model"], revision=place["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
-    module, stored = _module_of(path, base_model, dtype=dtype)
-    merged = module.model if module.lora is None else merge_adapter(module.model)
-    return merged, (module.base_model, module.revision), module.describe() | _as_trained(stored)
+    trained, stored = _module_of(path, base_model, dtype=dtype, kind=kind)
+    module = cast("Mergeable", trained)
+    return module.merged(), (module.base_model, module.revision), module.describe() | _as_trained(stored)
 
 
-def _module_of(path: str, base_model: str | None, *, dtype: str) -> tuple[SelfCalibrationModule, dict[str, Any]]:
+def _module_of(
+    path: str, base_model: str | None, *, dtype: str, kind: type[Exportable]
+) -> tuple[Exportable, dict[str, Any]]:
     """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    module = SelfCalibrationModule.load_from_checkpoint(
-        path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
-    )
+    module = kind.from_checkpoint(path, base_model=base_model, dtype=dtype)
+    check_members(module, Exportable, who="an export", kind="a module")
     return module, _hyper_parameters(path) | place
+
+
+def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
+    """Return the class of the module that wrote a checkpoint; None for what is no file.
+
+    Raises:
+        InputError: The checkpoint is of another class than SelfCalibrationModule and none is named, or that class is
+            not to be had.
+    """
+    if not Path(adapter).is_file():
+        return None
+    from selfcal_lightning.modules.checkpoint_hooks import CLASS_KEY
+    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.checkpoint_io import read_checkpoint
+
+    if named is not None:
+        kind = import_class(named, option="module")
+        check_members(kind, Exportable, who="an export", kind="a module")
+        return cast("type[Exportable]", kind)
+    own = class_path(SelfCalibrationModule)
+    found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
+    if found != own:
+        raise InputError(
+            f"Expected `module` to name the class that the checkpoint is of, {found}, but got none. Set `module: "
+            f"{found}`, if you trust the code that it names."
+        )
+    return SelfCalibrationModule
 
 
 def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
-    return {"quantization": stored.get("quantization"), "hyper_parameters": dict(stored)}
+    quantization = {"quantization": stored["quantization"]} if "quantization" in stored else {}
+    return {**quantization, "hyper_parameters": {name: value for name, value in stored.items() if name != "beside"}}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
     """Return the settings of the module that a checkpoint is of. Nothing in the file is run."""
-    from selfcal_lightning.modules.checkpoint_io import read_checkpoint
+    from selfcal_lightning.training.checkpoint_io import read_checkpoint
 
     stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
     if "base_model" not in stored:
@@ -281,7 +257,7 @@ def _hyper_parameters(path: str) -> dict[str, Any]:
 
 
 def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:
-    from selfcal_lightning.prompts import load_tokenizer
+    from selfcal_lightning.prompts.chat_format import load_tokenizer
 
     load_tokenizer(base[0], revision=base[1]).save_pretrained(folder)
 
@@ -301,7 +277,7 @@ def _push(folder: Path, repository: str, *, private: bool, token: str | None) ->
     manifest, texts = public_manifest(read_manifest(folder)), public_configurations(folder)
     changed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     manifest["files"] |= {name: digest for name, digest in changed.items() if manifest["files"][name] is not None}
-    texts |= {MANIFEST: _as_text(manifest), "README.md": model_card(manifest)}
+    texts |= {MANIFEST: manifest_text(manifest), "README.md": model_card(manifest)}
     upload(folder, repository, texts=texts, private=private, token=token)
     say(f"Uploaded {folder} to {repository}")
     if manifest["base_model"]["model"] is None:
@@ -309,55 +285,3 @@ def _push(folder: Path, repository: str, *, private: bool, token: str | None) ->
             f"It calls its base model {LOCAL}, with the sha256 of its weights, since that is a folder of this machine. "
             "Where the same model is on the hub, export with `--base_model OWNER/NAME`."
         )
-
-
-def _describe(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a model card in the place of PEFT's empty form, and the manifest with hashes of what was written."""
-    (folder / "README.md").write_text(model_card(public_manifest(manifest)))
-    (folder / MANIFEST).write_text(_as_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
-
-
-def _as_text(manifest: Mapping[str, Any]) -> str:
-    return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
-
-
-def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return a short model card: what the folder holds, and how its confidence is read.
-
-    Args:
-        manifest: As others may see it: see ``public_manifest``.
-    """
-    kind, base = manifest["kind"], manifest["base_model"]["model"]
-    library = "peft" if kind == "adapter" else "transformers"
-    what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "All weights of"}[kind]
-    named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
-    lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
-    lines += [f"library_name: {library}", "pipeline_tag: text-generation", "---", ""]
-    lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
-    if manifest.get("quantization"):
-        into = " and merged into the model as it is stored" if kind == "merged" else ""
-        lines += [f"It was trained on the base model in {manifest['quantization'].upper()} (QLoRA){into}.", ""]
-    if "prompt" in manifest:
-        formula = "P(Yes) / (P(Yes) + P(No))" if manifest["p_true"] == "normalised" else "P(Yes)"
-        lines += [
-            f"Confidence in a response: put the user turn `{manifest['prompt']['query']}` after it and read {formula} "
-            f"of the next token. The token ids are in `{MANIFEST}`.",
-            "",
-        ]
-    if manifest.get("activated"):
-        lines += activated_usage(manifest)
-    if manifest.get("metrics"):
-        before = " before it was merged" if kind == "merged" and manifest.get("quantization") else ""
-        lines += [f"Scores on validation responses of the base model{before}:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in sorted(manifest["metrics"].items())]
-        lines += [""]
-    return "\n".join(lines)
-
-
-def _unnamed(base: Mapping[str, Any]) -> str:
-    sha256 = base.get("weights_sha256")
-    return LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,18 +10,19 @@ from typing import Any
 
 from selfcal_lightning.confidence.dependence import check_name_tells, recorded_confidences
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.files import write_json_lines
-from selfcal_lightning.overwriting import check_replaceable
-from selfcal_lightning.pipelines.foreign import count_lines, line_error, open_imported
-from selfcal_lightning.pipelines.pool_lines import PoolLine, is_written_pool, judge_line, pool_line
-from selfcal_lightning.pipelines.pools import annotation_estimators
-from selfcal_lightning.pipelines.progress import Progress, Stage, counted, say, say_undecided
-from selfcal_lightning.pipelines.task_rows import read_foreign_pool
-from selfcal_lightning.pipelines.training_records import RecordsReport, import_training_records
+from selfcal_lightning.pools.json_lines import count_lines, open_imported
+from selfcal_lightning.pools.line_format import PoolLine, is_written_pool, judge_line, pool_line
+from selfcal_lightning.pools.published_records import RecordsReport, import_training_records
+from selfcal_lightning.pools.recorded import annotation_estimators
+from selfcal_lightning.pools.task_rows import read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store import SampleStore, StoredQuestion
+from selfcal_lightning.runtime.files import write_json_lines
+from selfcal_lightning.runtime.json_files import line_error
+from selfcal_lightning.runtime.overwriting import check_replaceable
+from selfcal_lightning.runtime.progress import Progress, Stage, counted, say
+from selfcal_lightning.store.sample_store import SampleStore, StoredQuestion
+from selfcal_lightning.tasks.answers.math_processes import Undecided, allow_undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.math_pool import Undecided, allow_undecided
 from selfcal_lightning.tasks.registry import get_task
 
 

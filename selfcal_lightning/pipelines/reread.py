@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.confidence.estimators.registry import ESTIMATORS
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.progress import Progress, say, say_undecided
 from selfcal_lightning.records import IMPORTED, QuestionSamples
-from selfcal_lightning.store import SampleStore
-from selfcal_lightning.store_annotations import Annotation, annotation_names
-from selfcal_lightning.store_records import Reread
+from selfcal_lightning.runtime.progress import Progress, say
+from selfcal_lightning.store.annotations import Annotation, annotation_names
+from selfcal_lightning.store.records import Reread
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.answers.math_processes import Undecided, allow_undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge_anew
-from selfcal_lightning.tasks.math_pool import Undecided, allow_undecided
 from selfcal_lightning.tasks.registry import get_task
 from selfcal_lightning.tasks.versions import reader_version
 

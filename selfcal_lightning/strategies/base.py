@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample, Verdict
-from selfcal_lightning.tasks.judging import is_failed
 
 Solving = Generator["Ask", list[Sample], Verdict]
 
@@ -18,14 +17,55 @@ Solving = Generator["Ask", list[Sample], Verdict]
 class Ask:
     """A request for the next ``num_samples`` samples of the question, in index order.
 
-    They are sent back as a list, shorter (at last empty) only where the source has no more.
+    They are sent back as a list, shorter (at last empty) only where the source has no more. Samples that continue a
+    prefix, or end with a step, are drawn anew: only live sources have them.
+
+    Attributes:
+        num_samples: How many.
+        prefix: Token ids of the response that they continue, such as those of an earlier sample; None begins anew.
+        to_step_end: Whether they end where their next step does; what ends a step is a setting of the source.
     """
 
     num_samples: int
+    prefix: tuple[int, ...] | None = None
+    to_step_end: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InputError(f"Expected `num_samples` to be at least 1, but got {self.num_samples}.")
+        if self.prefix is not None and not self.prefix:
+            raise InputError("Expected `prefix` to be None or to hold token ids, but got none. Leave it out.")
+
+    @property
+    def kind(self) -> AskKind:
+        """What tells samples apart beside their number."""
+        return AskKind(self.prefix, self.to_step_end)
+
+
+@dataclass(frozen=True, slots=True)
+class AskKind:
+    """Where a sample begins and ends: see :class:`Ask`."""
+
+    prefix: tuple[int, ...] | None = None
+    to_step_end: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a response from its beginning to its end, as a recorded pool has them."""
+        return self.prefix is None and not self.to_step_end
+
+
+WHOLE = AskKind()
+
+
+def refuse_parts(kind: AskKind) -> None:
+    """Raise InputError where a recorded pool is asked for anything but whole responses."""
+    if not kind.is_whole:
+        asked = "to continue a prefix" if kind.prefix is not None else "to end with a step"
+        raise InputError(
+            f"Expected a strategy that asks for whole responses on recorded samples, but got one that asks for some "
+            f"{asked}: nobody has drawn them. Run it live, with a model (`selfcal answer`, or `EngineSource`)."
+        )
 
 
 class Strategy(Protocol):
@@ -46,30 +86,6 @@ class Strategy(Protocol):
     def solve(self, question: Question) -> Solving:
         """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
         ...
-
-
-def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
-    """Return what a sample cost: response tokens, and those of the confidence query; None where its length is unknown.
-
-    Example:
-        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
-        >>> sample_tokens(sample, 5)
-        8
-    """
-    if is_failed(sample):
-        return 0
-    return None if sample.num_tokens is None else sample.num_tokens + query_tokens
-
-
-def total_tokens(samples: Iterable[Sample], query_tokens: int) -> int | None:
-    """Return what ``samples`` cost together; None where the length of one is unknown."""
-    total = 0
-    for sample in samples:
-        cost = sample_tokens(sample, query_tokens)
-        if cost is None:
-            return None
-        total += cost
-    return total
 
 
 def make_verdict(

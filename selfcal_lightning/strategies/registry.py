@@ -1,23 +1,23 @@
-"""All strategies by name. A new one is a class like its neighbours and one line here."""
+"""All strategies by name. A new one is a class like its neighbours and one line here, or a plug-in."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from selfcal_lightning.errors import InputError, did_you_mean, unknown_name
-from selfcal_lightning.strategies.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.best_of_n import BestOfN
-from selfcal_lightning.strategies.borda import BordaVoting
-from selfcal_lightning.strategies.cges import CGES
-from selfcal_lightning.strategies.cisc import CISC
-from selfcal_lightning.strategies.early_stopping import EarlyStopping
-from selfcal_lightning.strategies.pass_at_n import PassAtN
-from selfcal_lightning.strategies.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.window_stopping import WindowStopping
+from selfcal_lightning.strategies.rules.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.strategies.rules.best_of_n import BestOfN
+from selfcal_lightning.strategies.rules.borda import BordaVoting
+from selfcal_lightning.strategies.rules.cges import CGES
+from selfcal_lightning.strategies.rules.cisc import CISC
+from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
+from selfcal_lightning.strategies.rules.pass_at_n import PassAtN
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.rules.window_stopping import WindowStopping
 
-# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter` and `curve`.
+# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter`; one without `curve` is replayed.
 STRATEGIES: dict[str, type] = {
     "best_of_n": BestOfN,
     "self_consistency": SelfConsistency,
@@ -31,6 +31,35 @@ STRATEGIES: dict[str, type] = {
 }
 # They look at the reference: upper bounds for tables, no use for answering a question.
 ORACLES = ("pass_at_n",)
+_PARTS = ("name", "grid_parameter", "max_samples", "confidence", "solve")
+
+
+def register_strategy(strategy: type) -> type:
+    """Add a strategy under the ``name`` of its class, and return the class: it can stand as a decorator.
+
+    Args:
+        strategy: A frozen dataclass whose fields have defaults, with ``name``, ``grid_parameter``, ``max_samples``,
+            ``confidence`` and ``solve``; one without ``curve`` is replayed.
+
+    Raises:
+        InputError: The name is taken, or the class lacks something.
+    """
+    known = {*dir(strategy), *(one.name for one in fields(strategy))} if is_dataclass(strategy) else set(dir(strategy))
+    missing = [name for name in _PARTS if name not in known]
+    if missing:
+        raise InputError(
+            f"Expected the strategy {strategy.__name__} to have {', '.join(_PARTS)}, but {', '.join(missing)} is "
+            "missing."
+        )
+    if not is_dataclass(strategy) or not strategy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise InputError(f"Expected the strategy {strategy.__name__} to be a frozen dataclass, but it is not.")
+    if bare := [one.name for one in fields(strategy) if one.default is MISSING and one.default_factory is MISSING]:
+        raise InputError(f"Expected the fields of {strategy.__name__} to have defaults, but {bare[0]} has none.")
+    name = str(strategy.name)  # type: ignore[attr-defined]
+    if name in STRATEGIES:
+        raise InputError(f"Expected the strategy's `name` to be new, but {name!r} is registered already.")
+    STRATEGIES[name] = strategy
+    return strategy
 
 
 def make_strategy(name: str, **settings: Any) -> Strategy:

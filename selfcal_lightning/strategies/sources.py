@@ -21,19 +21,21 @@ from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
+    RecordedResponse,
     Request,
     Response,
     Sample,
     SamplingSettings,
     sample_seed,
 )
-from selfcal_lightning.strategies.base import total_tokens
+from selfcal_lightning.strategies.base import WHOLE, AskKind, refuse_parts
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import Judge
 from selfcal_lightning.tasks.registry import get_task
+from selfcal_lightning.tasks.token_costs import total_tokens
 
 if TYPE_CHECKING:
-    from selfcal_lightning.prompts import ChatFormat
+    from selfcal_lightning.prompts.chat_format import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +74,29 @@ class SampleSource(Protocol):
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
 
+        To be called again for questions that come later, and before a question is begun anew.
+
         Raises:
             MissingConfidenceError: Where the source cannot give the confidence.
             ValueError: Where a question cannot be asked.
         """
         ...
 
-    def submit(self, question_id: str, count: int) -> int:
-        """Start the next ``count`` samples of a question and return their number, fewer where there are no more."""
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+        """Start the next ``count`` samples of a question and return their number, fewer where there are no more.
+
+        Args:
+            question_id: The question.
+            count: How many samples.
+            kind: Where they begin and end.
+
+        Raises:
+            InputError: The source has no samples of this kind.
+        """
         ...
 
     def poll(self) -> list[Sample]:
-        """Work for a while and return finished samples; those of one question come in index order.
+        """Work for a while and return finished samples; those of one question come in the order of their start.
 
         The list may be empty while earlier samples are awaited.
         """
@@ -124,7 +137,10 @@ def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
 
 @dataclass(slots=True)
 class _Asked:
-    """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index."""
+    """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index.
+
+    ``prefixes`` holds what the samples continue that continue something, likewise.
+    """
 
     question: Question
     prompt_ids: tuple[int, ...]
@@ -133,6 +149,7 @@ class _Asked:
     delivered: int = 0
     pending: set[str] = field(default_factory=set)
     finished: dict[int, Response | None] = field(default_factory=dict)
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class EngineSource:
@@ -143,6 +160,9 @@ class EngineSource:
     verified and scored in index order; one that finished early waits for its predecessors, since equal answers are
     named by the first seen. The P(True) query is put only where the strategy or a scorer reads it.
 
+    A sample that continues a prefix is read as the whole response, which is cut where one that was sampled in one go
+    would be; each has the seed of its own index, whatever it continues.
+
     Args:
         engine: Who samples; nothing else may be in flight in it.
         chat: Renders prompts and the confidence query.
@@ -152,6 +172,7 @@ class EngineSource:
         scorers: Add further confidences to every sample.
         tasks: Returns the task of a name.
         target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
+        step_ids: Tokens that end a step, for strategies that ask for samples up to the next one.
         on_failed: Called with the message when requests were not answered. Their samples are unreadable.
         max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
 
@@ -170,6 +191,7 @@ class EngineSource:
         scorers: Sequence[SampleScorer] = (),
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
+        step_ids: Sequence[int] = (),
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:
@@ -177,6 +199,7 @@ class EngineSource:
             raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
         self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
         self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
+        self._step_ids = tuple(step_ids)
         self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
         self._open: dict[str, _Asked] = {}
         self._place: dict[str, tuple[_Asked, int]] = {}
@@ -199,18 +222,24 @@ class EngineSource:
         check_live(confidence, self._scorers)
         asks = needs_query(confidence, self._scorers)
         self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
-        self._prompts = {q.id: (q, self._chat.prompt_ids(q.messages)) for q in questions}
+        prompts = {q.id: (q, self._chat.prompt_ids(q.messages)) for q in questions}
         room = self._engine.max_context - self.query_tokens - 1
-        for question, prompt_ids in self._prompts.values():
+        for question, prompt_ids in prompts.values():
             if not 1 <= len(prompt_ids) <= room:
                 raise InputError(
                     f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
                     f"{len(prompt_ids)}: a context of {self._engine.max_context} also holds {self.query_tokens} of "
                     "the confidence query and a response. Shorten the question, or use a model of longer context."
                 )
+        self._prompts |= prompts
 
-    def submit(self, question_id: str, count: int) -> int:
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Queue the next ``count`` samples of a question for the next poll; there are always more."""
+        if kind.to_step_end and not self._step_ids:
+            raise InputError(
+                "Expected `step_ids` of the source for a strategy that asks for samples up to the end of a step, but "
+                "got none. Name the tokens that end a step."
+            )
         asked = self._open.get(question_id) or self._begin(question_id)
         for index in range(asked.started, asked.started + count):
             name = f"{self._round}/{index}/{question_id}"
@@ -220,7 +249,11 @@ class EngineSource:
                 sampling=self._sampling,
                 seed=sample_seed(self._seed, self._round, question_id, index),
                 query=self._chat.query if self.query_tokens else None,
+                prefix_ids=kind.prefix or (),
+                step_ids=self._step_ids if kind.to_step_end else (),
             )
+            if kind.prefix is not None:
+                asked.prefixes[index] = kind.prefix
             self._place[name] = asked, index
             asked.pending.add(name)
         asked.started += count
@@ -241,6 +274,8 @@ class EngineSource:
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; the engine is told once for all of them."""
+        for name in question_ids:
+            self._prompts.pop(name, None)
         ended = [asked for name in question_ids if (asked := self._open.pop(name, None)) is not None]
         pending = {name for asked in ended for name in asked.pending}
         submitted = pending - self._queue.keys()
@@ -283,7 +318,22 @@ class EngineSource:
         while asked.delivered in asked.finished:
             response = asked.finished.pop(asked.delivered)
             asked.delivered += 1
-            yield add_scores(asked.judge.read(response), self._scorers)
+            prefix = asked.prefixes.pop(asked.delivered - 1, ())
+            whole = response if response is None or not prefix else self._continued(prefix, response)
+            yield add_scores(asked.judge.read(whole), self._scorers)
+
+    def _continued(self, prefix: tuple[int, ...], response: Response) -> RecordedResponse:
+        """Return the whole response that begins with ``prefix``."""
+        token_ids = prefix + response.token_ids
+        return RecordedResponse(
+            text=self._chat.decode(token_ids),
+            token_ids=token_ids,
+            finish=response.finish,
+            logprob=response.logprob,
+            yes_mass=response.yes_mass,
+            no_mass=response.no_mass,
+            prefix_tokens=len(prefix),
+        )
 
 
 class ReplaySource:
@@ -340,16 +390,17 @@ class ReplaySource:
             )
         self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
         entries = [self._pool[question.id] for question in questions]
-        self._scored = {
+        scored = {
             entry.question.id: tuple(add_scores(sample, self._scorers) for sample in entry.samples) for entry in entries
         }
-        self._started = dict.fromkeys(self._scored, 0)
         if confidence is not None:
-            scored = (QuestionSamples(e.question, self._scored[e.question.id], e.split) for e in entries)
-            check_confidence(scored, confidence)
+            check_confidence((QuestionSamples(e.question, scored[e.question.id], e.split) for e in entries), confidence)
+        self._scored |= scored
+        self._started |= dict.fromkeys(scored, 0)
 
-    def submit(self, question_id: str, count: int) -> int:
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Queue the next recorded samples of a question, fewer than ``count`` where the record ends."""
+        refuse_parts(kind)
         start = self._started[question_id]
         samples = self._scored[question_id][start : start + count]
         self._started[question_id] += len(samples)
@@ -365,6 +416,8 @@ class ReplaySource:
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; what was queued for them counts as generated."""
         ended = set(question_ids)
+        for name in ended:
+            self._scored.pop(name, None)
         dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
         self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
         return {

@@ -6,14 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.records import Message, Question, duplicate_ids
-from selfcal_lightning.tasks.answers import Answers
+from selfcal_lightning.tasks.answers.extraction import LETTERS
+from selfcal_lightning.tasks.answers.types import Answers
 from selfcal_lightning.tasks.base import AnswerType
-from selfcal_lightning.tasks.extraction import LETTERS
-from selfcal_lightning.tasks.rows import HubSource, Row, check_file, load_file_rows, load_hub_rows
+from selfcal_lightning.tasks.question_rows import QuestionRow, check_question_file, read_question_file
+from selfcal_lightning.tasks.rows import FileSource, HubSource, Row, check_file, load_file_rows, load_hub_rows
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,14 @@ class DataSet(Protocol):
     Attributes:
         name: Name of the task.
         answers: How its answers are read and judged.
-        source: Its place on the hub; None for a data set that is always a local file.
+        source: Its place on the hub, or its own files; None for a data set that is always a file of the user's.
         columns: Columns that a row must have.
         id_column: The data set's own id column, used where the rows have it; None numbers the rows.
     """
 
     name: str
     answers: Answers
-    source: HubSource | None
+    source: HubSource | FileSource | None
     columns: tuple[str, ...]
     id_column: str | None
 
@@ -52,11 +53,37 @@ class DataSet(Protocol):
         ...
 
 
-class DatasetTask:
-    """A data set as a task."""
+@runtime_checkable
+class OwnFormat(Protocol):
+    """A data set whose files are in the one format of a user's questions (``question_rows``).
 
-    def __init__(self, dataset: DataSet) -> None:
+    Attributes:
+        question_rows: Whether a bad row is an error with its line, and an answer may be absent: yes.
+    """
+
+    question_rows: Literal[True]
+
+
+class Prompt(Protocol):
+    """Writes the chat that asks a question."""
+
+    def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+        """Return the messages, from the text of the question and the hint at what an answer looks like."""
+        ...
+
+
+class DatasetTask:
+    """A data set as a task.
+
+    Args:
+        dataset: The data set.
+        prompt: Writes the chat that asks a question, from its text and the hint at what an answer looks like; see
+            :func:`write_messages`. Small models do not obey a layout: :func:`bare_question` asks without one.
+    """
+
+    def __init__(self, dataset: DataSet, *, prompt: Prompt | None = None) -> None:
         self.dataset = dataset
+        self.prompt: Prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
 
@@ -66,7 +93,9 @@ class DatasetTask:
         """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``.
 
         A local file has the hub's columns and stands for the split that is asked for, whatever its name. Ids are
-        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning.
+        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning. In a
+        file of questions of one's own, one that cannot be used is an error, an answer may be absent, and the lines that
+        name another task are that one's.
 
         Raises:
             InputError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
@@ -75,6 +104,8 @@ class DatasetTask:
         """
         if limit is not None and limit < 0:
             raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+        if isinstance(self.dataset, OwnFormat):
+            return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
         origin, rows = self._rows(split, path)
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
@@ -94,12 +125,25 @@ class DatasetTask:
             raise InputError(
                 f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none of use."
             )
-        if repeated := duplicate_ids(questions):
-            raise InputError(
-                f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
-                f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
-            )
+        self._check_ids(questions, origin)
         return questions
+
+    def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
+        """Return a user's question in the form of this task: its prompt, and its form of the answer.
+
+        Raises:
+            InputError: The answer is none of the task's type.
+        """
+        answers = self.dataset.answers
+        reference = answers.canonical(row.answer)
+        if reference is None and row.answer is not None:
+            raise InputError(
+                f"{row.where}Expected `answer` to be an answer of task {self.name!r} ({self.answer_type}), but got "
+                f"{row.answer!r}. Name another task by `--task` or in the field `task` of the question, such as "
+                "local_number, local_choice, local_expression or local_text."
+            )
+        messages = self.prompt(row.text, answers.hint, chain_of_thought=chain_of_thought)
+        return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
         """Refuse a split or a file that is not there; nothing is read or downloaded.
@@ -108,10 +152,13 @@ class DatasetTask:
             InputError: If the split is unknown, or a file is needed and none is named.
             FileNotFoundError: If ``path`` does not exist.
         """
-        if path is not None:
-            check_file(path)
-            return
         source = self.dataset.source
+        if path is not None:
+            if isinstance(self.dataset, OwnFormat):
+                check_question_file(path, option="path")
+            else:
+                check_file(path)
+            return
         if source is None:
             raise InputError(
                 f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
@@ -126,7 +173,7 @@ class DatasetTask:
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return whether loading asks the hub."""
-        return path is None and self.dataset.source is not None
+        return path is None and isinstance(self.dataset.source, HubSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the canonical answer that a response gives, or None; see ``Task``."""
@@ -143,9 +190,34 @@ class DatasetTask:
     def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
         self.check_source(split, path=path)
         source = self.dataset.source
-        if path is not None or source is None:
+        if path is None and isinstance(source, FileSource):
+            path = source.files[split]
+        if path is not None or not isinstance(source, HubSource):
             return f"the file {path}", load_file_rows(str(path), self.dataset.columns)
         return f"{source.hub_id} ({source.splits[split]})", load_hub_rows(source, split, self.dataset.columns)
+
+    def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
+        self.check_source(split, path=path)
+        rows = read_question_file(str(path), option="path")
+        mine = [(index, row) for index, row in enumerate(rows) if row.task in (None, self.name)]
+        if not mine:
+            others = ", ".join(dict.fromkeys(row.task or "" for row in rows))
+            raise InputError(f"Expected {path} to hold questions of task {self.name!r}, but all are of {others}.")
+        questions = [
+            self.ask(
+                row, question_id=f"{self.name}/{split}/{row.id or f'{index:06d}'}", chain_of_thought=chain_of_thought
+            )
+            for index, row in mine
+        ]
+        self._check_ids(questions, f"the file {path}")
+        return questions
+
+    def _check_ids(self, questions: Sequence[Question], origin: str) -> None:
+        if repeated := duplicate_ids(questions):
+            raise InputError(
+                f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
+                f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
+            )
 
     def _question_id(self, row: Row, split: str, index: int) -> str:
         column = self.dataset.id_column
@@ -166,7 +238,7 @@ class DatasetTask:
             raise UnusableRowError("no valid label")
         if not item.body.strip():
             raise UnusableRowError("no text")
-        messages = write_messages(item.body, answers.hint, chain_of_thought=chain_of_thought)
+        messages = self.prompt(item.body, answers.hint, chain_of_thought=chain_of_thought)
         return Question(id=question_id, task=self.name, messages=messages, reference=reference, text=item.body)
 
 
@@ -185,6 +257,17 @@ def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Mes
     else:
         system = f"Give no reasoning. Write one field and nothing else.\nAnswer: {hint}."
     return Message("system", system), Message("user", f"Question: {body}")
+
+
+def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+    """Return the question alone as the user's turn: no system text, no layout.
+
+    Example:
+        >>> bare_question("2+2?", "one number", chain_of_thought=True)
+        (Message(role='user', content='2+2?'),)
+    """
+    del hint, chain_of_thought
+    return (Message("user", body),)
 
 
 def write_options(question: str, options: Sequence[str]) -> str:

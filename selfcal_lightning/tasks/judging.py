@@ -8,6 +8,8 @@ from dataclasses import replace
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
 from selfcal_lightning.tasks.base import Task
 
+CUT = ("length", "step")
+
 
 class Judge:
     """Reads and verifies the responses to one question, one after the other in index order.
@@ -39,8 +41,8 @@ class Judge:
     def read(self, response: Response | RecordedResponse | None) -> Sample:
         """Return the next sample. None, which the engine could not give, becomes an empty one that did not finish.
 
-        What a record states is taken from it. A response that the token limit cut has an answer only where it states
-        one (``Task.extract``).
+        What a record states is taken from it. A response that was cut, by the token limit or at the end of a step, has
+        an answer only where it states one (``Task.extract``).
         """
         index, self._num_read = self._num_read, self._num_read + 1
         if response is None:
@@ -48,7 +50,7 @@ class Judge:
         record = _recorded(response) if isinstance(response, Response) else response
         answer = record.answer
         if isinstance(answer, Unstated):
-            answer = self._task.extract(record.text, finished=record.finish != "length")
+            answer = self._task.extract(record.text, finished=record.finish not in CUT)
         answer = self._classify(answer)
         return Sample(
             question_id=self._question.id,
@@ -64,6 +66,7 @@ class Judge:
             no_mass=record.no_mass,
             confidences=record.confidences,
             num_tokens=record.num_tokens,
+            prefix_tokens=record.prefix_tokens,
         )
 
     def _classify(self, answer: str | None) -> str | None:
@@ -104,6 +107,7 @@ def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
             no_mass=sample.no_mass,
             confidences=sample.confidences,
             num_tokens=sample.num_tokens,
+            prefix_tokens=sample.prefix_tokens,
         )
         for sample in group.samples
     ]

@@ -1,13 +1,15 @@
-"""All tasks by name. A new data set is a class like those of `arithmetic.py` and one line here."""
+"""All tasks by name. A new data set is a class like those of `arithmetic.py` and one line here, or a plug-in."""
 
 from __future__ import annotations
 
 from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.prompts.given import Prompt, put_prompt
 from selfcal_lightning.records import Question
-from selfcal_lightning.tasks.answers import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
-from selfcal_lightning.tasks.arithmetic import GSM8K, SVAMP, ObjectCounting
+from selfcal_lightning.tasks.answers.types import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.choice import (
+from selfcal_lightning.tasks.dataset import DatasetTask
+from selfcal_lightning.tasks.families.arithmetic import GSM8K, SVAMP, ObjectCounting
+from selfcal_lightning.tasks.families.choice import (
     ARC,
     GPQA,
     AquaRat,
@@ -17,17 +19,17 @@ from selfcal_lightning.tasks.choice import (
     SciQ,
     WinoGrande,
 )
-from selfcal_lightning.tasks.competition import Math500
-from selfcal_lightning.tasks.dataset import DatasetTask
-from selfcal_lightning.tasks.local import LocalQuestions
-from selfcal_lightning.tasks.reading import LogiQA, ReClor
-from selfcal_lightning.tasks.word_problems import WordProblems
+from selfcal_lightning.tasks.families.competition import Math500
+from selfcal_lightning.tasks.families.local import LocalQuestions
+from selfcal_lightning.tasks.families.reading import LogiQA, ReClor
+from selfcal_lightning.tasks.families.word_problems import WordProblems
+from selfcal_lightning.tasks.parts import Part, take_part
 
 TASKS: dict[str, Task] = {}
 
 
-def register(task: Task) -> None:
-    """Add a task under its name.
+def register_task(task: Task) -> None:
+    """Add a task under its name, by which every verb and every YAML then knows it.
 
     Raises:
         InputError: If the name is taken.
@@ -35,6 +37,9 @@ def register(task: Task) -> None:
     if task.name in TASKS:
         raise InputError(f"Expected `task.name` to be new, but {task.name!r} is registered already.")
     TASKS[task.name] = task
+
+
+register = register_task  # its name before there were registries for more than tasks
 
 
 def get_task(name: str) -> Task:
@@ -58,8 +63,10 @@ def load_some(
     *,
     path: str | None = None,
     chain_of_thought: bool = True,
+    part: Part | None = None,
     offset: int = 0,
     limit: int | None = None,
+    prompt: Prompt | None = None,
 ) -> list[Question]:
     """Return some questions of a task: ``limit`` of them after the first ``offset``.
 
@@ -68,8 +75,10 @@ def load_some(
         split: Split of its data set.
         path: Local file with the columns of the data set; None reads the hub.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        part: The part of them that is set aside for this (``tasks.parts``); None takes all.
         offset: Questions to skip.
         limit: Most questions; None takes all that are left.
+        prompt: How they are put to the model; None is the task's own way.
 
     Raises:
         ValueError: A number is negative, or no question is left.
@@ -80,13 +89,16 @@ def load_some(
     """
     check_slice(offset, limit)
     last = None if limit is None else offset + limit
-    questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=last)
+    wanted = last if part is None else None
+    questions = get_task(task).load(split, path=path, chain_of_thought=chain_of_thought, limit=wanted)
+    if part is not None:
+        questions = take_part(questions, part)[:last]
     if offset and offset >= len(questions):
         raise InputError(
             f"Expected `offset` to be less than the {len(questions):,} questions of split {split!r} of {task}, but got "
             f"{offset:,}."
         )
-    return questions[offset:]
+    return put_prompt(questions[offset:], prompt)
 
 
 def check_slice(offset: int, limit: int | None) -> None:
@@ -118,5 +130,5 @@ for _dataset in (
     LocalQuestions("local_expression", ExpressionAnswers()),
     LocalQuestions("local_text", ShortTextAnswers()),
 ):
-    register(DatasetTask(_dataset))
-register(WordProblems())
+    register_task(DatasetTask(_dataset))
+register_task(WordProblems())

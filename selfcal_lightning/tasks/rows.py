@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.json_files import parse_json
+from selfcal_lightning.runtime.json_files import parse_json
 
 Row = Mapping[str, Any]
 
@@ -34,6 +34,22 @@ class HubSource:
     config: str | None = None
     data_dir: str | None = None
     revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Where the files of a data set lie that travels with the code of its task, such as a plug-in.
+
+    Attributes:
+        files: Names of the splits -> paths of JSON-lines or Parquet files.
+    """
+
+    files: Mapping[str, str]
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Names of the splits -> where each is."""
+        return self.files
 
 
 def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:

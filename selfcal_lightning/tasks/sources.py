@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from selfcal_lightning.plan import QuestionCount
+from selfcal_lightning.runtime.plan import QuestionCount
+from selfcal_lightning.tasks.parts import Part, take_part
 from selfcal_lightning.tasks.registry import check_slice, get_task
 
 
@@ -18,7 +19,14 @@ def check_source(task: str, split: str, *, path: str | None, limit: int | None, 
 
 
 def count_source(
-    task: str, split: str, *, path: str | None, limit: int | None, offset: int = 0, role: str
+    task: str,
+    split: str,
+    *,
+    path: str | None,
+    limit: int | None,
+    offset: int = 0,
+    part: Part | None = None,
+    role: str,
 ) -> QuestionCount:
     """Return how many questions a source has, as far as this machine knows: of the hub, the limit that was set.
 
@@ -28,10 +36,13 @@ def count_source(
         path: Local file, or None.
         limit: The first so many questions after ``offset``; None takes all.
         offset: Questions that are skipped.
+        part: The part of them that is taken, or None.
         role: Split in which they take part.
     """
     known = get_task(task)
     if known.is_remote(path=path):
         return QuestionCount(role, task, limit, is_limit=limit is not None)
     last = None if limit is None else offset + limit
+    if part is not None:
+        return QuestionCount(role, task, max(0, len(take_part(known.load(split, path=path), part)[:last]) - offset))
     return QuestionCount(role, task, max(0, len(known.load(split, path=path, limit=last)) - offset))

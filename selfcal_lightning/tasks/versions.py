@@ -22,13 +22,13 @@ def reader_version(task: Task) -> str:
         True
     """
     source = inspect.getsourcefile(type(task))
-    own = () if source is None or Path(source).parent == ROOM else (source,)
+    own = () if source is None or ROOM in Path(source).parents else (source,)
     return f"selfcal_lightning {__version__}, {_hash(own)}"
 
 
 @lru_cache
 def _hash(own: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for file in (*sorted(ROOM.glob("*.py")), *map(Path, own)):
+    for file in (*sorted(ROOM.rglob("*.py")), *map(Path, own)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""What the activated confidence must show, held against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from _report_estimates import Measured, difference, estimate, summary
+from _report_jobs import ACTIVATED, BASE, JOINT
+from _report_votes import PLAIN
+
+from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
+from selfcal_lightning.functional.base import AUROC, ECE, Floats
+from selfcal_lightning.functional.estimates import Estimate
+
+SIZES_OF_VOTES = (4, 8)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One demand.
+
+    Attributes:
+        text: What is demanded, in words.
+        measured: What came out.
+        met: Whether it is enough.
+    """
+
+    text: str
+    measured: Estimate
+    met: bool
+
+
+def criteria(
+    rows: Mapping[str, Mapping[str, Sequence[Measured]]],
+    curves: Mapping[str, Mapping[str, Floats]],
+    unequal: int,
+    compared: int,
+) -> list[Criterion]:
+    """Return the demands in their order.
+
+    Args:
+        rows: By test set, then by contender: one measurement a seed.
+        curves: Accuracy of votes over seeds, by test set, then by what weighs.
+        unequal: Texts that the sleeping adapter changed.
+        compared: Texts that were compared.
+    """
+    here, there = rows["id"], rows["ood"]
+    error = summary(here[ACTIVATED])[SHORT_NAMES[ECE]]
+    below = difference(here[ACTIVATED], here[JOINT], ECE)
+    ranks = difference(here[ACTIVATED], here[JOINT], AUROC)
+    adds = difference(there["activated_likelihood"], there["likelihood"], AUROC)
+    found = [
+        Criterion(f"of {compared:,} texts, the sleeping adapter changes none", _exact(unequal), unequal == 0),
+        Criterion("in-domain, ECE of the activated: at most .10", error, _at_most(error.value, 0.10)),
+        Criterion("in-domain, ECE of the activated minus the joint's: below 0", below, _at_most(below.value, 0.0)),
+        Criterion(
+            "in-domain, AUROC of the activated minus the joint's: at least -.01", ranks, _above(ranks.value, -0.01)
+        ),
+    ]
+    for size in SIZES_OF_VOTES:
+        gain = estimate(curves["id"][ACTIVATED][size - 1] - curves["id"][PLAIN[BASE]][size - 1])
+        text = f"in-domain, {size} votes weighted by the activated minus {size} plain ones: lower end above -.005"
+        found.append(Criterion(text, gain, _above(gain.low, -0.005)))
+    text = "out of domain, AUROC of log-probability + activated minus log-probability: lower end above 0"
+    return [*found, Criterion(text, adds, _above(adds.low, 0.0))]
+
+
+def _exact(value: float) -> Estimate:
+    return Estimate(float(value), None, None)
+
+
+def _at_most(value: float | None, bound: float) -> bool:
+    return value is not None and value <= bound
+
+
+def _above(value: float | None, bound: float) -> bool:
+    return value is not None and value > bound

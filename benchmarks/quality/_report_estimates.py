@@ -1,0 +1,99 @@
+"""Intervals over questions and seeds: every resample draws questions, the same ones for all seeds, and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from _study_jobs import question_values
+
+from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
+from selfcal_lightning.functional.base import ECE, Floats
+from selfcal_lightning.functional.bootstrap import calibration_error_bounds, question_bootstrap
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
+from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A confidence on the responses of one seed, and on resamples of their questions.
+
+    Attributes:
+        values: By metric, on all questions and on R resamples [1 + R].
+        errors: The calibration error with the bounds of its deviation.
+    """
+
+    values: dict[str, Floats]
+    errors: ErrorBounds
+
+    @classmethod
+    def of(cls, scored: ScoredResponses) -> Measured:
+        """Measure the five metrics; responses to the same questions share their resamples."""
+        columns = (scored.confidence, scored.correct, scored.question_index)
+        values = question_values(*columns)
+        resampled = question_bootstrap(*columns, metrics=list(SHORT_NAMES), num_resamples=RESAMPLES)
+        rows = {metric: np.append(values[metric], resampled[metric]) for metric in SHORT_NAMES}
+        return cls(rows, calibration_error_bounds(*columns, num_resamples=RESAMPLES))
+
+
+def seed_weights(num_seeds: int, *, num_resamples: int = RESAMPLES) -> Floats:
+    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S].
+
+    Example:
+        >>> weights = seed_weights(3, num_resamples=50)
+        >>> weights.shape, weights[0].round(3).tolist(), bool(np.allclose(weights.sum(axis=1), 1.0))
+        ((51, 3), [0.333, 0.333, 0.333], True)
+    """
+    draws = np.random.default_rng(0).multinomial(num_seeds, np.full(num_seeds, 1.0 / num_seeds), size=num_resamples)
+    return np.vstack([np.ones(num_seeds), draws]) / num_seeds
+
+
+def mean_over_seeds(columns: Floats) -> Floats:
+    """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
+
+    Example:
+        >>> mean_over_seeds(np.array([[0.25, 0.5], [0.75, 0.5]])).tolist()
+        [0.5, 0.5]
+    """
+    weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
+    return np.einsum("s...r,rs->...r", columns, weights)
+
+
+def estimate(column: Floats) -> Estimate:
+    """Return value and 95 % interval of a column [1 + R] of which the first is the value."""
+    return Estimate.from_resamples(float(column[0]), column[1:])
+
+
+def errors_over_seeds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
+    """Return the mean of the seeds' calibration errors; which seeds were drawn adds to its deviation."""
+    weights = seed_weights(len(rows), num_resamples=len(rows[0].least))[1:]
+    values = np.array([row.value for row in rows])
+    shift = weights @ values - values.mean()
+    least, most = (np.einsum("sr,rs->r", np.array(ends), weights) for ends in zip(*map(_ends, rows), strict=True))
+    return ErrorBounds(float(values.mean()), least + shift, most + shift)
+
+
+def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
+    """Return each metric, by its short name, over the seeds."""
+    found = {short: estimate(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
+    found[SHORT_NAMES[ECE]] = Estimate.from_bounds(errors_over_seeds([row.errors for row in rows]), least=0.0, most=1.0)
+    return found
+
+
+def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str) -> Estimate:
+    """Return by how much a metric of one confidence exceeds that of another, on the same draws."""
+    if metric == ECE:
+        change = errors_over_seeds([a.errors.minus(b.errors) for a, b in zip(rows, others, strict=True)])
+        return Estimate.from_bounds(change, least=-1.0, most=1.0)
+    return estimate(_column(rows, metric) - _column(others, metric))
+
+
+def _column(rows: Sequence[Measured], metric: str) -> Floats:
+    return mean_over_seeds(np.array([row.values[metric] for row in rows]))
+
+
+def _ends(row: ErrorBounds) -> tuple[Floats, Floats]:
+    return row.least, row.most

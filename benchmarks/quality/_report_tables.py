@@ -1,0 +1,208 @@
+"""The report as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from _report_confidences import CONTENDERS, Contender
+from _report_jobs import ACTIVATED, BASE, JOINT
+from _report_votes import PLAIN, label_of
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
+
+FULL = "make report"
+TITLES = {"id": "in-domain", "ood": "out of domain"}
+METRICS = {
+    "ece": "ECE ↓", "auroc": "AUROC ↑", "brier": "Brier ↓", "within_question_auroc": "within-question AUROC ↑",
+    "pass_at_1": "pass@1 ↑",
+}  # fmt: skip
+COLOURS = {BASE: "#4878a8", ACTIVATED: "#dd8137", JOINT: "#5b9a5b"}
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    """Write the report as Markdown."""
+    sizes = report["sizes"]
+    asked = f"{sizes['id']:,} in-domain and {sizes['ood']:,} out-of-domain test questions x {sizes['num_samples']}"
+    head = (
+        f"Command: `{report['command']}` ({report['minutes']} minutes for what was not done before). Seeds "
+        f"{', '.join(map(str, report['seeds']))}; {sizes['training']:,} training questions x 10 responses, {asked} "
+        f"responses, {sizes['calibration']:,} calibration questions x {sizes['num_samples']} with labels for what is "
+        "fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
+    )
+    if report["command"] != FULL:
+        head += f" This is less than `{FULL}` alone: three seeds, 1,000 training questions, 1,000 + 500 x 16 responses."
+    lines = [
+        *_section("head", [head]),
+        *_section("calibration", [*_criteria(report["criteria"]), *_trained(report), *_sceptic(report)]),
+        *_section("votes", [*_votes(report), *_savings(report)]),
+        *_ablations(report),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def figure(report: Mapping[str, Any]) -> Figure:
+    """Draw the accuracy of votes over the number of samples: dashed lines are plain votes, solid ones weighted."""
+    drawing = Figure(figsize=(9.2, 3.9), layout="constrained")
+    panels = drawing.subplots(1, len(TITLES), sharey=True)
+    for axes, (test, title) in zip(panels, TITLES.items(), strict=True):
+        _draw_votes(axes, report["votes"][test])
+        axes.set_title(title, fontsize=11)
+    panels[0].set_ylabel("accuracy of the vote")
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return drawing
+
+
+def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
+    """Write a value with its interval: (value, low, high).
+
+    Example:
+        >>> show([0.5, 0.25, 0.75]), show([0.0, None, None], digits=0), show([None, None, None])
+        ('0.500 [0.250, 0.750]', '0', 'never')
+    """
+    value, low, high = entry
+    if value is None:
+        return "never"
+    if low is None and high is None:
+        return f"{value:{sign}.{digits}f}"
+    ends = ("-" if end is None else f"{end:{sign}.{digits}f}" for end in (low, high))
+    return f"{value:{sign}.{digits}f} [{', '.join(ends)}]"
+
+
+def _section(name: str, lines: Sequence[str]) -> list[str]:
+    """Put lines between marks, by which the documentation takes this part alone."""
+    return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
+
+
+def _criteria(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["| what must hold | measured | |", "|---|---:|---|"]
+    for row in rows:
+        digits = 0 if row["measured"][1] is None else 3
+        lines.append(
+            f"| {row['text']} | {show(row['measured'], digits=digits)} | {'met' if row['met'] else '**missed**'} |"
+        )
+    return [*lines, ""]
+
+
+def _trained(report: Mapping[str, Any]) -> list[str]:
+    names = (BASE, ACTIVATED, JOINT)
+    lines = [
+        "What is trained; the responses of *nothing* and *activated* are the same, *joint* is judged on its own:",
+        "",
+        f"| | test | {' | '.join(names)} |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for metric in METRICS:
+        for test, title in TITLES.items():
+            cells = " | ".join(show(report["confidences"][name][test][metric]) for name in names)
+            lines.append(f"| {METRICS[metric]} | {title} | {cells} |")
+    return [*lines, ""]
+
+
+def _sceptic(report: Mapping[str, Any]) -> list[str]:
+    shown = ("auroc", "ece", "brier", "within_question_auroc")
+    lines = [
+        f"What a sceptic would use instead. *Labels*: fitted to the verdicts on {report['sizes']['calibration']} "
+        "calibration questions, which are in-domain. *All*: needs all responses to the question, a single one will not "
+        "do. Rows of the joint model are about its own responses.",
+        "",
+    ]
+    for test, title in TITLES.items():
+        lines += [
+            f"| {title} | needs | {' | '.join(METRICS[metric] for metric in shown)} |",
+            f"|---|---|{'---:|' * len(shown)}",
+        ]
+        for contender in CONTENDERS:
+            cells = [show(report["confidences"][contender.key][test][metric]) for metric in shown]
+            lines.append(f"| {contender.label} | {_needs(contender)} | {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def _needs(contender: Contender) -> str:
+    needed = {"training": contender.is_trained, "labels": contender.needs_labels, "all": contender.reads_all}
+    return ", ".join(word for word, is_needed in needed.items() if is_needed) or "-"
+
+
+def _votes(report: Mapping[str, Any]) -> list[str]:
+    sizes = report["vote_sizes"]
+    lines = ["Accuracy of the vote of so many samples:", ""]
+    for test, title in TITLES.items():
+        lines += [f"| {title} | {' | '.join(map(str, sizes))} |", f"|---|{'---:|' * len(sizes)}"]
+        for key, found in report["votes"][test].items():
+            lines.append(f"| {label_of(key)} | {' | '.join(show(found[str(size)]) for size in sizes)} |")
+        lines.append("")
+    return lines
+
+
+def _savings(report: Mapping[str, Any]) -> list[str]:
+    prices = ", ".join(
+        f"{name} {1000 * response:.1f} + {1000 * query:.1f}" for name, (response, query) in report["seconds"].items()
+    )
+    lines = [
+        "Samples, tokens and seconds of one thread for the accuracy of the base model's plain votes, read off these "
+        f"curves (milliseconds of processor time of a response + its confidence query: {prices}):",
+        "",
+    ]
+    for test, title in TITLES.items():
+        rows = report["savings"][test]
+        targets = [row["target"] for row in next(iter(rows.values()))]
+        head = [f"{name}, as {target} plain" for target in targets for name in ("samples", "tokens", "seconds")]
+        lines += [f"| {title} | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
+        for key, found in rows.items():
+            lines.append(f"| {label_of(key)} | {' | '.join(cell for row in found for cell in _paid(row))} |")
+        lines.append("")
+    return lines
+
+
+def _paid(row: Mapping[str, Any]) -> list[str]:
+    tokens, seconds = row["tokens"], row["seconds"]
+    return [
+        show(row["samples"], digits=2),
+        "-" if tokens is None else f"{tokens:.0f}",
+        "-" if seconds is None else f"{seconds:.3f}",
+    ]
+
+
+def _ablations(report: Mapping[str, Any]) -> list[str]:
+    if not report["ablations"]:
+        return []
+    names = list(SHORT_NAMES.values())
+    lines = [
+        f"Joint training with one change each, in-domain, seed {report['seeds'][0]}:",
+        "",
+        f"| change | {' | '.join(names)} |",
+        f"|---|{'---:|' * len(names)}",
+    ]
+    for name, entry in report["ablations"].items():
+        lines.append(f"| {name} | {' | '.join(show(entry[metric]) for metric in names)} |")
+    return [*lines, ""]
+
+
+def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
+    lines = [
+        (PLAIN[BASE], "plain votes: nothing, activated", COLOURS[BASE], "--"),
+        (BASE, "weighted: nothing", COLOURS[BASE], "-"),
+        (ACTIVATED, "weighted: activated", COLOURS[ACTIVATED], "-"),
+        (PLAIN[JOINT], "plain votes: joint", COLOURS[JOINT], "--"),
+        (JOINT, "weighted: joint", COLOURS[JOINT], "-"),
+        ("likelihood", "weighted: log-probability, Platt", "#888888", ":"),
+    ]
+    for key, label, colour, style in lines:
+        widths = [int(width) for width in votes[key]]
+        values = [entry[0] for entry in votes[key].values()]
+        axes.plot(widths, values, style, label=label, color=colour, marker="o", markersize=3, linewidth=1.4)
+        low, high = ([entry[place] for entry in votes[key].values()] for place in (1, 2))
+        if key == ACTIVATED:
+            axes.fill_between(widths, low, high, color=colour, alpha=0.10, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [str(width) for width in widths])
+    axes.minorticks_off()
+    axes.set_xlabel("samples a question")
+    axes.grid(True, color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for edge in ("top", "right"):
+        axes.spines[edge].set_visible(False)

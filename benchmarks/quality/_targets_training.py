@@ -1,0 +1,208 @@
+"""The trainings of the study of targets: one a seed for all targets and losses, and one for the learned token."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from _learned_token import LearnedTokenModule
+from lightning.pytorch import Trainer
+from safetensors.torch import load_file
+from torch import Tensor
+
+from selfcal_lightning.confidence.fitting.fusion import Fusion, fit_fusion
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
+from selfcal_lightning.model_files.locations import config_path
+from selfcal_lightning.models.activated import ask
+from selfcal_lightning.models.activation import adapter_in_use
+from selfcal_lightning.models.lora import FIRST, LoraSettings
+from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.beside import BesideSettings, adapter_name
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.store.sample_store import SampleStore
+
+LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
+TEACHER = "TEACHER"  # the file of the seed's fusion
+# The first one is trained as the module's own adapter, the others beside it.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "leave-one-out": {},
+    "SSC": {"target": "ssc"},
+    "vote share": {"target": "consistency"},
+    "leave-one-out SSC": {"target": "leave_one_out_ssc"},
+    "raw P(True)": {"target": "p_true"},
+    "teacher alone": {"teacher": TEACHER, "teacher_share": 1.0},
+    "leave-one-out + teacher": {"teacher": TEACHER, "teacher_share": 0.5},
+    "leave-one-out + ranking .1": {"ranking": 0.1},
+    "leave-one-out + ranking .5": {"ranking": 0.5},
+    "leave-one-out + teacher + ranking .1": {"teacher": TEACHER, "teacher_share": 0.5, "ranking": 0.1},
+    "true labels": {"target": "label"},
+}
+FIRST_VARIANT = next(iter(VARIANTS))
+ROWS_AT_ONCE = 128
+Scores = Mapping[str, np.ndarray]
+
+
+def folder_of(options: argparse.Namespace, seed: int) -> Path:
+    """Return where what belongs to a seed lies."""
+    return options.output / f"seed-{seed}"
+
+
+def adapter_names() -> dict[str, str]:
+    """Return what each variant's adapter is called in the module, by variant; the first is the module's own."""
+    return {variant: FIRST if variant == FIRST_VARIANT else f"v{number}" for number, variant in enumerate(VARIANTS)}
+
+
+def fit_teacher(options: argparse.Namespace, seed: int) -> Fusion:
+    """Fit log-probability and P(True) to the vote share of the training responses: without labels."""
+    path = folder_of(options, seed) / "teacher.json"
+    if not path.exists():
+        chosen = training_questions(options)
+        pool = [entry for entry in train_store(options, seed).samples(split="train") if entry.question.id in chosen]
+        fit_fusion(pool, target="vote_share").save(path)
+    return Fusion.load(path)
+
+
+def training_questions(options: argparse.Namespace) -> set[str]:
+    """Return the ids of the training questions."""
+    data = SSCDataModule(options.model, "unused", train=training_sources(options))
+    return {question.id for question in data.questions("train")}
+
+
+def training_sources(options: argparse.Namespace) -> list[QuestionSource]:
+    """Return where the training questions come from."""
+    return [QuestionSource("word_problems", split="train", limit=options.questions)]
+
+
+def train_store(options: argparse.Namespace, seed: int) -> SampleStore:
+    """Return the training samples of a seed."""
+    return SampleStore(folder_of(options, seed) / "samples", num_samples=options.responses)
+
+
+def beside_settings(options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the settings of the adapters beside the first one, by name."""
+    teacher = str(folder_of(options, seed) / "teacher.json")
+    names = adapter_names()
+    return {
+        names[variant]: {key: teacher if value == TEACHER else value for key, value in settings.items()}
+        for variant, settings in VARIANTS.items()
+        if variant != FIRST_VARIANT
+    }
+
+
+def configuration(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Return the demo's configuration with this seed, the study's sizes, and all variants side by side."""
+    config = yaml.safe_load(Path(config_path("demo.yaml")).read_text())
+    folder = folder_of(options, seed)
+    config["seed_everything"] = seed
+    config["trainer"] |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    export = next(one for one in config["trainer"]["callbacks"] if one["class_path"].endswith(".AdapterExport"))
+    export["init_args"]["output_dir"] = str(folder / "adapter")
+    config["trainer"]["callbacks"] = [export]
+    config["model"]["init_args"] |= {
+        "base_model": options.model, "seed": seed, "beside": beside_settings(options, seed),
+    }  # fmt: skip
+    config["data"]["init_args"] |= {
+        "seed": seed,
+        "store_dir": str(folder / "samples"),
+        "num_samples": options.responses,
+        "target": "leave_one_out",
+        "train": [{"task": "word_problems", "split": "train", "limit": options.questions}],
+        "validation": [],
+    }
+    return config
+
+
+def score_variants(options: argparse.Namespace, seed: int) -> Scores:
+    """Return the confidence of every variant's adapter in all judged responses, in the order of :func:`judged_rows`."""
+    settings = configuration(options, seed)["model"]["init_args"]
+    beside = {name: BesideSettings(**one) for name, one in settings.pop("beside").items()}
+    module = SelfCalibrationModule(**{**settings, "lora": LoraSettings(**settings["lora"])}, beside=beside)
+    module.configure_model()
+    folder, names = folder_of(options, seed), adapter_names()
+    for name in names.values():
+        place = folder / ("adapter" if name == FIRST else f"adapter-{name}")
+        load_adapter(module, name, place)
+    module.eval()
+
+    def confidences(batch: SSCBatch) -> dict[str, Tensor]:
+        contexts, found = module._contexts(batch), {}
+        for variant, name in names.items():
+            with adapter_in_use(module.model, peft_name(name)):
+                found[variant] = ask(module.model, contexts, module.chat.query).p_true(
+                    module.chat.query, normalised=True
+                )
+        return found
+
+    return score_rows(options, seed, module, confidences)
+
+
+def peft_name(name: str) -> str:
+    """Return what an adapter is called in PEFT."""
+    return adapter_name(None if name == FIRST else name)
+
+
+@torch.no_grad()
+def load_adapter(module: SelfCalibrationModule, name: str, folder: Path) -> None:
+    """Overwrite one of the module's adapters by an exported one."""
+    written = load_file(folder / "adapter_model.safetensors")
+    own = peft_name(name)
+    for key, parameter in module.named_parameters():
+        if f".{own}." in key:
+            parameter.copy_(written.pop(key.removeprefix("model.").replace(f".{own}.", ".")))
+    if written:
+        raise SystemExit(f"Expected the adapter in {folder} to be that of the study, but got more: {sorted(written)}")
+
+
+def train_learned_token(options: argparse.Namespace, seed: int) -> Scores:
+    """Train the learned token on leave-one-out agreement, on the rows and steps of the others, and score with it."""
+    config = configuration(options, seed)
+    settings, trainer = config["model"]["init_args"], config["trainer"]
+    del settings["beside"]
+    torch.manual_seed(seed)
+    module = LearnedTokenModule(**{**settings, "lora": LoraSettings(**settings["lora"])})
+    data = config["data"]["init_args"] | {"train": training_sources(options)}
+    Trainer(**{**trainer, "callbacks": []}).fit(module, datamodule=SSCDataModule(options.model, **data))
+    module.eval()
+    return score_rows(options, seed, module, lambda batch: {LEARNED_TOKEN: module.chance(batch)})
+
+
+@torch.no_grad()
+def score_rows(
+    options: argparse.Namespace,
+    seed: int,
+    module: SelfCalibrationModule,
+    confidences: Callable[[SSCBatch], Mapping[str, Tensor]],
+) -> Scores:
+    """Return what ``confidences`` says of all judged responses, by name, [N] each."""
+    collator = SSCCollator(module.chat, max_length=320, shared_prefix=True)
+    parts: dict[str, list[Tensor]] = {}
+    for rows in judged_batches(options, seed):
+        for name, values in confidences(collator(rows)).items():
+            parts.setdefault(name, []).append(values)
+    return {name: torch.cat(values).double().numpy() for name, values in parts.items()}
+
+
+def judged_batches(options: argparse.Namespace, seed: int) -> Iterator[TupleRows]:
+    """Yield the judged responses of all splits, question by question."""
+    store = SampleStore(folder_of(options, seed) / "judged")
+    for split, limit in options.splits.items():
+        index = store.index(split=split)
+        index = index.select(np.flatnonzero(index.question_index < limit))
+        for start in range(0, len(index), ROWS_AT_ONCE):
+            places = np.arange(start, min(start + ROWS_AT_ONCE, len(index)))
+            nothing = np.zeros(len(places))
+            yield TupleRows(
+                micro=MicroBatch(places, np.ones(len(places), dtype=bool), nothing, nothing, 0.0, 0.0),
+                stored=store.read_rows(index.locate(places)),
+                target=nothing,
+                correct=nothing,
+                question_index=index.question_index[places],
+            )

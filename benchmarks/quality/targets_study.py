@@ -1,0 +1,253 @@
+"""What an activated adapter should learn: targets, a teacher, a pairwise term and another read-out, with several seeds.
+
+    python benchmarks/quality/targets_study.py [--quick]
+
+The responses are sampled once a seed; all variants train on the same rows, in the same optimiser steps, side by side
+over one reading of the responses (each equals its training alone, tests/modules/test_side_by_side.py), and score the
+same responses of the base model. The default is chosen on calibration questions; the test questions are for the report.
+Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _study_jobs import run
+from _targets_training import (
+    FIRST_VARIANT,
+    LEARNED_TOKEN,
+    VARIANTS,
+    Scores,
+    configuration,
+    fit_teacher,
+    folder_of,
+    score_variants,
+    train_learned_token,
+)
+from rounds_study import RESAMPLES, RESULTS, estimate, publish, settle, show
+
+from selfcal_lightning.functional.base import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
+from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.store.sample_store import SampleStore
+
+SPLITS = {"calibration": "calibration", "in-domain test": "test_id", "out-of-domain test": "test_ood"}
+METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": WITHIN_QUESTION_AUROC}
+BASE, TAUGHT_BY = "nothing (the base's P(True))", "the teacher itself"
+WITH_LABELS = ("true labels",)
+CRITERION = "Brier"
+
+
+def main() -> int:
+    """Run all jobs that are not done yet, then print and write the figures."""
+    options = parse_arguments()
+    started = time.monotonic()
+    for seed in options.seeds:
+        sample(options, seed)
+    for seed in options.seeds:
+        train(options, seed)
+    publish(options, "targets_study", assemble(options), started, as_markdown)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/targets_study"), help="samples, adapters and logs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
+    parser.add_argument("--model", default="bundled", help="folder or name of the model")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--questions", type=int, default=160, help="training questions")
+    parser.add_argument("--responses", type=int, default=10, help="responses a training question")
+    parser.add_argument("--calibration", type=int, default=150, help="calibration questions")
+    parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
+    parser.add_argument("--num_samples", type=int, default=8, help="responses per judged question")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.questions, options.responses = [0], 16, 4
+        options.calibration, options.test, options.num_samples = 12, [12, 12], 4
+    options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
+    return options
+
+
+def sample(options: argparse.Namespace, seed: int) -> None:
+    """Sample the training questions and the judged ones from the base model."""
+    folder = folder_of(options, seed)
+    jobs = [("samples", "train", options.questions, options.responses, seed)]
+    jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
+    for name, split, limit, responses, number in jobs:
+        store = folder / name
+        known = len(SampleStore(store).question_ids(split=split)) if (store / "manifest.json").exists() else 0
+        if known < limit:
+            run(
+                folder / "log.txt", "generate", "--model", options.model, "--store_dir", str(store),
+                "--task", "[word_problems]", "--split", split, "--limit", str(limit), "--seed", str(number),
+                "--num_samples", str(responses), "--sampling.max_new_tokens", "120", "--engine.max_batch", "512",
+                "--engine.dtype", "float32",
+            )  # fmt: skip
+
+
+def train(options: argparse.Namespace, seed: int) -> None:
+    """Train all variants of a seed and keep what they say of the judged responses."""
+    folder = folder_of(options, seed)
+    fit_teacher(options, seed)
+    settle(folder / "config.yaml", configuration(options, seed))
+    if not (folder / "scores.npz").exists():
+        if not (folder / f"adapter-v{len(VARIANTS) - 1}").exists():
+            run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
+        keep(folder / "scores.npz", score_variants(options, seed))
+    if not (folder / "learned_token.npz").exists():
+        keep(folder / "learned_token.npz", train_learned_token(options, seed))
+
+
+def keep(path: Path, scores: Scores) -> None:
+    """Write scores so that they are there as a whole or not at all."""
+    fresh = path.with_suffix(".tmp.npz")
+    np.savez(fresh, **dict(scores))
+    fresh.rename(path)
+
+
+def read_scores(options: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
+    """Return the confidences of all variants, of the base and of the teacher, [N] each."""
+    folder = folder_of(options, seed)
+    found: dict[str, np.ndarray] = {}
+    for name in ("scores.npz", "learned_token.npz"):
+        with np.load(folder / name) as scores:
+            found |= {variant: scores[variant] for variant in scores.files}
+    samples = [s for split in options.splits for entry in judged(options, seed, split) for s in entry.samples]
+    teacher = fit_teacher(options, seed)
+    found[BASE] = np.array([one.p_true for one in samples], dtype=float)
+    found[TAUGHT_BY] = np.array([teacher.score_sample(one) for one in samples], dtype=float)
+    return {name: found[name] for name in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN)}
+
+
+def judged(options: argparse.Namespace, seed: int, split: str) -> list[Any]:
+    """Return the judged questions of a split with their samples."""
+    return list(SampleStore(folder_of(options, seed) / "judged").samples(split=split))[: options.splits[split]]
+
+
+def assemble(options: argparse.Namespace) -> dict[str, Any]:
+    """Compute every figure from the stores and the scores."""
+    scores = {seed: read_scores(options, seed) for seed in options.seeds}
+    draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
+    tables = {title: table_of(options, split, scores, draws) for title, split in SPLITS.items()}
+    names = ("questions", "responses", "calibration", "test", "num_samples", "seeds")
+    return {
+        "sizes": {name: getattr(options, name) for name in names},
+        "criterion": CRITERION,
+        "first": FIRST_VARIANT,
+        "tables": tables,
+        "chosen": choose(tables["calibration"]),
+    }
+
+
+def table_of(
+    options: argparse.Namespace, split: str, scores: Mapping[int, Scores], draws: np.ndarray
+) -> dict[str, dict[str, Any]]:
+    """Return each variant's values on a split, and what they differ by from the first variant's."""
+    parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
+    rows = {}
+    for variant in parts[0]:
+        mine, first = ([part[name] for part in parts] for name in (variant, FIRST_VARIANT))
+        values, changes = {}, {}
+        for short, metric in METRICS.items():
+            if metric == ECE:
+                errors, others = _mean_bounds([one[ECE] for one in mine]), _mean_bounds([one[ECE] for one in first])
+                values[short] = plain(Estimate.from_bounds(errors, least=0.0, most=1.0))
+                changes[short] = plain(Estimate.from_bounds(errors.minus(others), least=-1.0, most=1.0))
+            else:
+                columns, others = (np.stack([one[metric] for one in side]) for side in (mine, first))
+                values[short], changes[short] = estimate(columns, draws), estimate(columns - others, draws)
+        rows[variant] = {"values": values, "minus_first": changes}
+    return rows
+
+
+def _mean_bounds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
+    """Return the mean over seeds of calibration errors on the same resamples of the questions."""
+    return ErrorBounds(
+        float(np.mean([row.value for row in rows])),
+        np.mean([row.least for row in rows], axis=0),
+        np.mean([row.most for row in rows], axis=0),
+    )
+
+
+def plain(entry: Estimate) -> dict[str, float | None]:
+    """Return an estimate as plain types."""
+    return {"value": entry.value, "low": entry.low, "high": entry.high}
+
+
+def columns_of(options: argparse.Namespace, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
+    """Return by variant each metric on all questions and on resamples, [1 + R], and the bounds of the ECE."""
+    sizes = {name: sum(len(entry.samples) for entry in judged(options, seed, name)) for name in options.splits}
+    names = list(options.splits)
+    start = sum(sizes[name] for name in names[: names.index(split)])
+    entries = judged(options, seed, split)
+    correct = np.array([bool(sample.correct) for entry in entries for sample in entry.samples])
+    question = np.array([entry.question.id for entry in entries for _ in entry.samples])
+    wanted = [metric for metric in METRICS.values() if metric != ECE]
+    found = {}
+    for variant, values in scores.items():
+        columns = values[start : start + sizes[split]].clip(0.0, 1.0), correct, question
+        whole = bootstrap_interval(*columns, metrics=wanted, num_resamples=1)
+        resampled = question_bootstrap(*columns, metrics=wanted, num_resamples=RESAMPLES)
+        found[variant] = {
+            metric: np.concatenate(
+                [[np.nan if whole[metric].value is None else whole[metric].value], resampled[metric]]
+            )
+            for metric in wanted
+        }
+        found[variant][ECE] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+    return found
+
+
+def choose(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the variant without labels that is best by the criterion, and whether it is clearly better than the first.
+
+    The read-out of a learned token takes part in the table alone: no engine reads it.
+    """
+    free = [name for name in VARIANTS if name not in WITH_LABELS]
+    best = min(free, key=lambda name: table[name]["values"][CRITERION]["value"])
+    change = table[best]["minus_first"][CRITERION]
+    return {"variant": best, "minus_first": change, "clearly": best != FIRST_VARIANT and change["high"] < 0.0}
+
+
+def as_markdown(study: Mapping[str, Any]) -> str:
+    """Write the study as Markdown."""
+    sizes, chosen = study["sizes"], study["chosen"]
+    verdict = "clearly" if chosen["clearly"] else "not clearly"
+    lines = [
+        f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). Seeds "
+        f"{sizes['seeds']}; {sizes['questions']} training questions x {sizes['responses']} responses, one epoch, 32 to "
+        f"a step; {sizes['calibration']} calibration questions, {sizes['test'][0]} test questions in and "
+        f"{sizes['test'][1]} out of domain x {sizes['num_samples']} responses of the base model, the same in all rows "
+        "of a table. Means over the seeds; 95 % intervals over questions and seeds, of the ECE over questions. The "
+        "teacher is a fusion of P(True) and log-probabilities, fitted without labels to the vote share of the training "
+        "responses; where it is mixed in, it makes half of the target.",
+        "",
+        f"Chosen on the calibration questions by {CRITERION} among what needs no labels: **{chosen['variant']}**, "
+        f"{show(chosen['minus_first'])} from {study['first']}: {verdict} better.",
+    ]
+    for title, table in study["tables"].items():
+        rule = "|---|" + "---:|" * (len(METRICS) + 1)
+        lines += ["", f"### {title.capitalize()} questions", ""]
+        lines += [f"| trained on | {' | '.join(METRICS)} | {CRITERION} minus {study['first']} |", rule]
+        for variant, entry in table.items():
+            cells = [*map(show, entry["values"].values()), show(entry["minus_first"][CRITERION])]
+            lines.append(f"| {variant} | {' | '.join(cells)} |")
+    lines += ["", f"### What the others differ by from {study['first']}, in domain", ""]
+    lines += [f"| trained on | {' | '.join(METRICS)} |", "|---|" + "---:|" * len(METRICS)]
+    for variant, entry in study["tables"]["in-domain test"].items():
+        if variant != study["first"]:
+            lines.append(f"| {variant} | {' | '.join(map(show, entry['minus_first'].values()))} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,172 @@
+"""Generation throughput of the vLLM and the transformers engine, with the P(True) query, in one run.
+
+    python benchmarks/speed/engine_throughput.py [--model DIR] [--questions 32] [--samples 16] [--output FOLDER]
+
+EDT stands beside plain sampling on each engine, and beside the reference system's loop, which has no cache and takes
+one response at a time: of the same responses it makes a few, spread over the questions, after the engines. Figures go
+to ``engine_throughput.{json,md}`` in ``--output``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _reference_generation import reference_passes
+
+from selfcal_lightning.engines.base import Engine, generate
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.vllm.engine import VLLMEngine
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Request, Response, SamplingSettings, sample_seed
+from selfcal_lightning.tasks.families.word_problems import WordProblems
+
+EDT = "EDT 0.8/0.8/1.0"
+REFERENCE = "reference's loop"
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
+TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
+
+
+def build_requests(chat: ChatFormat, options: argparse.Namespace, sampling: SamplingSettings) -> list[Request]:
+    """Return the requests of all questions, the samples of a question beside each other."""
+    return [
+        Request(f"{question.id}/{j}", prompt, sampling, sample_seed(0, 0, question.id, j), chat.query)
+        for question in WordProblems().load("test_id", limit=options.questions)
+        for prompt in [chat.prompt_ids(question.messages)]
+        for j in range(options.samples)
+    ]
+
+
+def count_tokens(responses: list[Response]) -> int:
+    """Return the number of sampled tokens, end-of-turn included."""
+    return sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
+
+
+def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
+    """Return (seconds, sampled tokens) of one pass."""
+    start = time.perf_counter()
+    responses = generate(engine, requests)
+    return time.perf_counter() - start, count_tokens(responses)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure every engine with every setting, interleaved, and return one row for each pair."""
+    chat = ChatFormat(load_tokenizer(options.model))
+    settings = {
+        EDT: SamplingSettings(max_new_tokens=options.max_new_tokens),
+        "plain T=0.8": SamplingSettings(edt_scale=None, max_new_tokens=options.max_new_tokens),
+        "EDT, top_p=0.95": SamplingSettings(top_p=0.95, max_new_tokens=options.max_new_tokens),
+    }
+    requests = {name: build_requests(chat, options, sampling) for name, sampling in settings.items()}
+    engines = {name: open_engine(name, options, chat) for name in options.engines}
+    for engine in engines.values():
+        generate(engine, requests["plain T=0.8"][: options.samples])
+    passes: dict[tuple[str, str], list[tuple[float, int]]] = {(e, s): [] for s in settings for e in engines}
+    for _ in range(options.repeats):
+        for engine_name, setting in passes:
+            passes[engine_name, setting].append(measure(engines[engine_name], requests[setting]))
+    hit_rates = {
+        name: engine.statistics().query_hit_rate for name, engine in engines.items() if isinstance(engine, VLLMEngine)
+    }
+    for engine in engines.values():
+        engine.close()
+    if options.reference_responses:
+        # Spread over the questions: without a cache the loop's rate depends on the length of the prompt.
+        step = max(len(requests[EDT]) // options.reference_responses, 1)
+        requests[REFERENCE] = requests[EDT][::step][: options.reference_responses]
+        passes[REFERENCE, EDT] = reference_passes(options.model, chat, requests[REFERENCE], options.repeats)
+    return [
+        {
+            "engine": engine_name,
+            "sampling": setting,
+            "responses": len(requests[REFERENCE if engine_name == REFERENCE else setting]),
+            "tokens": runs[0][1],
+            "seconds": statistics.median(seconds for seconds, _ in runs),
+            "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens in runs),
+            "all_seconds": [seconds for seconds, _ in runs],
+            "query_hit_rate": hit_rates.get(engine_name),
+        }
+        for (engine_name, setting), runs in passes.items()
+    ]
+
+
+def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Engine:
+    """Return one of the two engines."""
+    if name == "transformers":
+        return TransformersEngine(
+            options.model, dtype="float32", max_batch=options.max_batch, max_context=options.max_context, chat=chat
+        )
+    return VLLMEngine(
+        options.model,
+        dtype="float32",
+        max_context=options.max_context,
+        kv_cache_memory_bytes=options.kv_cache_mib << 20,
+        num_threads=options.threads,
+    )
+
+
+def as_markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table and the ratios."""
+    rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
+    base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
+    lines = [
+        f"| engine | sampling | responses | tokens | s (median) | tokens/s | of {base} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = row["tokens_per_second"] / rates[base, row["sampling"]]
+        lines.append(
+            f"| {row['engine']} | {row['sampling']} | {row['responses']} | {row['tokens']} | {row['seconds']:.2f} | "
+            f"{row['tokens_per_second']:.0f} | {ratio:.3g} |"
+        )
+    for engine in dict.fromkeys(row["engine"] for row in rows if row["engine"] != REFERENCE):
+        lines.append(f"\nEDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
+        if (REFERENCE, EDT) in rates:
+            lines.append(f"\nEDT of the {REFERENCE}, {engine}: {rates[engine, EDT] / rates[REFERENCE, EDT]:.1f}")
+    for row in rows:
+        if row["engine"] == "vllm" and row["sampling"] == EDT:
+            lines.append(f"\nprefix-cache hit rate of the P(True) pass, vllm: {row['query_hit_rate']:.2f}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Parse the options, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = BUNDLED if (BUNDLED / "model.safetensors").exists() else TRIAL
+    parser.add_argument("--model", default=str(default))
+    parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
+    parser.add_argument("--reference-responses", type=int, default=16, help="of the reference's loop; 0 leaves it out")
+    parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-context", type=int, default=384)
+    parser.add_argument("--max-batch", type=int, default=256, help="slots of the transformers engine")
+    parser.add_argument("--kv-cache-mib", type=int, default=512, help="cache of the vLLM engine")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = run(options)
+    plain = {name: value for name, value in vars(options).items() if name != "output"}
+    options.output.mkdir(parents=True, exist_ok=True)
+    model = "the bundled model" if options.model == str(BUNDLED) else options.model
+    report = {"torch": torch.__version__, "options": {**plain, "model": model}, "rows": rows}
+    (options.output / "engine_throughput.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = (
+        f"Generation with P(True) on {model}: {options.questions} questions x {options.samples} responses of at most "
+        f"{options.max_new_tokens} tokens, float32, {options.threads} thread(s), median of {options.repeats}; by "
+        "`python benchmarks/speed/engine_throughput.py`.\n\n" + as_markdown(rows)
+    )
+    (options.output / "engine_throughput.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What training an activated adapter costs against joint training of the same responses, in time and memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/training/activated_cost.py [--quick] [--fresh]
+
+CPU time of this process, one thread, for forward, backward and the AdamW step over the same responses, packed behind
+their prompts, through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of five passes,
+the ways taking turns. In joint training every second row carries the generation loss too; "calibration alone" leaves it
+out. The reference way (one sequence at a time, padded to 1024, a forward pass for each loss) is timed on four rows and
+counted in. Before any is timed, joint training without its generation loss must give the loss of the activated adapter
+where the adapter does nothing. About 25 minutes on an idle core; ``benchmarks/results/activated_cost.{json,md}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measurements import MIB, Measurements, peak_memory_of
+from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
+from _training_ways import Work, reference, shared_prefix
+from training_throughput import REFERENCE_ROWS, made_with, one_step
+
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+CELLS = Path("runs/activated_cost.jsonl")
+JOINT, ALONE, ACTIVATED, REFERENCE = "joint", "joint, calibration alone", "activated", "reference"
+WAYS = (JOINT, ALONE, ACTIVATED, REFERENCE)
+SAMPLES = 8
+TARGETS = (
+    "Targets at 120 + 120: time at most .58 of joint, memory at most half, the reference at least 20 times as slow."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: a model size, mean tokens of prompt and response, responses in all, and passes of each way."""
+
+    size: str
+    lengths: tuple[Lengths, ...]
+    rows: int
+    passes: int
+
+
+FULL = Plan("30M", (Lengths(120, 120), Lengths(50, 190), Lengths(190, 50)), 32, 5)
+QUICK = Plan("tiny", (Lengths(20, 10),), 8, 2)
+
+
+class Bench:
+    """Builds the two modules and the batches, and measures."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.chat = bundled_chat()
+        self.module = cache(self._module)
+
+    def _module(self, way: str) -> SelfCalibrationModule:
+        activated = way == ACTIVATED
+        return random_module(self.plan.size, self.chat, lora=replace(LORA, activated=activated))
+
+    def rows(self, lengths: Lengths, way: str) -> TrainingRows:
+        """Return the responses of a step with the weights that a way gives them."""
+        vocab = SIZES[self.plan.size]["vocab_size"]
+        rows = random_rows(lengths, questions=self.plan.rows // SAMPLES, samples=SAMPLES, vocab_size=vocab)
+        if way in (ALONE, ACTIVATED):
+            rows = replace(rows, generation_weight=0.0 * rows.generation_weight)
+        return rows.first(REFERENCE_ROWS) if way == REFERENCE else rows
+
+    def work(self, lengths: Lengths, way: str) -> list[Work]:
+        """Return the batches of a way, one question in each where they are packed."""
+        make = reference if way == REFERENCE else shared_prefix
+        return make(self.rows(lengths, way), self.chat, SAMPLES, "cpu")
+
+    def check(self) -> float:
+        """Return the difference of the two losses where the adapter does nothing, relatively; stop where it is one."""
+        losses = []
+        for way in (ALONE, ACTIVATED):
+            module = random_module("tiny", self.chat, lora=replace(LORA, activated=way == ACTIVATED))
+            for name, parameter in module.named_parameters():
+                parameter.data.mul_(0.0 if "lora_B" in name else 1.0)
+            rows = random_rows(Lengths(20, 10), questions=2, samples=4, vocab_size=SIZES["tiny"]["vocab_size"])
+            rows = replace(rows, generation_weight=0.0 * rows.generation_weight)
+            losses.append(sum(one.loss(module).item() for one in shared_prefix(rows, self.chat, 4, "cpu")))
+        error = abs(losses[0] - losses[1]) / losses[0]
+        if error > 1e-4:
+            raise SystemExit(f"The ways give different losses, {losses}: their times are not comparable.")
+        return error
+
+    def memory(self, lengths: Lengths, way: str) -> float:
+        """Return the peak memory of one batch's forward and backward pass beyond the model's own, in MiB."""
+        module, largest = self.module(way), max(self.work(lengths, way), key=lambda one: one.slots)
+        return statistics.median(peak_memory_of(lambda: largest.loss(module).backward()) / MIB for _ in range(3))
+
+    def seconds(self, lengths: Lengths, way: str) -> float:
+        """Return the CPU seconds of a response in one optimiser step."""
+        rows = self.rows(lengths, way)
+        # The reference makes a forward pass for each loss: those of the few rows stand for those of all.
+        whole = self.rows(lengths, JOINT)
+        scale = whole.forwards / rows.forwards / len(whole) if way == REFERENCE else 1.0 / len(rows)
+        return one_step(self.module(way), self.work(lengths, way)) * scale
+
+
+def result(measured: Measurements, plan: Plan, lengths: Lengths) -> dict[str, Any]:
+    """Return the medians of one length mix."""
+    ways = {}
+    for way in WAYS:
+        passes = [measured[f"{lengths}/{way}/{number}"] for number in range(plan.passes)]
+        ways[way] = {"seconds": statistics.median(passes), "passes": passes, "mib": measured[f"{lengths}/{way}/mib"]}
+    return {"lengths": list(lengths), "ways": ways}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the report as text."""
+    lines = [
+        "# Cost of training an activated adapter",
+        "",
+        f"CPU time of one thread for forward, backward and AdamW, float32, {report['size']} Llama, LoRA r 32 on q "
+        f"and v, {SAMPLES} responses to a prompt, packed: medians of {report['passes']} passes, the ways taking turns "
+        f"on the same {report['rows']} responses. MiB: peak beyond the model, of one question's responses (the "
+        f"reference: of one). torch {report['torch']}, {report['machine']['cores']} cores.",
+        "",
+        "| prompt + response | way | ms per response | of joint | MiB | of joint |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in report["cells"]:
+        joint = cell["ways"][JOINT]
+        for name, way in cell["ways"].items():
+            ratio, memory = way["seconds"] / joint["seconds"], way["mib"] / joint["mib"]
+            lines.append(
+                f"| {cell['lengths'][0]} + {cell['lengths'][1]} | {name} | {1000 * way['seconds']:.0f} | {ratio:.2f} | "
+                f"{way['mib']:.0f} | {memory:.2f} |"
+            )
+    times = [cell["ways"][REFERENCE]["seconds"] / cell["ways"][ACTIVATED]["seconds"] for cell in report["cells"]]
+    lines += [
+        "",
+        "The reference way takes " + ", ".join(f"{time:.0f}" for time in times) + " times as long as activated.",
+    ]
+    return "\n".join([*lines, TARGETS, ""])
+
+
+def main() -> None:
+    """Measure what is missing, then print and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--output", type=Path, default=None, help="folder of the report; default benchmarks/results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plan = QUICK if options.quick else FULL
+    cells = CELLS.with_stem(CELLS.stem + ("_quick" if options.quick else ""))
+    if options.fresh:
+        cells.unlink(missing_ok=True)
+    measured, bench = Measurements(cells, made_with()), Bench(plan)
+    measured.once("check", bench.check)
+    for lengths in plan.lengths:
+        for way in WAYS:  # memory first, while the heap holds little else than the models
+            measured.once(f"{lengths}/{way}/mib", lambda lengths=lengths, way=way: bench.memory(lengths, way))
+    for lengths in plan.lengths:
+        for number in range(plan.passes):
+            for way in WAYS:
+                key = f"{lengths}/{way}/{number}"
+                measured.once(key, lambda lengths=lengths, way=way: bench.seconds(lengths, way))
+                print(f"{key:<70} {1000 * measured[key]:9.1f} ms per response", flush=True)
+    report = {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "torch": torch.__version__,
+        "size": plan.size,
+        "rows": plan.rows,
+        "passes": plan.passes,
+        "relative_error": measured["check"],
+        "cells": [result(measured, plan, lengths) for lengths in plan.lengths],
+    }
+    text = markdown(report)
+    print(text)
+    output = options.output or (Path("runs/activated_cost_quick") if options.quick else RESULTS)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "activated_cost.json").write_text(json.dumps(report, indent=1) + "\n")
+    (output / "activated_cost.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The only tokenisation for training: stored rows become sequences that carry both losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from selfcal_lightning.datamodules.ssc.dealing import Packing
+from selfcal_lightning.datamodules.ssc.mixture import IntArray
+from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.prefix_trees import PrefixTree
+from selfcal_lightning.models.causal_lm import load_config
+from selfcal_lightning.models.segment_attention import check_shared_prefix, shared_prefix_problem
+from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.store.sample_store import StoredRow
+
+Tokens = TypeVar("Tokens", int, IntArray)
+
+
+@dataclass(frozen=True)
+class TupleRows:
+    """What the data set hands to the collator: the rows of a micro-batch with their numbers.
+
+    Attributes:
+        micro: Weights and totals, B rows.
+        stored: The rows as they lie in the store, B.
+        target: Target in [0, 1], nan where unknown, [B].
+        correct: 1 right, 0 wrong, nan unknown, [B].
+        question_index: Number of each row's question, [B].
+        beside_target: Targets of the K adapters that are trained beside the first one, [B, K]; None without any.
+    """
+
+    micro: MicroBatch
+    stored: Sequence[StoredRow]
+    target: np.ndarray
+    correct: np.ndarray
+    question_index: np.ndarray
+    beside_target: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """One sequence: prompt + response + confidence query.
+
+    Attributes:
+        ids: Token ids.
+        response_start: Index of the first token of the response.
+        response_end: Index after the last token that the generation loss asks for.
+        was_cut: Whether the end of the response was left out to fit ``max_length``.
+    """
+
+    ids: tuple[int, ...]
+    response_start: int
+    response_end: int
+    was_cut: bool
+
+
+class SSCCollator:
+    """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt.
+
+    A row is ``prompt ids + response ids + suffix ids``, taken from the store where it has them; texts that were made
+    elsewhere are encoded here. What does not fit ``max_length`` is cut from the *end of the response*, never from the
+    prompt or from the confidence query: the row then looks like a response that its token limit cut, which is a
+    prefix that the model did produce, and gets no end-of-turn label. (Cutting the middle would keep the final answer,
+    but at the price of a seam that no model ever wrote.) Rows whose prompt and query alone do not fit are dropped
+    before, with a count (``datamodules.tuples``).
+
+    The suffix begins with end-of-turn. Where the model ended its turn by itself (``finish == "stop"``) that token is
+    one of the labels, so that the generation loss also teaches to stop.
+
+    With ``shared_prefix``, neighbouring rows of one question become the branches of one tree, which holds their prompt
+    once, and all trees of a batch lie in one sequence.
+
+    Args:
+        chat: Rendering of prompts and of the confidence query.
+        max_length: Longest sequence in tokens.
+        pad_to_multiple_of: Sequences are padded on the right to a multiple of it; those of single rows at most to
+            ``max_length``.
+        shared_prefix: Whether rows are packed.
+    """
+
+    def __init__(
+        self, chat: ChatFormat, *, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
+    ) -> None:
+        if pad_to_multiple_of < 1:
+            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
+        if max_length <= len(chat.query.suffix_ids) + 1:
+            raise InputError(
+                f"Expected `max_length` to leave room for the confidence query of {len(chat.query.suffix_ids)} tokens, "
+                f"but got {max_length}."
+            )
+        self.chat = chat
+        self.max_length = max_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.shared_prefix = shared_prefix
+
+    def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
+        """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
+        return self.max_length - num_prompt_tokens - len(self.chat.query.suffix_ids)
+
+    def encode(self, row: StoredRow) -> EncodedRow:
+        """Return the sequence of ``row``.
+
+        Raises:
+            ValueError: Prompt and query leave no room for a single response token.
+        """
+        prompt = row.prompt_ids if row.prompt_ids is not None else self.chat.prompt_ids(row.question.messages)
+        sample = row.sample
+        response = sample.token_ids if sample.token_ids is not None else self.chat.response_ids(sample.text)
+        room = self.room_for_response(len(prompt))
+        if room < 1:
+            raise InputError(
+                f"Expected the prompt of question {row.question.id!r} and the confidence query to leave room for a "
+                f"response within `max_length` {self.max_length}, but got {len(prompt)} prompt tokens."
+            )
+        was_cut = len(response) > room
+        response = response[:room]
+        suffix = self.chat.query.suffix_ids
+        start, end = len(prompt), len(prompt) + len(response)
+        if sample.finish == "stop" and not was_cut and suffix[0] in self.chat.end_of_turn_ids:
+            end += 1
+        return EncodedRow((*prompt, *response, *suffix), start, end, was_cut)
+
+    def __call__(self, rows: TupleRows) -> SSCBatch:
+        """Return the batch of ``rows``; a batch of no rows is allowed."""
+        micro = rows.micro
+        encoded = [
+            row if weight > 0 else replace(row, response_end=row.response_start)  # it is asked for no tokens
+            for row, weight in zip(map(self.encode, rows.stored), micro.generation_weight, strict=True)
+        ]
+        laid = self._pack(encoded, rows.question_index) if self.shared_prefix and encoded else self._pad(encoded)
+        return SSCBatch(
+            **laid,
+            target=_float(rows.target),
+            correct=_float(rows.correct),
+            calibration_weight=_float(micro.calibration_weight),
+            generation_weight=_float(micro.generation_weight),
+            calibration_total=torch.tensor(micro.calibration_total, dtype=torch.float32),
+            generation_total=torch.tensor(micro.generation_total, dtype=torch.float32),
+            question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
+            task=tuple(row.question.task for row in rows.stored),
+            row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
+            beside_target=None if rows.beside_target is None else _float(rows.beside_target),
+        )
+
+    def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:
+        """Return the fields of a batch of sequences that stand apart."""
+        longest = max((len(row.ids) for row in encoded), default=1)
+        width = max(min(self._rounded(longest), self.max_length), longest)
+        input_ids = torch.full((len(encoded), width), self.chat.pad_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for index, row in enumerate(encoded):
+            input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
+            attention_mask[index, : len(row.ids)] = 1
+        starts = [index * width for index in range(len(encoded))]
+        ends = [start + len(row.ids) for start, row in zip(starts, encoded, strict=True)]
+        asked = [
+            range(at + row.response_start - 1, at + row.response_end - 1)
+            for at, row in zip(starts, encoded, strict=True)
+        ]
+        return {"input_ids": input_ids, "attention_mask": attention_mask, **_labels(encoded, ends, asked)}
+
+    def _pack(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
+        """Return the fields of a batch of one sequence, in which neighbouring rows of a question share their prompt."""
+        ids: list[int] = []
+        trees: list[PrefixTree] = []
+        ends: list[int] = []
+        asked: list[list[int]] = []
+        last: tuple[int, tuple[int, ...]] | None = None
+        for row, question in zip(encoded, question_index.tolist(), strict=True):
+            start = row.response_start
+            prompt, branch = row.ids[:start], row.ids[start:]
+            if (question, prompt) != last:
+                trees.append(PrefixTree(len(ids), start, ()))
+                ids.extend(prompt)
+                last = question, prompt
+            tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
+            own = len(ids)
+            # The first token of a response is asked of the prompt's last position, which all branches share.
+            asked.append([tree.start + tree.prompt - 1, *range(own, own + len(branch))][: row.response_end - start])
+            ids.extend(branch)
+            ends.append(len(ids))
+        padding = self._rounded(len(ids)) - len(ids)
+        return {
+            "input_ids": _longs([*ids, *[self.chat.pad_id] * padding])[None],
+            "attention_mask": _longs([1] * len(ids) + [0] * padding)[None],
+            "trees": tuple(trees),
+            **_labels(encoded, ends, asked),
+        }
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+
+def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
+    """Return whether rows are packed for this model.
+
+    Args:
+        packing: "shared_prefix", "auto" (where the model can) or "off".
+        base_model: Folder or hub name of the model, of which only the configuration is read.
+        revision: Revision of the model on the hub.
+
+    Raises:
+        ValueError: There is no such model, or with "shared_prefix" one that cannot run packed rows, with the reason.
+    """
+    if packing == "off":
+        return False
+    config = load_config(base_model, revision=revision)
+    if packing == "shared_prefix":
+        check_shared_prefix(config, base_model)
+        return True
+    problem = shared_prefix_problem(config)
+    if problem is not None:
+        rank_zero_warn(f"{base_model!r} is trained on batches of like length, since {problem} (`packing: auto`).")
+    return problem is None
+
+
+def _labels(encoded: Sequence[EncodedRow], ends: Sequence[int], asked: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return where the queries end, and which logits are asked for which tokens of the responses."""
+    labels = [row.ids[row.response_start : row.response_end] for row in encoded]
+    return {
+        "query_position": _longs([end - 1 for end in ends]),
+        "label_position": _longs([position for positions in asked for position in positions]),
+        "label_id": _longs([token for tokens in labels for token in tokens]),
+        "label_row": _longs([row for row, tokens in enumerate(labels) for _ in tokens]),
+    }
+
+
+def _longs(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _float(values: np.ndarray) -> Tensor:
+    return torch.as_tensor(np.asarray(values, dtype=np.float32))

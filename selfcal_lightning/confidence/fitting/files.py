@@ -1,0 +1,71 @@
+"""Fitted things as JSON files: one envelope with format, version and kind, checked when read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.runtime.files import to_json, write_atomically
+from selfcal_lightning.runtime.json_files import json_object_or_none, parse_json
+from selfcal_lightning.runtime.overwriting import check_replaceable
+
+FORMAT = "selfcal_lightning.fitted"
+# 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
+VERSION = 2
+THRESHOLD = "threshold"  # all other kinds are confidences
+
+
+def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
+    """Raise ValueError unless ``path`` may be written: a threshold replaces a threshold, a confidence a confidence."""
+    is_threshold = kind == THRESHOLD
+
+    def is_own(file: Path) -> bool:
+        record = json_object_or_none(file) or {}
+        return record.get("format") == FORMAT and (record.get("kind") == THRESHOLD) == is_threshold
+
+    named = "an earlier fitted threshold" if is_threshold else "an earlier fitted confidence"
+    check_replaceable(path, is_own, option=option, kind=named)
+
+
+def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Write ``content`` of ``kind`` to ``path``, which appears when it is complete; folders are made.
+
+    Raises:
+        ValueError: A number in it is infinite or nan, or another kind of file lies there.
+    """
+    path = Path(path)
+    check_fitted_target(path, kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
+    write_atomically(path, to_json(record))
+
+
+def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return kind and content of a file that :func:`save_fitted` wrote.
+
+    Args:
+        path: The file.
+        kinds: Kinds that the caller can read.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It is no such JSON file, of another version, or of another kind.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a fitted confidence or threshold in {path}, but got no such file.")
+    record = parse_json(path.read_bytes(), origin=str(path))
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format") if isinstance(record, dict) else type(record).__name__
+        raise InputError(
+            f"Expected {path} to have the format {FORMAT!r}, but got {found!r}. "
+            "`selfcal fit-confidence` and `selfcal fit-threshold` write such files."
+        )
+    if record.get("version") != VERSION:
+        raise InputError(f"Expected {path} to have version {VERSION}, but got {record.get('version')!r}. Fit it again.")
+    kind = record.get("kind")
+    if kind not in kinds:
+        raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
+    return str(kind), record

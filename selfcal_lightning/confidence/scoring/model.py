@@ -1,0 +1,205 @@
+"""The model that scores recorded responses: named by the user or by the store, loaded when an estimator needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.confidence.base import Estimator
+from selfcal_lightning.confidence.estimators.registry import build_estimator, estimator_class
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import stated_prompt
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+from selfcal_lightning.store.sample_store import StoreFingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.confidence.estimators.token_reader import TokenReader
+    from selfcal_lightning.prompts.chat_format import ChatFormat
+
+ACTIVATED = "activated_adapter_sha256"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model scores, and how it is run.
+
+    Attributes:
+        model: Folder or hub name; None takes the one that sampled the store, with its revision.
+        query: The confidence query; None takes the store's.
+        engine: What answers, and how.
+    """
+
+    model: str | None
+    query: str | None
+    engine: EngineOptions
+
+
+class ScoringModel:
+    """Gives estimators what they read: an engine, or a local model for statistics of the full vocabulary.
+
+    Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
+    copy, which is closed before a local one is loaded.
+
+    Args:
+        settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
+        fingerprint: What the store's samples are (``round_manifest(round).fingerprint``); None without a store.
+    """
+
+    def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
+        self.settings = settings
+        self._sampled = ModelIdentity(None) if fingerprint is None else fingerprint.model
+        self._prompt = PromptIdentity() if fingerprint is None else fingerprint.prompt
+        self._engine: Engine | None = None
+        self._network: PreTrainedModel | None = None
+        self._tokens: TokenReader | None = None
+
+    @cached_property
+    def source(self) -> str:
+        """Folder or hub name of the model.
+
+        Raises:
+            ValueError: None was named, and the store's cannot be taken.
+        """
+        if self.settings.model is not None:
+            return resolve_model(self.settings.model)
+        sampled = self._sampled
+        if sampled.model in (None, IMPORTED):
+            raise InputError(
+                "Expected `model` to name the model that scores, but got null for responses made elsewhere."
+            )
+        if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
+            raise InputError(
+                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
+                "but got null. Name both."
+            )
+        return sampled.model
+
+    @property
+    def revision(self) -> str | None:
+        """Revision on the hub, the store's where its model is taken."""
+        return self._sampled.revision if self.settings.model is None else self.settings.engine.revision
+
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        """Hashes of the weights and the adapter.
+
+        Raises:
+            ValueError: The store's model is taken and has changed since.
+        """
+        adapter = self.settings.engine.adapter
+        model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
+        found = {
+            "weights_sha256": weights_sha256(self.source, revision=self.revision),
+            **adapter_identity(adapter),
+        }
+        named = self.settings.model is not None or found["adapter_sha256"] is not None
+        if not named and not self._sampled_the_store(found):
+            raise InputError(
+                f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
+                "`model` to score with them all the same, or another one."
+            )
+        return found
+
+    def made_the_stored(self, name: str) -> bool:
+        """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
+        if not self._sampled_the_store(self.identity):
+            return False
+        # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
+        # computes in.
+        if estimator_class(name).reads != "engine":
+            return True
+        asked = PromptIdentity.from_json(self.chat.describe()), self.identity.get(ACTIVATED), self._head_dtype
+        return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
+
+    def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
+        """Return whether the texts of the store are this model's."""
+        sampled = self._sampled.as_json()
+        return all(sampled[name] == value for name, value in identity.items() if name != ACTIVATED)
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """Chat format with the query: the one given, else the store's, else the default."""
+        from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+        prompt = stated_prompt(self._prompt.further)
+        query = self.settings.query or self._prompt.query or DEFAULT_QUERY
+        return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query, prompt=prompt)
+
+    def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what the values of the estimator ``name`` depend on, JSON-able."""
+        origin = {"estimator": name, "settings": estimator_settings}
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return origin
+        prompt = self.chat.describe()
+        if reads == "engine":
+            read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
+            return {**origin, "model": self.identity | read_by, "prompt": prompt}
+        # Statistics of the response's own tokens do not depend on the query that may follow it.
+        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
+        return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
+
+    @property
+    def _head_dtype(self) -> str | None:
+        return expected_head_dtype(self.settings.engine)
+
+    def build(self, name: str, settings: dict[str, Any]) -> Estimator:
+        """Return the estimator ``name``, loading what it reads."""
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return build_estimator(name, **settings)
+        if reads == "engine":
+            return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
+        return build_estimator(name, tokens=self._open_tokens(), **settings)
+
+    def close(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open_engine(self) -> Engine:
+        if self._engine is not None:
+            return self._engine
+        options = replace(self.settings.engine, revision=self.revision)
+        if options.name == "transformers":  # one model in memory for this and for statistics of tokens
+            self._engine = serve_model(
+                options,
+                self._open_network(),
+                chat=self.chat,
+                source=self.source,
+                adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
+                query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
+            )
+        else:
+            self._engine = open_engine(options, self.source, chat=self.chat)
+        return self._engine
+
+    def _open_tokens(self) -> TokenReader:
+        if self._tokens is None:
+            from selfcal_lightning.confidence.estimators.token_reader import TokenReader
+
+            if self.settings.engine.name != "transformers":  # which has a copy of its own
+                self.close()
+            self._tokens = TokenReader(self._open_network(), self.chat)
+        return self._tokens
+
+    def _open_network(self) -> PreTrainedModel:
+        if self._network is None:
+            from selfcal_lightning.engines.transformers.model import load_network
+
+            options = self.settings.engine
+            self._network = load_network(
+                self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
+            )
+        return self._network

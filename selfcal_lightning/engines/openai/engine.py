@@ -1,0 +1,428 @@
+"""The engine over an OpenAI-compatible server that speaks token ids: vLLM's own, on this machine or another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from selfcal_lightning.engines.activated_probe import make_probe, query_settings
+from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
+from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
+from selfcal_lightning.engines.openai.adapter import try_adapter
+from selfcal_lightning.engines.openai.address import check_base_url, presentable, read_key
+from selfcal_lightning.engines.openai.facts import ServerFacts, inspect_server
+from selfcal_lightning.engines.openai.jobs import BackgroundJobs
+from selfcal_lightning.engines.openai.records import Flight, OpenAIStatistics
+from selfcal_lightning.engines.openai.retries import ServerError
+from selfcal_lightning.engines.openai.transport import Transport, is_refusal
+from selfcal_lightning.engines.openai.wire import (
+    MAX_SCORED_IDS,
+    check_sampling,
+    read_probabilities,
+    sample_body,
+    score_body,
+)
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
+from selfcal_lightning.prompts.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
+from selfcal_lightning.records import Request, Response
+from selfcal_lightning.runtime.imports import is_installed, require
+
+_DEFAULT_BATCH = 64
+T = TypeVar("T")
+
+
+class OpenAIEngine:
+    """Samples from a server, many requests at a time, on token ids throughout.
+
+    Prompts and the P(True) query are rendered here, by the tokenizer's chat format, and sent as ids to
+    ``/completions``; tokens come back as ids with their log-probabilities, and texts are decoded here. That needs what
+    vLLM's server offers beyond OpenAI's (``return_tokens_as_token_ids``, ``logprob_token_ids``); another server is
+    refused with what is missing. The server must keep vLLM's default ``--logprobs-mode``. One server serves many such
+    engines.
+
+    Responses are streamed, so that the tokens drawn for a cancelled request are known but for those on their way. It
+    costs the server nothing more: its connection is closed.
+
+    A request that fails for good (refused, out of retries or time, garbage) is reported in its turn: ``poll`` then
+    raises a ``RequestsFailedError`` that names it.
+
+    Args:
+        model: Folder or hub name of the model that the server runs, or "bundled".
+        base_url: Address of the API. Plain http is for this machine only, unless ``allow_http``.
+        served_model: The server's name for the model, or for an adapter; None takes ``model`` where the server has it,
+            else the only one that it has.
+        tokenizer: Folder or hub name of the tokenizer; None is the model's.
+        revision: Revision of the model on the hub.
+        weights: Folder or hub name of the server's weights on this machine, hashed by ``describe``. A server does not
+            tell its weights: None leaves them unknown.
+        adapter: Folder of the LoRA adapter that ``served_model`` names, likewise only to be hashed. With an activated
+            one, which needs our plugin in the server, the model below it samples and the adapter reads the query; a
+            self-test at the start holds both, and the confidences against those of transformers where ``weights`` are
+            here and ``dtype`` is float32.
+        dtype: Data type that the server runs in, for ``describe`` likewise; None or "auto" is unknown.
+        max_context: Longest prompt + response + query in tokens; None takes one less than the server's limit, which
+            counts one token more.
+        chat: The chat format; None reads it from the tokenizer.
+        stop_token_ids: Ids that end a response; None takes the chat format's and those of the generation settings.
+        server_edt: Whether the server was started with ``--logits-processors`` and our class for entropy-based dynamic
+            temperature. Without it, EDT is refused. It is checked at the start.
+        allow_http: Whether prompts and key may go to another machine unencrypted.
+        api_key_env: Environment variable with the key; a server that wants none needs none. The key is read at the
+            start and appears in no message.
+        max_batch: Most requests that the server works on for this engine; None is 64.
+        max_retries: Most further attempts at one request, after HTTP 429, 5xx and broken connections only.
+        deadline: Longest time for one request in seconds, from when it is first sent; retries and the P(True) query
+            included.
+        first_wait: Wait after the first failed attempt at most, in seconds; it doubles from one to the next.
+        longest_wait: Longest such wait. Where the server says Retry-After, that is waited for, up to the deadline.
+        stream_interval: Tokens in a piece of a stream. More is less work for both sides (the server spends about
+            0.1 ms on a piece), and less is known of what cancelled requests cost.
+
+    Raises:
+        ImportError: When aiohttp is not installed.
+        ValueError: When a setting is out of its range or the address would send the key in the clear.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str = "http://127.0.0.1:8000/v1",
+        served_model: str | None = None,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        weights: str | None = None,
+        adapter: str | None = None,
+        dtype: str | None = None,
+        max_context: int | None = None,
+        chat: ChatFormat | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        server_edt: bool = False,
+        allow_http: bool = False,
+        api_key_env: str = "OPENAI_API_KEY",
+        max_batch: int | None = None,
+        max_retries: int = 8,
+        deadline: float = 600.0,
+        first_wait: float = 0.5,
+        longest_wait: float = 30.0,
+        stream_interval: int = 1,
+    ) -> None:
+        if not is_installed("aiohttp"):
+            require("aiohttp", extra="openai")
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
+        limits = (
+            ("max_batch", max_batch, 1),
+            ("max_retries", max_retries, 0),
+            ("stream_interval", stream_interval, 1),
+            ("first_wait", first_wait, 0.0),
+            ("longest_wait", longest_wait, 0.0),
+        )
+        for name, value, least in limits:
+            if value < least:
+                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        if adapter is not None and served_model is None:
+            raise InputError(
+                f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "
+                "server would sample with the model that it has without it."
+            )
+        if not deadline > 0.0:
+            raise InputError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
+        model = resolve_model(model)
+        self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
+        self._served_model, self._tokenizer = served_model, tokenizer or model
+        self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
+        self._max_context, self._chat = max_context, chat
+        self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
+        self._vocabulary = 0
+        self._server_edt, self._api_key_env = server_edt, api_key_env
+        self._max_batch, self._max_retries, self._deadline = max_batch, max_retries, deadline
+        self._waits, self._interval = (first_wait, longest_wait), stream_interval
+        self._key: str | None = None
+        self._jobs: BackgroundJobs | None = None
+        self._transport: Transport | None = None
+        self._facts: ServerFacts | None = None
+        self._closed = False
+        self._numbers = itertools.count()
+        self._flights: dict[int, Flight] = {}
+        self._in_flight = InFlight()
+        self._tally = OpenAIStatistics()
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt + response + query, in tokens."""
+        self._ensure_started()
+        return self._facts.max_context
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time: those that the server has at once."""
+        return self._max_batch
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        """Queue ``requests`` and return their ids.
+
+        Raises:
+            ValueError: When a prompt leaves no room for a response and the query, an id is already in flight, or the
+                server cannot draw as it should.
+            ServerError: When the server cannot be used.
+        """
+        self._ensure_started()
+        self._in_flight.check_new(requests)
+        for request in requests:
+            check_sampling(request.sampling, server_edt=self._server_edt)
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
+            check_prefix(request, self._stop_token_ids)
+            response_room(request, self._facts.max_context)
+        flights = {next(self._numbers): Flight(request) for request in requests}
+        self._flights |= flights
+        self._in_flight.begin({flight.request.id: number for number, flight in flights.items()})
+        self._jobs.add([(number, partial(self._answer, flight)) for number, flight in flights.items()])
+        return [request.id for request in requests]
+
+    def poll(self) -> list[Response]:
+        """Wait for responses and return those that finished; empty only when nothing is in flight.
+
+        Raises:
+            RequestsFailedError: Requests were not answered; all others go on.
+        """
+        self._ensure_open()
+        while self._flights and not self._in_flight.has_news:
+            self._work()
+        self._work_off()
+        return self._in_flight.deliver()
+
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests, queued or running, and return the tokens received for those that were begun, by id.
+
+        Tokens that were on their way are not known: for each, less than ``stream_interval`` and what the network holds.
+        """
+        self._work_off()
+        thrown_away, names = self._in_flight.drop(ids)
+        flights = {number: self._flights.pop(number) for number in names}
+        begun = self._jobs.drop(flights) if flights else set()
+        for number, flight in flights.items():
+            if number in begun:
+                thrown_away[flight.request.id] = flight.num_tokens
+            self._tally.tokens_received += flight.received
+        self._tally.cancelled += len(flights)
+        return thrown_away
+
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float] | None]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
+
+        Samples in flight go on meanwhile; what finishes is kept for ``poll``. An activated adapter reads the query that
+        a prompt ends with, and no other token.
+
+        Raises:
+            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter that is
+                always awake, which it calls by one name with its base model.
+            RequestsFailedError: When prompts could not be scored.
+        """
+        self._ensure_started()
+        if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
+            raise InputError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= self.max_context:
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
+        numbers = [next(self._numbers) for _ in prompts]
+        self._in_flight.expect_scores(numbers)
+        score = partial(self._score, token_ids=tuple(token_ids), with_adapter=with_adapter)
+        jobs = [(n, partial(score, tuple(p))) for n, p in zip(numbers, prompts, strict=True)]
+        self._jobs.add(jobs, first=True)
+        try:
+            while self._in_flight.awaits_any(numbers):
+                self._work()
+        finally:
+            self._jobs.drop(numbers)
+            answers = self._in_flight.take_scores(numbers)
+        return read_scores([[answer] for answer in answers])
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the model. Revision, dtype and hashes are the caller's word: a server tells none."""
+        self._ensure_started()
+        known = self._identity
+        weights, adapter, dtype = known["weights"], known["adapter"], known["dtype"]
+        return {
+            "engine": "openai",
+            "engine_version": self._facts.version,
+            "server": self.base_url,
+            "served_model": self._facts.served_model,
+            "dtype": None if dtype == "auto" else dtype,
+            "model": self.model,
+            "revision": known["revision"],
+            "weights_sha256": None if weights is None else weights_sha256(weights, revision=known["revision"]),
+            **adapter_identity(adapter),
+        }
+
+    def close(self) -> None:
+        """Drop what is in flight, close all connections and end the thread. Closing twice is allowed."""
+        self._closed = True
+        self._flights = {}
+        self._in_flight.forget_all()
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            jobs.close(last=self._transport.close)
+
+    def statistics(self) -> OpenAIStatistics:
+        """Return what the engine has done so far."""
+        if self._transport is None:
+            return replace(self._tally)
+        counters = self._transport.counters
+        return replace(self._tally, attempts=counters.attempts, retries=counters.retries)
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise RunError("Expected the engine to be open, but it was closed.")
+
+    def _ensure_started(self) -> None:
+        """Start the thread and ask the server what it has; where that fails, the next call tries again."""
+        self._ensure_open()
+        if self._jobs is not None:
+            return
+        revision = self._identity["revision"] if self._tokenizer == self.model else None
+        self._chat = self._chat or ChatFormat(load_tokenizer(self._tokenizer, revision=revision))
+        if self._stop_token_ids is None:
+            ends = self._chat.end_of_turn_ids | generation_end_ids(self._tokenizer, revision=revision)
+            self._stop_token_ids = sorted(ends)
+        self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
+        self._key = read_key(self._api_key_env)
+        transport = Transport(
+            self.base_url,
+            key=self._key,
+            max_connections=self._max_batch + 1,
+            max_retries=self._max_retries,
+            first_wait=self._waits[0],
+            longest_wait=self._waits[1],
+        )
+        jobs, started = BackgroundJobs(limit=self._max_batch), False
+        try:
+            self._facts = jobs.run(self._presentably(self._inspect(transport)))
+            if self._query_ids is not None:
+                self._try_adapter(jobs, transport)
+            started = True
+        finally:
+            if not started:
+                jobs.close(last=transport.close)
+        self._jobs, self._transport = jobs, transport
+
+    async def _inspect(self, transport: Transport) -> ServerFacts:
+        return await inspect_server(
+            transport,
+            served_model=self._served_model,
+            default_model=self.model,
+            is_activated=self._query_ids is not None,
+            max_context=self._max_context,
+            chat=self._chat,
+            vocabulary=self._vocabulary,
+            server_edt=self._server_edt,
+            key_name=self._api_key_env,
+            deadline=self._time_limit(),
+        )
+
+    async def _presentably(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except (ServerError, ValueError) as error:  # what the server wrote may stand in it
+            kind = ServerError if isinstance(error, ServerError) else ValueError
+            raise kind(presentable(str(error), key=self._key)) from None
+
+    def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
+        """Hold an activated adapter against the base model, and where that can be against the training module."""
+        settings = query_settings(self._chat.query, self._query_ids)
+        sizes = {"vocabulary": self._facts.vocabulary, "longest": self._facts.max_context}
+        probe = make_probe(settings["query"], settings["token_ids"], **sizes)
+        exact, weights = self._identity["dtype"] == "float32", self._identity["weights"]
+
+        async def ask(prompt: tuple[int, ...], by_adapter: bool) -> list[float]:
+            name = self._facts.adapter if by_adapter else self._facts.served_model
+            return await self._ask(transport, name, prompt, probe.token_ids, self._time_limit())
+
+        awake = jobs.run(self._presentably(try_adapter(ask, probe, exact=exact)))
+        if exact and weights is not None:
+            from selfcal_lightning.engines.transformers.sleep import hold_against_module
+
+            origin = {"model": weights, "revision": self._identity["revision"], "adapter": self._identity["adapter"]}
+            hold_against_module(awake, probe.contexts, settings, engine="the server", **origin)
+
+    def _time_limit(self) -> float:
+        return asyncio.get_running_loop().time() + self._deadline
+
+    async def _answer(self, flight: Flight) -> Response:
+        """Sample a response and put the query to it."""
+        request, deadline = flight.request, self._time_limit()
+        stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
+        body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
+        reader = await self._transport.stream(
+            "completions",
+            {"model": self._facts.served_model, **body},
+            deadline=deadline,
+            read=lambda: flight.begin(stops, max_tokens=room, vocabulary=self._facts.vocabulary),
+        )
+        response = reader.response(request.id, self._chat)
+        if (query := request.query) is None:
+            return response
+        ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
+        masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline)
+        yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
+        return replace(response, yes_mass=math.fsum(yes), no_mass=math.fsum(no))
+
+    async def _score(self, prompt: tuple[int, ...], *, token_ids: tuple[int, ...], with_adapter: bool) -> list[float]:
+        return await self._probabilities(prompt, token_ids, self._time_limit(), with_adapter=with_adapter)
+
+    async def _probabilities(
+        self, prompt: Sequence[int], token_ids: Sequence[int], deadline: float, *, with_adapter: bool = True
+    ) -> list[float]:
+        awake = with_adapter and ends_with_query(prompt, self._query_ids)
+        name = self._facts.adapter if awake else self._facts.served_model
+        return await self._ask(self._transport, name, prompt, token_ids, deadline)
+
+    async def _ask(
+        self, transport: Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
+    ) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(token_ids), MAX_SCORED_IDS):
+            chunk = token_ids[start : start + MAX_SCORED_IDS]
+            body = {"model": name, **score_body(prompt, chunk)}
+            found += read_probabilities(await transport.post("completions", body, deadline=deadline), chunk)
+        return found
+
+    def _work(self) -> None:
+        """Wait for one job to finish and take it in."""
+        self._take_in(*self._jobs.take())
+
+    def _work_off(self) -> None:
+        """Take in what has finished."""
+        for outcome in self._jobs.take_ready() if self._jobs is not None else ():
+            self._take_in(*outcome)
+
+    def _take_in(self, number: int, result: Any, error: BaseException | None) -> None:
+        failure = None
+        if isinstance(error, ServerError):
+            failure = Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
+        elif error is not None:
+            raise error
+        if self._in_flight.expects_score(number):
+            self._in_flight.score(number, result if failure is None else failure)
+        elif (flight := self._flights.pop(number, None)) is not None:
+            self._tally.tokens_received += flight.received
+            if failure is None:
+                self._in_flight.answer(result)
+            else:
+                self._in_flight.fail(flight.request.id, failure)
+        else:
+            return  # it finished while it was being dropped
+        self._tally.failed += failure is not None

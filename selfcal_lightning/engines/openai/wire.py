@@ -1,0 +1,284 @@
+"""What is sent to an OpenAI-compatible server and read in its answers. Pure; all tokens travel as ids."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfcal_lightning.engines.continuations import finish_of, stream_seed
+from selfcal_lightning.engines.openai.retries import ServerError
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.records import Request, Response, SamplingSettings
+
+EDT_ARG = "edt"
+EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
+MAX_SCORED_IDS = 128
+COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word
+LARGEST_ID = 2**31  # ids are stored in 32 bits
+LEAST_LOGPROB = -1e5  # vLLM writes -9999 for a probability of 0
+_SLACK = 1e-3  # of rounding
+_TOKEN = re.compile(r"token_id:(0|[1-9][0-9]{0,9})")
+# What comes of taking a value apart that is not as agreed.
+_NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+# A server's defaults may come from the model's generation settings (top_k 20, a repetition penalty ...): all are named.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_BY_ID = {"logprobs": 0, "return_tokens_as_token_ids": True}
+
+
+def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
+    """Return [base, scale, theta] where a response is drawn at a dynamic temperature, None at a fixed one."""
+    if sampling.edt_scale is None or sampling.temperature == 0.0:
+        return None
+    return [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
+
+
+def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
+    """Raise ValueError where a server would not draw as ``sampling`` says.
+
+    Args:
+        sampling: How responses are to be drawn.
+        server_edt: Whether the server runs our logits processor.
+    """
+    if edt_parameters(sampling) is not None and not server_edt:
+        raise InputError(
+            f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}: a plain server has no "
+            "entropy-based dynamic temperature. Set `edt_scale` to null, or start vLLM's server with "
+            f"`--logits-processors {EDT_PROCESSOR}` and set `server_edt`."
+        )
+    if 0.0 < sampling.temperature < COLDEST_TEMPERATURE and sampling.edt_scale is None:
+        raise InputError(
+            f"Expected `temperature` to be 0 or at least {COLDEST_TEMPERATURE} for a server, but got "
+            f"{sampling.temperature}, which it would raise to that without a word."
+        )
+
+
+def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[int], interval: int) -> dict[str, Any]:
+    """Return the body that asks for one response, streamed in pieces of at least ``interval`` tokens."""
+    sampling, edt = request.sampling, edt_parameters(request.sampling)
+    body: dict[str, Any] = {
+        "prompt": list(map(int, request.context_ids)),
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature if edt is None else 1.0,
+        "top_p": sampling.top_p,
+        "seed": stream_seed(request) % 2**63,
+        "stop_token_ids": sorted({*stop_token_ids, *request.step_ids}),
+        "ignore_eos": True,  # the end-of-turn ids are all named above
+        "stream": True,
+        "stream_interval": interval,
+        **_NEUTRAL,
+        **_BY_ID,
+    }
+    return body if edt is None else body | {"vllm_xargs": {EDT_ARG: edt}}
+
+
+def score_body(prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the body that asks how probable each of at most 128 ``token_ids`` is after ``prompt``."""
+    return {
+        "prompt": list(map(int, prompt)),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprob_token_ids": list(dict.fromkeys(map(int, token_ids))),
+        **_NEUTRAL,
+        **_BY_ID,
+    }
+
+
+def edt_probe_body(token_id: int) -> dict[str, Any]:
+    """Return a body that a server with our logits processor refuses and one without it answers."""
+    return {"prompt": [token_id], "max_tokens": 1, "temperature": 0.5, "vllm_xargs": {EDT_ARG: [0.8, 0.8, 1.0]}}
+
+
+class SampleReader:
+    """Puts one response together from the events of a stream. Nothing that a server sends is taken on trust.
+
+    Args:
+        stop_token_ids: Ids that end the turn; what a server sends behind the first of them is no part of the response.
+        max_tokens: How many tokens were asked for.
+        vocabulary: Number of ids that there are.
+        step_ids: Ids that end a step; the first of them is the last token of the response.
+
+    Attributes:
+        token_ids: Ids so far, a token that ends the turn included.
+    """
+
+    def __init__(
+        self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int, step_ids: Sequence[int] = ()
+    ) -> None:
+        self._step_ids = frozenset(step_ids)
+        self._ends, self._max_tokens, self._vocabulary = frozenset(stop_token_ids), max_tokens, vocabulary
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far, without one that ends the turn."""
+        return len(self.token_ids) - self._has_ended()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the server has said why it ended."""
+        return self._reason is not None
+
+    def take(self, event: Any) -> None:
+        """Take in one event.
+
+        Raises:
+            ServerError: When it is not what the protocol says.
+        """
+        try:
+            choices = event["choices"]
+            if choices:  # the last event may tell the usage alone
+                self._take_choice(*choices)
+        except _NOT_AS_AGREED as error:
+            raise _garbage("an event with tokens and their log-probabilities", event, error) from None
+        if len(self.token_ids) > self._max_tokens:
+            raise ServerError(f"Expected the server to send at most {self._max_tokens} tokens, but got more.")
+
+    def _take_choice(self, choice: Any) -> None:
+        piece, reason, stop = choice["logprobs"], choice["finish_reason"], choice.get("stop_reason")
+        if self.finished:
+            raise ValueError("tokens after the end")
+        if not isinstance(reason, str | None):
+            raise ValueError(f"{reason!r} is not a reason")
+        if type(stop) is int and stop not in self._step_ids:  # a server may end at ids of its own
+            self._ends |= {stop}
+        tokens = [_token_id(token, self._vocabulary) for token in _listed(piece["tokens"])]
+        logprobs = [_logprob(value) for value in _listed(piece["token_logprobs"])]
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if not self._is_over():
+                self.token_ids.append(token)
+                self._logprobs.append(logprob)
+        self._reason = reason
+
+    def response(self, name: str, chat: ChatFormat) -> Response:
+        """Return the response to request ``name``.
+
+        Raises:
+            ServerError: When the server ended it for a reason that is none of a model's.
+        """
+        if self._reason not in {"stop", "length"}:
+            raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
+        token_ids = self.token_ids[: self.num_tokens]
+        in_step = bool(token_ids) and token_ids[-1] in self._step_ids and not self._has_ended()
+        finish = finish_of(
+            len(token_ids),
+            last=token_ids[-1] if token_ids else None,
+            ended=self._has_ended() or (self._reason == "stop" and not in_step),
+            step_ids=self._step_ids,
+            limit=self._max_tokens,
+        )
+        return Response(
+            request_id=name,
+            text=chat.decode(token_ids),
+            token_ids=tuple(token_ids),
+            finish=finish,
+            logprob=math.fsum(self._logprobs[: self.num_tokens]),
+        )
+
+    def _has_ended(self) -> bool:
+        """Return whether the model has ended its turn."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._ends
+
+    def _is_over(self) -> bool:
+        """Return whether what comes now is no part of the response."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._ends | self._step_ids
+
+
+def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
+    """Return the probabilities of ``token_ids`` from the answer to ``score_body``.
+
+    Raises:
+        ServerError: When the answer does not hold them.
+    """
+    try:
+        (choice,) = answer["choices"]
+        (position,) = _listed(choice["logprobs"]["top_logprobs"])
+        found = {_token_id(token): math.exp(_logprob(value)) for token, value in position.items()}
+        if math.fsum(found[token] for token in set(token_ids) & found.keys()) > 1.0 + _SLACK:
+            raise ValueError("probabilities that add up to more than 1")
+    except _NOT_AS_AGREED as error:
+        raise _garbage("log-probabilities of the tokens asked for", answer, error) from None
+    missing = [token for token in token_ids if token not in found]
+    if missing:
+        raise ServerError(
+            f"Expected the server to give log-probabilities of all {len(token_ids)} tokens asked for, but got none for "
+            f"{len(missing)} of them, the first {missing[0]}. P(True) needs a server that knows `logprob_token_ids`, "
+            "such as vLLM's own."
+        )
+    return [found[token] for token in token_ids]
+
+
+def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str, int | None]:
+    """Return the name of the model to ask for and the longest sequence that the server says it takes.
+
+    Args:
+        answer: What the server says to ``GET /models``.
+        wanted: The name that the user gave, or None.
+        default: The name to take where the server has it and none is wanted.
+
+    Raises:
+        ServerError: When the answer is not a list of models.
+        ValueError: When the server has not the model, or several and none was named.
+    """
+    limits = {name: item.get("max_model_len") for name, item in list_models(answer).items()}
+    candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
+    for name in candidates:
+        if name in limits:
+            return name, limits[name] if type(limits[name]) is int and limits[name] > 1 else None
+    raise InputError(
+        f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
+    )
+
+
+def list_models(answer: Any) -> dict[str, Mapping[str, Any]]:
+    """Return what a server says of each of its models, by name, from its answer to ``GET /models``.
+
+    Raises:
+        ServerError: When it is not a list of models.
+    """
+    try:
+        models = {str(item["id"]): item for item in _listed(answer["data"])}
+        if not all(isinstance(item, dict) for item in models.values()):
+            raise TypeError
+    except _NOT_AS_AGREED as error:
+        raise _garbage("a list of models", answer, error) from None
+    return models
+
+
+def _token_id(token: str, vocabulary: int = LARGEST_ID) -> int:
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise ValueError(f"the token {token!r} is not written as an id: the server must be vLLM's own")
+    if (number := int(match[1])) >= vocabulary:
+        raise ValueError(f"the token {number} is none of the vocabulary's {vocabulary}")
+    return number
+
+
+def _logprob(value: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not LEAST_LOGPROB <= value <= _SLACK:  # nan is none either
+        raise ValueError(f"{value!r} is not a log-probability")
+    return min(float(value), 0.0)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return ``value`` if it is a list: strings and mappings can be walked through, too."""
+    if not isinstance(value, list):
+        raise TypeError
+    return value
+
+
+def _garbage(expected: str, got: Any, error: Exception) -> ServerError:
+    reason = str(error) if isinstance(error, ValueError) else "something else"
+    try:
+        shown = repr(got)
+    except RecursionError:
+        shown = "something nested too deeply to be shown"
+    return ServerError(f"Expected the server to send {expected}, but got {reason} in: {shown}")

@@ -1,0 +1,95 @@
+"""Which engine runs a model, and how: the record that verbs, YAML and Python share.
+
+The command line resolves its annotations, so nothing that takes seconds to import is named here, not even for types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.records import Dtype
+
+EngineName = Literal["transformers", "vllm", "openai"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Which engine runs a model, and how, whatever the model.
+
+    Attributes:
+        name: "transformers", "vllm" (an extra, faster) or "openai" (a server that runs the model; an extra).
+        dtype: Of the weights; "auto" is the engine's choice.
+        max_batch: Sequences that the engine runs at once, or requests that a server has at once; None is the engine's
+            own choice.
+        base_url: Address of the server, for the engine "openai"; None is vLLM's on this machine.
+        engine_args: Further arguments of the engine's class, such as ``{"tensor_parallel_size": 2}`` for vLLM.
+
+    Raises:
+        InputError: There is an address and no server, or ``max_batch`` is not positive.
+
+    Example:
+        >>> EngineSettings("openai", base_url="http://127.0.0.1:8000/v1").is_remote
+        True
+    """
+
+    name: EngineName = "transformers"
+    dtype: Dtype = "auto"
+    max_batch: int | None = None
+    base_url: str | None = None
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(EngineName):
+            raise unknown_name("engine", self.name, get_args(EngineName))
+        if self.base_url is not None and not self.is_remote:
+            raise InputError(
+                f"Expected `base_url` only with the engine 'openai', but got {self.base_url!r} with {self.name!r}."
+            )
+        if self.max_batch is not None and self.max_batch < 1:
+            raise InputError(f"Expected `max_batch` to be None or at least 1, but got {self.max_batch}.")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server has the model, so that what it runs is known by asking it."""
+        return self.name == "openai"
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one engine takes, where it runs on GPUs.
+
+        Example:
+            >>> EngineSettings("vllm", engine_args={"tensor_parallel_size": 4}).num_gpus
+            4
+        """
+        if self.name != "vllm":
+            return 1
+        vllm_args = {"tensor_parallel_size": 1, **self.engine_args, **self.engine_args.get("engine_args", {})}
+        return vllm_args["tensor_parallel_size"] * vllm_args.get("pipeline_parallel_size", 1)
+
+    def check_local(self) -> None:
+        """Raise InputError for a server, where the weights themselves are needed on this machine."""
+        if self.is_remote:
+            raise InputError(
+                "Expected `engine.name` to be transformers or vllm, which run here, but got 'openai', a server."
+            )
+
+    def of(self, *, revision: str | None = None, adapter: str | None = None) -> EngineOptions:
+        """Return the options for a model at ``revision`` with ``adapter``."""
+        return EngineOptions(
+            self.name, self.dtype, self.max_batch, self.base_url, dict(self.engine_args), revision, adapter
+        )
+
+
+@dataclass(frozen=True)
+class EngineOptions(EngineSettings):
+    """Which engine runs a model, how, and what it adds to the model.
+
+    Attributes:
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to sample with.
+    """
+
+    revision: str | None = None
+    adapter: str | None = None

@@ -1,0 +1,462 @@
+"""The embedded engine: sampling with Hugging Face transformers in a loop over slots."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
+from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.engines.transformers.rows import SlotRows
+from selfcal_lightning.engines.transformers.sleep import check_sleep
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.model_files.fingerprints import tensors_sha256, weights_sha256
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.models.adapter_files import read_invocation_ids
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Dtype, Request, Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LOG = logging.getLogger(__name__)
+_DEFAULT_BATCH = 64
+_HARVEST_SHARE = 8  # rows are answered, and new ones admitted, when one in eight of the batch has finished
+_COMPACT_SHARE = 0.75  # rows are moved together when fewer than this share of the slots in use are live
+_FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
+
+
+class TransformersEngine:
+    """Samples with a Hugging Face causal model, many requests at a time.
+
+    Every request holds a slot: a row of the key-value cache and of a few tensors. A step feeds one token to all slots;
+    requests that have finished are answered, their confidence query being read from their own cache, and their slots
+    go to waiting requests. A prompt is encoded once for all requests that share it. Rows stand at their own positions
+    in the cache, so that long and short ones share a batch.
+
+    Every request draws from its own stream of uniform numbers, made from its seed alone, and inverts the distribution
+    function in float64. In float32 on a CPU its text therefore does not depend on what else is in the batch; in half
+    precision or on a GPU, rounding depends on the shape of the batch, and a few texts with it.
+
+    A small model on a CPU wants one thread (``torch.set_num_threads(1)``, or OMP_NUM_THREADS=1) and 128 slots; more
+    threads than free cores make it many times slower.
+
+    Args:
+        model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
+        revision: Revision on the hub.
+        adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept beside them
+            in half precision, where merging would round it. An activated one is kept beside them: the engine samples
+            with the base model alone, and reads the confidence query with the adapter over the same cache.
+        dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+        device: "auto" is the GPU where there is one.
+        max_batch: Number of slots; None is 64. When a GPU runs out of memory it is halved, down to 1, and the work
+            begun again.
+        max_context: Longest prompt + response + query in tokens; None takes the model's own limit.
+        chat: Chat format; None derives it from the model's tokenizer, with the default query.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        adapter: str | None = None,
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        max_batch: int | None = None,
+        max_context: int | None = None,
+        chat: ChatFormat | None = None,
+    ) -> None:
+        model = resolve_model(model)
+        chat = chat or ChatFormat(load_tokenizer(model, revision=revision))
+        network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
+        self._source, self._revision, self._adapter = model, revision, adapter
+        self._adapter_sha256: str | None = None
+        self._quantization: str | None = None
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
+        self._start(network, chat, max_batch=max_batch, max_context=max_context, borrowed=False)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        chat: ChatFormat,
+        *,
+        max_batch: int | None = None,
+        max_context: int | None = None,
+        source: str | None = None,
+        revision: str | None = None,
+        adapter_sha256: str | None = None,
+        quantization: str | None = None,
+        query_ids: tuple[int, ...] | None = None,
+    ) -> TransformersEngine:
+        """Serve a model that is in memory already, such as the one in training, on its device and in its dtype.
+
+        It is put into evaluation mode while the engine works and given back as it was. Its weights may change while
+        nothing is in flight.
+
+        Args:
+            model: The model or its PEFT wrapper.
+            chat: Chat format of its tokenizer.
+            max_batch: Number of slots; None is 64.
+            max_context: Longest prompt + response + query in tokens.
+            source: Where its base weights come from, for ``describe``; None hashes the parameters in memory.
+            revision: Revision of ``source``.
+            adapter_sha256: Hash of what it carries on top of ``source``, if anything.
+            quantization: How the weights of ``source`` were quantised, such as "nf4"; None where they were not.
+            query_ids: Tokens of the query that wakes the adapter of ``model``, asleep now; None where it never sleeps.
+        """
+        engine = cls.__new__(cls)
+        engine._source, engine._revision, engine._adapter = source, revision, None
+        engine._adapter_sha256, engine._quantization = adapter_sha256, quantization
+        engine._query_ids = query_ids
+        engine._start(model, chat, max_batch=max_batch, max_context=max_context, borrowed=True)
+        return engine
+
+    def _start(
+        self,
+        network: PreTrainedModel,
+        chat: ChatFormat,
+        *,
+        max_batch: int | None,
+        max_context: int | None,
+        borrowed: bool,
+    ) -> None:
+        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
+        if max_batch < 1:
+            raise InputError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
+        self._model: CachedModel | None = CachedModel(network)
+        limit = self._model.max_positions
+        if max_context is None and limit is None:
+            raise InputError("Expected `max_context` to be given, as the model's configuration states no limit.")
+        if max_context is not None and not 1 < max_context <= (limit or max_context):
+            raise InputError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
+        self.max_context: int = max_context or limit
+        self.max_batch = max_batch
+        self.chat = chat
+        self._borrowed = borrowed
+        eos = network.generation_config.eos_token_id
+        ends = chat.end_of_turn_ids.union(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self._ends = frozenset(ends)
+        self._end_ids = torch.tensor(sorted(ends), device=self._model.device)
+        self._waiting: dict[str, Request] = {}
+        self._rows = SlotRows(max_batch, self._end_ids)
+        if self._query_ids is not None:
+            check_query(chat.query.suffix_ids, self._query_ids)
+            with torch.no_grad(), self._model.evaluation():
+                check_sleep(self._model, self._query_ids)
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time: its slots."""
+        return self.max_batch
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        """Queue ``requests`` and return their ids.
+
+        Raises:
+            ValueError: Where an id is in flight already, or a prompt leaves no room for a token and the query. None of
+                ``requests`` is queued then.
+        """
+        self._require_model()
+        in_flight = Counter([*self._waiting, *(self._rows.requests[slot].id for slot in self._rows.live())])
+        in_flight.update(request.id for request in requests)
+        repeated = [i for i, count in in_flight.items() if count > 1]
+        if repeated:
+            raise InputError(f"Expected ids to be unique among the requests in flight, but got {repeated[:5]} again.")
+        for request in requests:
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
+            if not request.prompt_ids or self._limit(request) < 1:
+                raise InputError(
+                    f"Expected the prompt of request {request.id!r} to hold at least 1 token and to leave room for a "
+                    f"response, but got {len(request.prompt_ids)} prompt tokens + {_query_length(request)} query "
+                    f"tokens in a `max_context` of {self.max_context}. Shorten the prompt or raise `max_context`."
+                )
+            check_prefix(request, self._ends)
+            if self._limit(request) <= len(request.prefix_ids):
+                raise InputError(
+                    f"Expected `prefix_ids` of request {request.id!r} to leave room for a token in a `max_context` of "
+                    f"{self.max_context}, but got {len(request.prefix_ids)} behind {len(request.prompt_ids)} prompt "
+                    f"tokens and before {_query_length(request)} query tokens. Raise `max_context`."
+                )
+        self._waiting.update((request.id, request) for request in requests)
+        return [request.id for request in requests]
+
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests and return the tokens drawn for those that hold a slot, by id."""
+        dropped = set(ids)
+        for i in dropped & self._waiting.keys():
+            del self._waiting[i]
+        slots = [slot for slot in self._rows.live() if self._rows.requests[slot].id in dropped]
+        drawn = self._rows.drawn(slots)
+        thrown_away = {self._rows.requests[slot].id: count for slot, count in zip(slots, drawn, strict=True)}
+        self._rows.release(slots)
+        return thrown_away
+
+    def poll(self) -> list[Response]:
+        """Work until one in eight of the requests in the batch has finished, and return their responses."""
+        model = self._require_model()
+        while True:
+            try:
+                with torch.no_grad(), model.evaluation():
+                    return self._work(model)
+            except torch.cuda.OutOfMemoryError:
+                if self.max_batch == 1:
+                    raise
+            self._restart_with_half()
+
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
+
+        An activated adapter reads the query that a prompt ends with, and no other token.
+
+        Raises:
+            ValueError: Where a prompt is empty or longer than ``max_context``, or the adapter was merged.
+        """
+        model = self._require_model()
+        for prompt in prompts:
+            if not 0 < len(prompt) <= self.max_context:
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        asked = {i for i in order if with_adapter and ends_with_query(prompts[i], self._query_ids)}
+        wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
+        table: dict[int, list[float]] = {}
+        bare = nullcontext() if with_adapter else self._without_adapter(model)
+        with torch.no_grad(), model.evaluation(), bare:
+            for awake in (False, True):
+                members = [i for i in order if (i in asked) == awake]
+                for chunk in _chunks(members, [len(prompts[i]) for i in members], self.max_batch):
+                    logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
+                    p = logits.double().softmax(-1)[:, wanted].tolist()
+                    table.update(zip(chunk, p, strict=True))
+        return [table[i] for i in range(len(prompts))]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the model. Weights are hashed once for a folder, anew for a model in training."""
+        model = self._require_model()
+        if self._source is None:
+            weights = tensors_sha256(model.network.state_dict().items())
+        else:
+            weights = weights_sha256(self._source, revision=self._revision)
+        adapter = self._adapter_sha256 if self._adapter is None else weights_sha256(self._adapter)
+        activated = self._query_ids is not None
+        return {
+            "engine": "transformers",
+            "model": self._source,
+            "revision": self._revision,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weights_sha256": weights,
+            # Texts and their log-probabilities are the base model's where the adapter is activated.
+            "adapter_sha256": None if activated else adapter,
+            "activated_adapter_sha256": adapter if activated else None,
+            "quantization": self._quantization,
+            "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
+        }
+
+    def close(self) -> None:
+        """Give the cache and the model back; what is in flight is lost. Closing twice is allowed."""
+        self._model = None
+        self._waiting.clear()
+        self._rows = SlotRows(self.max_batch, self._end_ids)
+
+    def _without_adapter(self, model: CachedModel) -> AbstractContextManager[Any]:
+        from peft import PeftModel
+
+        if self._query_ids is not None:  # asleep as it is
+            return nullcontext()
+        if isinstance(model.network, PeftModel):
+            return model.network.disable_adapter()
+        if self._adapter is None and self._adapter_sha256 is None:
+            return nullcontext()
+        raise InputError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
+
+    def _require_model(self) -> CachedModel:
+        if self._model is None:
+            raise RunError("Expected the engine to be open, but it has been closed. Build a new one.")
+        return self._model
+
+    def _limit(self, request: Request) -> int:
+        room = self.max_context - len(request.prompt_ids) - _query_length(request)
+        return min(request.sampling.max_new_tokens, room)
+
+    def _work(self, model: CachedModel) -> list[Response]:
+        if self._borrowed and not self._rows.live():
+            self._rows.prompts = [None] * self.max_batch
+        self._admit(model)
+        live = self._rows.live()
+        if not live:
+            return []
+        slots_in_use = live[-1] + 1
+        idle = slots_in_use - len(live)
+        wanted = -(-len(live) // _HARVEST_SHARE)
+        slots = torch.arange(slots_in_use, device=model.device)
+        width = int(self._rows.position[:slots_in_use].max()) + 1
+        while int(self._rows.done[:slots_in_use].sum()) - idle < wanted:
+            model.reserve(slots_in_use, width)
+            pending, position = self._rows.pending[:slots_in_use], self._rows.position[:slots_in_use]
+            self._rows.advance(model.extend(slots, position, pending[:, None], width, leading=True)[:, -1])
+            width += 1
+        return self._harvest(model, width)
+
+    def _admit(self, model: CachedModel) -> None:
+        """Give free slots to waiting requests and encode their prompts, each distinct one once."""
+        rows = self._rows
+        requests = list(self._waiting.values())[: self.max_batch - len(rows.live())]
+        if not requests:
+            return
+        holders = {rows.prompts[slot]: slot for slot in rows.live()}
+        slots = rows.choose(requests)
+        kept = {slot: request.prompt_ids for slot, request in zip(slots, requests, strict=True)}
+        holders |= {prompt: slot for slot, prompt in kept.items() if rows.prompts[slot] == prompt}
+        new = {prompt: slot for slot, prompt in kept.items() if prompt not in holders and len(prompt) > 1}
+        prompts = sorted(new, key=len)
+        model.reserve(max(slots) + 1, max(len(request.context_ids) for request in requests))
+        for chunk in _chunks(prompts, [len(prompt) for prompt in prompts], self.max_batch):
+            width = len(chunk[-1]) - 1
+            ids = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in chunk], device=model.device)
+            where = torch.tensor([new[prompt] for prompt in chunk], device=model.device)
+            model.extend(where, torch.zeros_like(where), ids, width)
+        holders |= new
+        copies = [(holders[p], slot) for slot, p in kept.items() if len(p) > 1 and holders[p] != slot]
+        if copies:
+            longest = max(len(kept[target]) for _, target in copies)
+            model.copy_slots([source for source, _ in copies], [target for _, target in copies], longest - 1)
+        self._read_prefixes(model, dict(zip(slots, requests, strict=True)))
+        rows.admit(slots, requests, [self._limit(request) for request in requests])
+        for request in requests:
+            del self._waiting[request.id]
+
+    def _read_prefixes(self, model: CachedModel, requests: dict[int, Request]) -> None:
+        """Encode the prefixes of the requests in their slots, which hold the prompts; each distinct one once."""
+        readers: dict[tuple[int, ...], int] = {}
+        for slot, request in requests.items():
+            if request.prefix_ids:
+                readers.setdefault(request.context_ids, slot)
+        chosen = sorted(readers.values(), key=lambda slot: len(requests[slot].prefix_ids))
+        for chunk in _chunks(chosen, [len(requests[slot].prefix_ids) for slot in chosen], self.max_batch):
+            longest = len(requests[chunk[-1]].prefix_ids)
+            # Of the prompt all but the last token is there, and of the context the last one is to come.
+            tails = [(requests[slot].prompt_ids[-1:] + requests[slot].prefix_ids)[:-1] for slot in chunk]
+            ids = torch.tensor([[*tail, *[0] * (longest - len(tail))] for tail in tails], device=model.device)
+            starts = torch.tensor([len(requests[slot].prompt_ids) - 1 for slot in chunk], device=model.device)
+            width = int(starts.max()) + longest
+            model.reserve(max(chunk) + 1, width)
+            model.extend(torch.tensor(chunk, device=model.device), starts, ids, width)
+        copies = {
+            slot: readers[request.context_ids]
+            for slot, request in requests.items()
+            if request.prefix_ids and readers[request.context_ids] != slot
+        }
+        if copies:
+            model.copy_slots(
+                list(copies.values()), list(copies), max(len(requests[slot].context_ids) for slot in copies) - 1
+            )
+
+    def _harvest(self, model: CachedModel, width: int) -> list[Response]:
+        """Answer the requests that are done and free their slots."""
+        rows = self._rows
+        finished = [slot for slot, done in enumerate(rows.done.tolist()) if done and rows.requests[slot] is not None]
+        where = torch.tensor(finished, device=model.device)
+        counts, stopped, stepped = (each[where].tolist() for each in (rows.count, rows.stopped, rows.stepped))
+        tokens, logprobs = rows.tokens[where].tolist(), rows.logprob[where].tolist()
+        masses = self._read_queries(model, [slot for slot in finished if rows.requests[slot].query is not None])
+        responses = []
+        for i, slot in enumerate(finished):
+            token_ids = tuple(tokens[i][len(rows.requests[slot].prefix_ids) : counts[i]])
+            yes, no = masses.get(slot, (None, None))
+            responses.append(
+                Response(
+                    request_id=rows.requests[slot].id,
+                    text=self.chat.decode(token_ids),
+                    token_ids=token_ids,
+                    finish="stop" if stopped[i] else "step" if stepped[i] else "length",
+                    logprob=logprobs[i],
+                    yes_mass=yes,
+                    no_mass=no,
+                )
+            )
+        rows.release(finished)
+        live = rows.live()
+        if live and not self._waiting and len(live) < _COMPACT_SHARE * (live[-1] + 1):
+            model.copy_slots(live, range(len(live)), width)
+            rows.gather(live)
+        return responses
+
+    def _read_queries(self, model: CachedModel, slots: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Return the Yes and No masses after the query of each slot, in one forward pass over the slots' own caches."""
+        if not slots:
+            return {}
+        rows = self._rows
+        where = torch.tensor(slots, device=model.device)
+        pending, stopped = rows.pending[where].tolist(), rows.stopped[where].tolist()
+        queries = [rows.requests[slot].query for slot in slots]
+        awake = self._query_ids is not None
+        if awake:
+            rows.position[where] += self._read_last_tokens(model, where)
+            stopped = [True] * len(slots)
+        inputs = [
+            list(query.suffix_ids) if ended else [last, *query.suffix_ids]
+            for query, last, ended in zip(queries, pending, stopped, strict=True)
+        ]
+        longest = max(map(len, inputs))
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in inputs], device=model.device)
+        starts = rows.position[where]
+        width = int(starts.max()) + longest
+        model.reserve(max(slots) + 1, width)
+        lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
+        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
+        p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
+        masses = {}
+        for query in dict.fromkeys(queries):
+            members = [i for i, other in enumerate(queries) if other == query]
+            yes = p[members][:, list(query.yes_ids)].sum(1).tolist()
+            no = p[members][:, list(query.no_ids)].sum(1).tolist()
+            masses |= {slots[i]: pair for i, pair in zip(members, zip(yes, no, strict=True), strict=True)}
+        return masses
+
+    def _read_last_tokens(self, model: CachedModel, where: torch.Tensor) -> torch.Tensor:
+        """Let the base model read the last tokens of responses that were cut, and return how many each has, [rows].
+
+        They are not in the cache yet, where those of a response that ended are, and are no tokens of the query.
+        """
+        rows = self._rows
+        cut = where[~rows.stopped[where]]
+        if len(cut):
+            starts = rows.position[cut]
+            width = int(starts.max()) + 1
+            model.reserve(int(cut.max()) + 1, width)
+            model.extend(cut, starts, rows.pending[cut][:, None], width)
+        return (~rows.stopped[where]).long()
+
+    def _restart_with_half(self) -> None:
+        """Put what is in flight back into the queue, give the cache back and go on with half the slots."""
+        flying = [self._rows.requests[slot] for slot in self._rows.live()]
+        self.max_batch //= 2
+        _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)
+        self._waiting = {request.id: request for request in [*flying, *self._waiting.values()]}
+        self._rows = SlotRows(self.max_batch, self._end_ids)
+        self._require_model().drop_cache()
+        torch.cuda.empty_cache()
+
+
+def _query_length(request: Request) -> int:
+    return 0 if request.query is None else len(request.query.suffix_ids)
+
+
+def _chunks(items: Sequence[Any], lengths: Sequence[int], most: int) -> list[list[Any]]:
+    """Split ``items``, sorted by length, into chunks of at most ``most`` items and few enough padded tokens."""
+    chunks: list[list[Any]] = []
+    for item, length in zip(items, lengths, strict=True):
+        if not chunks or len(chunks[-1]) == most or (len(chunks[-1]) + 1) * length > _FORWARD_TOKENS:
+            chunks.append([])
+        chunks[-1].append(item)
+    return chunks

@@ -1,0 +1,441 @@
+"""The vLLM engine: a child process of our own that runs vLLM, spoken to on token ids. Imports no vLLM itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.engines.activated_probe import query_settings
+from selfcal_lightning.engines.activated_queries import check_query
+from selfcal_lightning.engines.base import Failure
+from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
+from selfcal_lightning.engines.vllm.flights import Flight, FlightBook
+from selfcal_lightning.engines.vllm.model_files import lora_rank
+from selfcal_lightning.engines.vllm.process import (
+    StartRefusedError,
+    WorkerProcess,
+    is_cpu_build,
+    way_out,
+    worker_environment,
+)
+from selfcal_lightning.engines.vllm.records import (
+    EngineCrashedError,
+    Tally,
+    VLLMStatistics,
+    read_response,
+    wire_messages,
+)
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.model_files.fingerprints import weights_bytes, weights_sha256
+from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
+from selfcal_lightning.prompts.chat_format import ChatFormat, generation_end_ids, load_tokenizer
+from selfcal_lightning.records import Request, Response
+from selfcal_lightning.runtime.imports import is_installed, require
+
+MAX_SCORED_IDS = 128
+START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
+_logger = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """Samples with vLLM in a child process: fast, and its crashes, memory and side effects stay out of the caller's.
+
+    N samples of a prompt and their P(True) queries share their prefix through the prefix cache, on token ids
+    throughout. The process starts with the first request, after the files of a hub model were downloaded here; a first
+    start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or gives no sign of
+    life while work is in flight, it is started anew and gets the unfinished requests again, whose seeds make the same
+    texts. Requests that were in flight at a crash are then run in ever smaller groups until the one that kills the
+    engine is alone; after ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that
+    names it, and all others go on.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        revision: Its revision on the hub.
+        adapter: Folder of a LoRA adapter to sample with. With an activated one the engine samples with the base model
+            alone, and reads the confidence query with the adapter over the same cache; a self-test at the start holds
+            both, and in float32 the confidences against those of transformers, for which the model is loaded once more.
+        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. In half precision
+            the output layer computes in float32 all the same, for P(True).
+        max_context: Longest prompt + response + query in tokens; None is the model's own limit, or, with a warning,
+            the longest that the cache holds. vLLM counts one token more, so at the model's limit one is lost.
+        chat: The model's chat format; None reads it from the model's tokenizer.
+        stop_token_ids: Ids that end a response; None takes the chat format's and those of the generation settings.
+        devices: GPUs for this engine, as the caller counts them; None leaves the choice to vLLM.
+        tensor_parallel_size: GPUs that share one model.
+        gpu_memory_utilization: Share of each GPU's memory for weights and cache; None is vLLM's default.
+        kv_cache_memory_bytes: Size of the cache; None is 1 GiB on CPU, on GPU what ``gpu_memory_utilization`` leaves.
+            It should hold prompt + response of ``max_batch`` samples, or the P(True) pass finds nothing in it.
+        max_batch: Most sequences in one step; None is vLLM's default for the machine, 1,024 on GPUs of 70 GB and more.
+        enforce_eager: Whether to run without CUDA graphs; None does on CPU.
+        num_threads: OpenMP threads of the child; None is 1 on CPU.
+        engine_args: Further arguments of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``. A model whose
+            output layer is quantised needs ``{"hf_overrides": {"head_dtype": "model"}}``.
+        max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
+            between: an engine that crashes over whatever it is given is broken.
+        max_attempts: Crashes after which a request that is alone in the engine is quarantined.
+        start_timeout: Longest start in seconds, when the model's files are there; None is 15 minutes and a second for
+            every 100 MB of its weights.
+        stall_timeout: Longest silence in seconds, with work in flight, before the process is taken for dead.
+        log_path: File for the child's output; None makes a temporary one, kept only after a crash.
+
+    Raises:
+        ImportError: When vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        adapter: str | None = None,
+        dtype: str | None = None,
+        max_context: int | None = None,
+        chat: ChatFormat | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        devices: Sequence[int] | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        max_batch: int | None = None,
+        enforce_eager: bool | None = None,
+        num_threads: int | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+        max_restarts: int = 5,
+        max_attempts: int = 3,
+        start_timeout: float | None = None,
+        stall_timeout: float = 600.0,
+        log_path: str | None = None,
+    ) -> None:
+        if not is_installed("vllm"):
+            require("vllm", extra="vllm")
+        limits = (
+            ("max_batch", 1 if max_batch is None else max_batch, 1),
+            ("max_attempts", max_attempts, 1),
+            ("max_restarts", max_restarts, 0),
+        )
+        for name, value, least in limits:
+            if value < least:
+                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        model = resolve_model(model)
+        self.model, self.revision, self.adapter = model, revision, adapter
+        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
+        self._settings: dict[str, Any] = {
+            "dtype": None if dtype == "auto" else dtype,
+            "max_context": max_context,
+            "stop_token_ids": None if stop_token_ids is None else sorted(stop_token_ids),
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "max_batch": max_batch,
+            "enforce_eager": enforce_eager,
+            "engine_args": dict(engine_args or {}),
+        }
+        self._devices, self._num_threads = devices, num_threads
+        self._max_restarts, self._max_attempts = max_restarts, max_attempts
+        self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
+        self._log_path = None if log_path is None else Path(log_path)
+        self._chat = chat
+        self._process: WorkerProcess | None = None
+        self._owner = 0
+        self._closed = False
+        self._limits: dict[str, Any] = {}
+        self._cancel_calls = self._cancel_answers = 0
+        self._drawn: dict[int, int] = {}
+        self._book = FlightBook()
+        self._in_flight = InFlight()
+        self._crashes_in_a_row = 0
+        self._quarantined_in_a_row: set[tuple[int, ...]] = set()
+        self._tally = Tally()
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt + response + query, in tokens."""
+        self._ensure_started()
+        return self._limits["max_context"]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that it works on at a time: the sequences of one step."""
+        self._ensure_started()
+        return self._limits["max_batch"]
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        """Queue ``requests`` and return their ids.
+
+        Raises:
+            ValueError: When a prompt leaves no room for a response and the query, or an id is already in flight.
+        """
+        self._ensure_started()
+        self._in_flight.check_new(requests)
+        for request in requests:
+            if self._query_ids is not None and request.query is not None:
+                check_query(request.query.suffix_ids, self._query_ids)
+            self._check_ids(f"the prompt of request {request.id!r}", request.context_ids)
+            check_prefix(request, self._settings["stop_token_ids"])
+            self._room(request)
+        numbers = self._book.add(
+            Flight(request.id, tuple(map(int, request.context_ids)), request) for request in requests
+        )
+        self._in_flight.begin(dict(zip((request.id for request in requests), numbers, strict=True)))
+        self._feed()
+        return [request.id for request in requests]
+
+    def poll(self) -> list[Response]:
+        """Wait for responses and return those that finished; empty only when nothing is in flight.
+
+        Raises:
+            RequestsFailedError: Requests were not answered; all others go on.
+            EngineCrashedError: The process failed more than ``max_restarts`` times in a row.
+        """
+        while len(self._book) and not self._in_flight.has_news:
+            self._work()
+        return self._in_flight.deliver()
+
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        """Drop requests, queued or running, and return the tokens drawn for those that the child had begun, by id.
+
+        Waits for the child's answer, one step at most; cancel many at once. What a child drew that is lost before it
+        answers is unknown and left out.
+        """
+        thrown_away, names = self._in_flight.drop(ids)
+        self._tally.add(cancelled=len(names))
+        running = [number for number in names if self._book.drop(number)]
+        drawn = self._drop_in_child(running) if running else {}
+        self._feed()
+        return thrown_away | {names[number]: count for number, count in drawn.items()}
+
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float] | None]:
+        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
+
+        Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
+        the engine, or that vLLM refuses. An activated adapter reads the query that a prompt ends with, and no other
+        token.
+
+        Raises:
+            ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
+        """
+        self._ensure_started()
+        self._check_ids("`token_ids`", token_ids)
+        for index, prompt in enumerate(prompts):
+            self._check_ids(f"prompt {index}", prompt)
+            if not 1 <= len(prompt) <= self.max_context:
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
+        chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
+        flights = [
+            Flight(
+                f"prompt {index} of next_token_probabilities",
+                tuple(map(int, prompt)),
+                token_ids=chunk,
+                with_adapter=with_adapter,
+            )
+            for index, prompt in enumerate(prompts)
+            for chunk in chunks
+        ]
+        numbers = self._book.add(flights, first=True)
+        self._in_flight.expect_scores(numbers)
+        while self._in_flight.awaits_any(numbers):
+            self._work()
+        answers = self._in_flight.take_scores(numbers)
+        return read_scores([answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts))])
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the model, and beside it what runs it."""
+        self._ensure_started()
+        return {
+            "engine": "vllm",
+            "engine_version": self._limits["version"],
+            "dtype": self._limits["dtype"],
+            "head_dtype": self._limits["head_dtype"],
+            "model": self.model,
+            "revision": self.revision,
+            "weights_sha256": weights_sha256(self.model, revision=self.revision),
+            **adapter_identity(self.adapter),
+        }
+
+    def close(self) -> None:
+        """End the child process, which gives all its memory back. Closing twice is allowed."""
+        self._closed = True
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
+            process.close()
+
+    def statistics(self) -> VLLMStatistics:
+        """Return what the engine has done so far."""
+        return self._tally.read()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def _room(self, request: Request) -> int:
+        return response_room(request, self._limits["max_context"])
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        size = self._limits["vocabulary"]
+        if len(ids) and not 0 <= min(ids) <= max(ids) < size:
+            raise InputError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
+
+    def _ensure_started(self) -> None:
+        if self._closed:
+            raise RunError("Expected the engine to be open, but it was closed.")
+        while self._process is None:
+            self._start()
+
+    def _start(self) -> None:
+        check_model_folder(self.model)
+        if self._chat is None:
+            self._chat = ChatFormat(load_tokenizer(self.model, revision=self.revision))
+        if self._settings["stop_token_ids"] is None:
+            ends = self._chat.end_of_turn_ids | generation_end_ids(self.model, revision=self.revision)
+            self._settings["stop_token_ids"] = sorted(ends)
+        # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
+        folder = model_folder(self.model, revision=self.revision)
+        rank = None if self.adapter is None else lora_rank(self.adapter)
+        settings = {**self._settings, "model": str(folder), "adapter": self.adapter, "lora_rank": rank}
+        activated = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
+        settings["activated"] = activated
+        timeout = self._start_timeout
+        if timeout is None:
+            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / START_BYTES_A_SECOND
+        environment = worker_environment(
+            os.environ,
+            on_cpu=is_cpu_build(),
+            devices=self._devices,
+            num_threads=self._num_threads,
+            activated_adapter=self.adapter if self._query_ids else None,
+        )
+        self._owner = os.getpid()
+        self._tally.add(starts=1)
+        self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
+        is_first = not self._limits
+        try:
+            self._limits = self._process.start(settings, timeout=timeout)
+        except (EOFError, OSError) as error:
+            in_vain = isinstance(error, StartRefusedError) or self._crashes_in_a_row > 0
+            self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
+            return
+        if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
+            _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)
+        self._settings["max_context"] = self._limits["max_context"]  # the same after a restart
+        if is_first and activated is not None and self._limits["dtype"] == "float32":
+            self._check_against_module(activated)
+
+    def _check_against_module(self, activated: dict[str, Any]) -> None:
+        """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
+        from selfcal_lightning.engines.transformers.sleep import hold_against_module
+
+        told, origin = self._limits["probe"], {"model": self.model, "revision": self.revision, "adapter": self.adapter}
+        try:
+            hold_against_module(told["awake"], told["contexts"], activated, engine="vLLM", **origin)
+        except ValueError:
+            self.close()
+            raise
+
+    def _work(self) -> None:
+        """Feed the child, wait for what it says and take it in."""
+        self._ensure_started()
+        self._feed()
+        if self._process is not None:
+            self._listen()
+            self._feed()
+
+    def _listen(self) -> None:
+        """Wait for what the child says and take it in."""
+        try:
+            messages = self._process.channel.receive(timeout=self._stall_timeout)
+            if not messages:
+                raise EOFError(f"it gave no sign of life for {self._stall_timeout:g} seconds")
+        except EOFError as error:
+            self._on_crash(str(error))
+            return
+        for message in messages:
+            if message["event"] == "cancelled":
+                self._cancel_answers = message["call"]
+                self._drawn.update(message["drawn"])
+            else:
+                self._take_results(message)
+
+    def _drop_in_child(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Make the child drop flights and return the tokens drawn for those that it had begun, by number."""
+        process, self._drawn = self._process, {}
+        if process is None:
+            return {}
+        self._cancel_calls += 1
+        self._send({"op": "cancel", "ids": numbers, "call": self._cancel_calls})
+        while self._process is process and self._cancel_answers < self._cancel_calls:
+            self._listen()
+        return {number: self._drawn[number] for number in numbers if number in self._drawn}
+
+    def _feed(self) -> None:
+        """Give the child what it may have now: enough that it never runs dry between two polls."""
+        if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
+            return
+        for message in list(wire_messages(group, self._room)):  # a crash on the way puts the whole group back
+            self._send(message)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.channel.send(message)
+        except OSError as error:
+            self._on_crash(f"it takes no messages: {error}")
+
+    def _take_results(self, message: dict[str, Any]) -> None:
+        self._tally.hear(message["counters"])
+        for sample in message["samples"]:
+            if flight := self._finish(sample["id"]):
+                self._in_flight.answer(read_response(flight.name, sample, self._chat))
+            else:  # it finished while the message that cancels it was on its way
+                self._drawn[sample["id"]] = len(sample["token_ids"])
+        for score in message["scores"]:
+            if self._finish(score["id"]):
+                self._in_flight.score(score["id"], score["probabilities"])
+        for failed in message["failed"]:
+            if flight := self._finish(failed["id"]):
+                self._refuse(failed["id"], flight, failed["error"])
+
+    def _finish(self, number: int) -> Flight | None:
+        flight = self._book.finish(number)
+        if flight is not None:
+            self._crashes_in_a_row = 0
+            self._quarantined_in_a_row.clear()
+        return flight
+
+    def _refuse(self, number: int, flight: Flight, reason: str) -> None:
+        failure = Failure(reason, is_refusal=True)
+        if flight.request is None:
+            self._in_flight.score(number, failure)
+        else:
+            self._in_flight.fail(flight.name, failure)
+
+    def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
+        """Bury the child, queue its work again and decide whether to go on; the next piece of work starts another."""
+        process, self._process = self._process, None
+        report = process.bury()
+        self._tally.add(crashes=1)
+        self._crashes_in_a_row += 1
+        for number, flight in self._book.crash(max_attempts=self._max_attempts):
+            self._crashes_in_a_row = 0
+            self._tally.add(quarantined=1)
+            self._quarantined_in_a_row.add(flight.prompt)
+            told = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
+            self._refuse(number, flight, told)
+        prompts = len(self._quarantined_in_a_row)
+        if fatal or max(self._crashes_in_a_row, prompts) > self._max_restarts:
+            self._closed = True
+            times = f"failed {self._crashes_in_a_row} time(s) in a row"
+            if prompts > self._max_restarts:
+                times = f"crashed over {prompts} different prompts in a row"
+            last = f"the last time because {reason}. {way_out(report)}{report}"
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times}, {last}")
+        _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)

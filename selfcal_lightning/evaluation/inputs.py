@@ -1,0 +1,369 @@
+"""Where an evaluation's samples come from: models that are sampled now, or pools that were recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint, leading_ids
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.sides import ModelSide, SamplingOptions, score_again
+from selfcal_lightning.generation.process_share import GenerationSettings
+from selfcal_lightning.generation.running import sample_questions
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.pools.recorded import RecordedPool, check_place, load_recorded_pool
+from selfcal_lightning.pools.texts import texts_digest
+from selfcal_lightning.records import Question, question_hash
+from selfcal_lightning.runtime.path_names import check_path_name
+from selfcal_lightning.tasks.parts import Part
+from selfcal_lightning.tasks.registry import load_some
+
+CALIBRATION = "calibration"
+DISJOINT = (
+    "Numbers on questions that something was fitted on flatter. Give them different splits or files, or let "
+    "`calibration_share` set some questions of one recorded pool aside."
+)
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Test questions of one task.
+
+    Attributes:
+        name: Short name in tables and in the keys of ``results.json``, such as "id" or "ood".
+        task: The task.
+        split: Split of the task's data set.
+        path: Local file, of a `local_...` task in the one format of questions, else with the hub's columns; None reads
+            the hub (or, for generated tasks, makes the questions).
+        part: The part of them that is set aside: train, validation or calibration, by a hash of their texts; None takes
+            all.
+        limit: The first so many questions; None takes all.
+        offset: Questions to skip before that.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+    """
+
+    name: str
+    task: str
+    split: str = "test"
+    path: str | None = None
+    part: Part | None = None
+    limit: int | None = None
+    offset: int = 0
+    chain_of_thought: bool = True
+
+
+@dataclass(frozen=True)
+class PoolSource:
+    """Recorded samples of one side: a JSON-lines pool, or a split of a store.
+
+    Attributes:
+        name: Whose samples, such as "base" or "calibrated".
+        path: The file, or the folder of the store.
+        split: Split to read; None reads all.
+        task: Task of all questions of a file; None takes the field "task" of every line.
+        test: Name of the test set in the results; None takes the split, or "test".
+        confidences: Annotations of the store to read (``selfcal score`` and ``selfcal predict`` write them).
+        limit: The first so many questions; None takes all.
+    """
+
+    name: str
+    path: str
+    split: str | None = None
+    task: str | None = None
+    test: str | None = None
+    confidences: tuple[str, ...] = ()
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is evaluated.
+
+    Attributes:
+        tests: Samples by test set, then by side.
+        calibration: Samples of the calibration questions by side; empty without them.
+        same_texts: By test set, whether all sides, of which there are several, hold the same texts.
+    """
+
+    tests: Mapping[str, Mapping[str, RecordedPool]]
+    calibration: Mapping[str, RecordedPool]
+    same_texts: Mapping[str, bool] = field(default_factory=dict)
+
+
+def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *, texts: bool = False) -> Inputs:
+    """Read recorded samples.
+
+    Args:
+        pools: The sides' samples of the test questions; one side of a test set each.
+        calibration: One pool a side, or one for all sides; may be empty.
+        texts: Whether the responses' texts are wanted.
+
+    Raises:
+        InputError: Two pools are the same side of the same test set, or a side has no calibration questions while
+            another has.
+    """
+    check_pools(pools, calibration)
+    tests: dict[str, dict[str, RecordedPool]] = {}
+    for source in pools:
+        tests.setdefault(test_of(source), {})[source.name] = _read(source, texts=texts)
+    found = {source.name: source for source in calibration}
+    sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
+    places = {test: [source for source in pools if test_of(source) == test] for test in tests}
+    same = {
+        test: len(sources) > 1 and _are_equal(texts_digest(one.path, split=one.split, task=one.task) for one in sources)
+        for test, sources in places.items()
+    }
+    return Inputs(tests, {side: _read(found[side], texts=texts) for side in sides}, same)
+
+
+def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
+    """Refuse pools that cannot be compared, by their names and places alone.
+
+    Raises:
+        InputError: There is no pool, a name cannot be that of a file, two pools are the same side of the same test
+            set, or a side has no calibration questions while another has.
+        FileNotFoundError: A pool is not there.
+    """
+    if not pools:
+        raise InputError(
+            "Expected `pools` to name at least one recorded pool, such as `--pools '{base: pool.jsonl}'`, but got none."
+        )
+    for source in [*pools, *calibration]:
+        check_path_name("pools.name", source.name)
+        check_place(source.path)
+    seen: set[tuple[str, str]] = set()
+    for source in pools:
+        test = check_path_name("pools.test", test_of(source))
+        if (test, source.name) in seen:
+            raise InputError(f"Expected one pool for side {source.name!r} of test set {test!r}, but got two.")
+        seen.add((test, source.name))
+    sides = list(dict.fromkeys(source.name for source in pools))
+    found = {source.name for source in calibration}
+    if calibration and (len(found) < len(calibration) or not found >= set(sides)):
+        raise InputError(
+            f"Expected one calibration pool for each of {', '.join(sides)}, but got {[s.name for s in calibration]}. "
+            "Each side is calibrated on samples of its own."
+        )
+
+
+def test_of(source: PoolSource) -> str:
+    """Return the name of the test set that a pool belongs to."""
+    return source.test or source.split or "test"
+
+
+def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
+    """Set a share of the questions of recorded pools aside for calibration, by a hash of their ids.
+
+    Args:
+        inputs: One test set without calibration questions.
+        share: Of the questions, above 0 and below 1.
+
+    Raises:
+        InputError: The share is out of its range or leaves a part empty, there are calibration questions already, or
+            there is more than one test set.
+    """
+    if not 0.0 < share < 1.0:
+        raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
+    if inputs.calibration or len(inputs.tests) > 1:
+        raise InputError("Expected `calibration_share` with one test set and no calibration questions, but got more.")
+    ((test, pools),) = inputs.tests.items()
+    # All sides answer the same questions, so the hash sets the same ones aside; what is one question under several ids
+    # goes to one part.
+    leaders = leading_ids([entry.question for pool in pools.values() for entry in pool.entries])
+    ids = sorted(set(leaders.values()), key=question_hash)
+    chosen = set(ids[: round(share * len(ids))])
+    if len(chosen) < 2 or len(chosen) == len(ids):
+        raise InputError(f"Expected enough questions for both parts, but got {len(ids)} in all at a share of {share}.")
+    aside = {name for name, leader in leaders.items() if leader in chosen}
+    kept = leaders.keys() - aside
+    return Inputs(
+        {test: {side: pool.subset(kept) for side, pool in pools.items()}},
+        {side: pool.subset(aside) for side, pool in pools.items()},
+        inputs.same_texts,
+    )
+
+
+def check_inputs(inputs: Inputs) -> Inputs:
+    """Return the inputs with the questions of each test set in one order on all sides.
+
+    Raises:
+        ValueError: The sides of a test set have different questions, or it shares some with a side's calibration.
+    """
+    aligned = {test: _same_questions(test, pools) for test, pools in inputs.tests.items()}
+    for test, pools in aligned.items():
+        for side, pool in pools.items():
+            if side in inputs.calibration:
+                check_disjoint(
+                    (entry.question for entry in inputs.calibration[side].entries),
+                    (entry.question for entry in pool.entries),
+                    names=(f"the calibration questions of {side!r}", f"test set {test!r}"),
+                    way_out=DISJOINT,
+                )
+    return replace(inputs, tests=aligned)
+
+
+def sides_apart(inputs: Inputs) -> str | None:
+    """Return a sentence where there are several sides and no test set is on two of them, else None."""
+    tests: dict[str, list[str]] = {}
+    for test, pools in inputs.tests.items():
+        for side in pools:
+            tests.setdefault(side, []).append(test)
+    if len(tests) < 2 or any(len(pools) > 1 for pools in inputs.tests.values()):
+        return None
+    found = ", ".join(f"{side} has {' and '.join(map(repr, names))}" for side, names in tests.items())
+    return (
+        f"No two sides are compared: none of the test sets is on two of them ({found}). Pools of one test set have one "
+        "split name; where they have not, give each its `test` in the list form of `pools`."
+    )
+
+
+def sample_models(
+    sides: Mapping[str, ModelSide],
+    tests: Sequence[TestSet],
+    calibration: TestSet | None,
+    folder: Path,
+    options: SamplingOptions,
+    *,
+    texts: bool = False,
+) -> Inputs:
+    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
+
+    Args:
+        sides: The models by side; one that is judged on the responses of another comes after that one.
+        tests: The test sets.
+        calibration: The calibration questions, or None.
+        folder: The stores go under ``folder/samples/SIDE``.
+        options: How they are sampled.
+        texts: Whether the responses' texts are wanted.
+    """
+    check_names(tests)
+    if calibration is not None:
+        _check_questions(tests, calibration)
+    found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
+    for side, model in sides.items():
+        store = folder / "samples" / (model.responses_of or side)
+        for test in [*tests, *([] if calibration is None else [calibration])]:
+            name = CALIBRATION if test is calibration else test.name
+            if model.responses_of is None:
+                _sample(side, model, test, name, store, options)
+                pool = load_recorded_pool(store, split=name, texts=texts)
+            else:
+                pool = score_again(model, store, name, options, texts=texts)
+            found.setdefault(name, {})[side] = pool
+    places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
+    same = {
+        test.name: len(sides) > 1
+        and (len(set(places.values())) == 1 or _are_equal(texts_digest(p, split=test.name) for p in places.values()))
+        for test in tests
+    }
+    return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}), same)
+
+
+def _are_equal(digests: Iterable[int]) -> bool:
+    first, *others = digests
+    return all(other == first for other in others)
+
+
+def check_names(tests: Sequence[TestSet]) -> None:
+    """Raise InputError unless there are test sets and their names differ."""
+    if not tests:
+        raise InputError(
+            "Expected `tests` to name at least one test set to sample, such as `--tests '[{name: id, task: gsm8k}]'`, "
+            "but got none."
+        )
+    names = [check_path_name("tests.name", test.name) for test in tests]
+    if len(set(names)) < len(names) or CALIBRATION in names:
+        raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
+
+
+def sampling_run(
+    test: TestSet, name: str, model: ModelSide, store: Path, options: SamplingOptions
+) -> GenerationSettings:
+    """Return the run that samples a test set from a model.
+
+    Args:
+        test: The test set.
+        name: Split of the store that its samples are kept under.
+        model: The model, perhaps with an adapter.
+        store: Folder of the store.
+        options: How it is sampled.
+    """
+    return GenerationSettings(
+        model=resolve_model(model.model),
+        store_dir=str(store),
+        task=[test.task],
+        split=test.split,
+        path=test.path,
+        part=test.part,
+        limit=test.limit,
+        offset=test.offset,
+        store_split=name,
+        chain_of_thought=test.chain_of_thought,
+        num_samples=options.num_samples,
+        engine=options.engine.of(adapter=model.adapter),
+        sampling=options.sampling,
+        seed=options.seed,
+        query=options.query,
+        prompt=options.prompt,
+        questions_per_shard=64,
+        max_failures=MAX_FAILURES,
+    )
+
+
+def _sample(side: str, model: ModelSide, test: TestSet, name: str, store: Path, options: SamplingOptions) -> None:
+    sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
+    sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
+
+
+def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
+    """Return the pools with their questions in the order of the first side; pairs need the same ones."""
+    sides = list(pools)
+    order = {entry.question.id: position for position, entry in enumerate(pools[sides[0]].entries)}
+    aligned = {}
+    for side, pool in pools.items():
+        ids = {entry.question.id for entry in pool.entries}
+        if ids != set(order):
+            unshared = sorted(ids ^ set(order))
+            lacks = side if unshared[0] in order else sides[0]
+            raise InputError(
+                f"Expected all sides of test set {test!r} to answer the same questions, but got {len(unshared)} that "
+                f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks. Evaluate "
+                "them apart, one call a side, or sample the rest."
+            )
+        entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
+        aligned[side] = replace(pool, entries=tuple(entries))
+    return aligned
+
+
+def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
+    """Raise ValueError where a test set shares questions with the calibration split, before anything is sampled."""
+    fitted_on = _questions(calibration)
+    for test in tests:
+        names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
+        check_disjoint(fitted_on, _questions(test), names=names, way_out=DISJOINT)
+
+
+def _questions(test: TestSet) -> list[Question]:
+    return load_some(
+        test.task,
+        test.split,
+        path=test.path,
+        part=test.part,
+        chain_of_thought=test.chain_of_thought,
+        offset=test.offset,
+        limit=test.limit,
+    )
+
+
+def _read(source: PoolSource, *, texts: bool) -> RecordedPool:
+    return load_recorded_pool(
+        source.path,
+        split=source.split,
+        task=source.task,
+        confidences=source.confidences,
+        limit=source.limit,
+        texts=texts,
+    )

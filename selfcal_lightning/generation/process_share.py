@@ -1,0 +1,136 @@
+"""One process's share of a run: its settings, its engine, and its own part of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.engines.checking import check_engine
+from selfcal_lightning.engines.opening import load_chat, open_engine
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.generation.sampler import GenerationReport, check_questions, generate_samples, store_fingerprint
+from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.store.manifest import check_place
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.parts import Part
+from selfcal_lightning.tasks.registry import load_some
+from selfcal_lightning.tasks.sources import check_source
+
+if TYPE_CHECKING:
+    from selfcal_lightning.prompts.chat_format import ChatFormat
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What every process of a run has in common: the arguments of ``selfcal generate``, resolved."""
+
+    model: str
+    store_dir: str
+    task: list[str]
+    split: str
+    path: str | None
+    part: Part | None
+    limit: int | None
+    offset: int
+    store_split: str
+    chain_of_thought: bool
+    prompt: Prompt | None
+    num_samples: int
+    engine: EngineOptions
+    sampling: SamplingSettings
+    seed: int
+    query: str
+    questions_per_shard: int
+    max_failures: int
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
+        """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
+        records = {
+            "engine": EngineOptions(**content["engine"]),
+            "sampling": SamplingSettings(**content["sampling"]),
+            "prompt": None if content["prompt"] is None else Prompt.from_json(content["prompt"]),
+        }
+        return cls(**{**content, **records})
+
+    def chat(self) -> ChatFormat:
+        """Load the tokenizer and return the chat format of the model."""
+        return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
+
+    def check(self) -> None:
+        """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
+        for name in ("num_samples", "questions_per_shard", "max_failures"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
+        if not self.task:
+            raise InputError("Expected `task` to name at least one task, but got none.")
+        if self.path is not None and len(self.task) > 1:
+            raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
+        for name in self.task:
+            check_source(name, self.split, path=self.path, offset=self.offset, limit=self.limit)
+        check_place(Path(self.store_dir))
+        check_engine(self.engine, self.model)
+
+    def questions(self) -> list[Question]:
+        """Load the questions of all tasks."""
+        questions = [
+            question
+            for name in self.task
+            for question in load_some(
+                name,
+                self.split,
+                path=self.path,
+                part=self.part,
+                chain_of_thought=self.chain_of_thought,
+                offset=self.offset,
+                limit=self.limit,
+                prompt=self.prompt,
+            )
+        ]
+        check_questions(questions)
+        return questions
+
+
+def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
+    """Load the model and sample one share into its own part of the store.
+
+    Args:
+        settings: The run.
+        shard: (i, n), this process's share.
+        progress: Whether to show how far it is.
+    """
+    questions, chat = settings.questions(), settings.chat()
+    engine = open_engine(settings.engine, settings.model, chat=chat)
+    try:
+        store = SampleStore.create_or_open(
+            settings.store_dir,
+            store_fingerprint(engine, chat, settings.sampling, settings.seed),
+            num_samples=settings.num_samples,
+            engine=engine.describe(),
+        )
+        return generate_samples(
+            questions,
+            split=settings.store_split,
+            engine=engine,
+            chat=chat,
+            store=store,
+            num_samples=settings.num_samples,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            part=part_name(shard),
+            shard=shard,
+            questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
+            progress=progress,
+        )
+    finally:
+        engine.close()
+
+
+def part_name(shard: tuple[int, int]) -> str:
+    """Return the name of the part that share (i, n) is written to."""
+    return f"rank-{shard[0]}-of-{shard[1]}"

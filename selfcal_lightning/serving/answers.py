@@ -1,0 +1,149 @@
+"""What ``selfcal answer`` prints: a few lines for people, or an object of JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.records import Finish, Question, Sample, Verdict
+from selfcal_lightning.tasks.registry import get_task
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a question.
+
+    Attributes:
+        question: The question.
+        verdict: What the strategy concluded, and what it cost.
+        max_samples: The strategy's budget.
+        response: Text of the most confident response that gave the answer; None where there is none.
+        withheld_by: Why the answer is withheld; None where it is given.
+        finish: "stop" where the model ended that response, "length" where the token limit cut it after the answer.
+        samples_cut: Samples used that the token limit cut; those that state no answer count as unreadable.
+    """
+
+    question: Question
+    verdict: Verdict
+    max_samples: int
+    response: str | None
+    withheld_by: str | None = None
+    finish: Finish | None = None
+    samples_cut: int = 0
+
+    @property
+    def answer(self) -> str | None:
+        """The answer in the task's canonical form; None where there is none, or it is withheld."""
+        return self.verdict.answer if self.withheld_by is None else None
+
+    @property
+    def confidence(self) -> float | None:
+        """How sure the strategy is of its answer, in [0, 1]; None where it cannot say."""
+        return self.verdict.confidence
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the answer is right; None where there is no reference or the answer is withheld."""
+        return self.verdict.correct if self.withheld_by is None else None
+
+    @property
+    def samples_used(self) -> int:
+        """Samples that the answer took."""
+        return self.verdict.samples_used
+
+    @property
+    def stopped(self) -> Literal["early", "budget"]:
+        """What ended the sampling: the strategy's rule, or its budget."""
+        return "early" if self.verdict.stopped_early else "budget"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON types; a withheld one is null."""
+        given = self.withheld_by is None
+        return {
+            "id": self.question.id,
+            "question": self.question.text,
+            "task": self.question.task,
+            "answer": self.answer,
+            "confidence": self.verdict.confidence,
+            "withheld": not given,
+            "correct": self.correct,
+            "stopped": self.stopped,
+            "samples_used": self.verdict.samples_used,
+            "samples_generated": self.verdict.samples_generated,
+            "tokens_used": self.verdict.tokens_used,
+            "tokens_generated": self.verdict.tokens_generated,
+            "samples_cut": self.samples_cut,
+            "response": self.response if given else None,
+            "finish": self.finish if given else None,
+        }
+
+    def as_text(self) -> str:
+        """Return the answer in three lines: question, answer, and how sure and how costly it is."""
+        verdict = self.verdict
+        if self.withheld_by is not None:
+            answer = f"(withheld: {self.withheld_by})"
+        elif verdict.answer is None:
+            kind = _article(get_task(self.question.task).answer_type)
+            answer = f"(none: no response could be read as {kind}{self._cut()})"
+        else:
+            judged = {True: "   (right)", False: "   (wrong)", None: ""}[verdict.correct]
+            answer = f"{verdict.answer}{judged}"
+        sure = "none" if verdict.confidence is None else f"{verdict.confidence:.3f}"
+        why = "stopped early" if verdict.stopped_early else "the whole budget"
+        used = f"{verdict.samples_used} of at most {self.max_samples} samples ({why})"
+        cost = f"{verdict.tokens_generated} tokens"
+        if (extra := verdict.samples_generated - verdict.samples_used) > 0:
+            cost += f", {extra} more samples begun"
+        return f"Q  {' '.join(self.question.text.split())}\nA  {answer}\n   confidence {sure}, {used}, {cost}"
+
+    def _cut(self) -> str:
+        """Return how many responses the token limit cut, for who wonders why none could be read."""
+        if not self.samples_cut:
+            return ""
+        return f"; the token limit cut {self.samples_cut} of {self.verdict.samples_used}: raise `max_new_tokens`"
+
+
+def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str | None) -> Sample | None:
+    """Return the sample used that gave the verdict's answer with the most confidence, the first on ties."""
+    agreeing = [s for s in samples[: verdict.samples_used] if s.answer is not None and s.answer == verdict.answer]
+    if not agreeing:
+        return None
+    values = [None if confidence is None else confidence_of(sample, confidence) for sample in agreeing]
+    ranks = [float("-inf") if value is None else value for value in values]
+    return agreeing[ranks.index(max(ranks))]
+
+
+def summarise(answers: Sequence[Answer], *, failed: int) -> str:
+    """Return what a run gave and cost in one line.
+
+    Args:
+        answers: The answers, at least one.
+        failed: Samples that the engine gave up.
+    """
+    verdicts = [answer.verdict for answer in answers]
+    parts = [
+        f"{len(answers):,} questions",
+        f"{fmean(v.samples_used for v in verdicts):.2f} samples used and "
+        f"{fmean(v.samples_generated for v in verdicts):.2f} generated on average",
+        f"{sum(v.tokens_generated or 0 for v in verdicts):,} tokens",  # live samples know their length
+        f"{sum(v.stopped_early for v in verdicts):,} stopped early",
+    ]
+    if unread := sum(v.answer is None for v in verdicts):
+        parts.append(f"{unread:,} without a readable answer")
+    if cut := sum(answer.samples_cut for answer in answers):
+        parts.append(f"{cut:,} samples cut by the token limit (`max_new_tokens`)")
+    if withheld := sum(answer.withheld_by is not None for answer in answers):
+        parts.append(f"{withheld:,} withheld")
+    judged = [a.verdict.correct for a in answers if a.withheld_by is None and a.verdict.correct is not None]
+    if judged:
+        parts.append(f"{sum(judged):,} right of {len(judged):,} given that have a reference")
+    if failed:
+        parts.append(f"{failed:,} samples failed in the engine and were taken as unreadable")
+    return "; ".join(parts)
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

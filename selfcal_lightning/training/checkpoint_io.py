@@ -1,0 +1,173 @@
+"""Checkpoint files: written so that a kill leaves the old one or the new one, read without running what is in them."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.runtime.files import open_atomically, remove_abandoned
+
+# What every checkpoint of Lightning holds, weights-only ones too.
+LIGHTNING_KEYS = ("state_dict", "pytorch-lightning_version", "epoch", "global_step")
+ZIP_START = b"PK\x03\x04"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name in its own folder, flushes it to the disk and renames it.
+
+    Lightning's default writes through the temporary folder of the machine and does not flush: after a power cut, or
+    where that folder is another disk, the file can be cut short. ``selfcal fit`` uses this class by default; in Python
+    it is ``Trainer(plugins=[AtomicCheckpointIO()])``. Addresses such as "s3://..." are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before.
+
+        Raises:
+            ValueError: The path was an address before it became a ``Path``, which takes one slash of "://" away.
+            OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
+        """
+        if storage_options is not None or is_address(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if re.match(r"\w{2,}:/", str(path)):
+            raise InputError(
+                f"Expected the address of a checkpoint to be text, but got {str(path)!r}, an address that became a "
+                "`Path` on the way and would be a folder on this disk. Give it as a string."
+            )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path.parent, of=path.name)  # they are as large as a checkpoint
+        with open_atomically(path) as file:
+            _save(checkpoint, file)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``, on the CPU unless ``map_location`` says otherwise.
+
+        Args:
+            path: The file.
+            map_location: Where its tensors go.
+            weights_only: False leaves the file to Lightning, which unpickles whatever it holds; None is True.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is empty, cut short, damaged, no checkpoint, or holds more than tensors and plain values.
+        """
+        if is_address(path) or weights_only is False:
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        return read_checkpoint(Path(path), map_location=map_location)
+
+
+def read_checkpoint(
+    path: Path,
+    *,
+    map_location: Callable[..., Any] | str | None = "cpu",
+) -> dict[str, Any]:
+    """Return the checkpoint in ``path``; see :meth:`AtomicCheckpointIO.load_checkpoint`."""
+    check_checkpoint_file(path)
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except (UnpicklingError, EOFError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(_refusal(path, f"which cannot be read as one: {reason}")) from error
+    missing = [key for key in LIGHTNING_KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
+    if missing:
+        raise InputError(_refusal(path, f"a file of torch without {missing[0]!r}, which Lightning's checkpoints hold"))
+    return checkpoint
+
+
+def check_checkpoint_file(path: Path) -> None:
+    """Refuse a file that is not a whole archive of torch, before anything in it is unpickled.
+
+    Every byte is held against the checksums in the archive, which torch's own reader passes over.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is empty, cut short, damaged, or something else.
+    """
+    if path.is_dir():
+        raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a checkpoint of `selfcal fit`, but got {path}, which is absent.{_way(path)}")
+    with open(path, "rb") as file:
+        start = file.read(len(ZIP_START))
+    if not start:
+        raise InputError(_refusal(path, "an empty file"))
+    if start != ZIP_START:
+        raise InputError(_refusal(path, f"another kind of file, which begins with {start!r}"))
+    if not _is_whole(path):
+        raise InputError(_refusal(path, "a file that is cut short"))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
+        raise InputError(_refusal(path, f"a damaged file: {error}")) from error
+    if damaged is not None:
+        raise InputError(_refusal(path, f"a damaged file: the checksum of {damaged!r} differs"))
+
+
+def check_training_state(checkpoint: dict[str, Any]) -> None:
+    """Refuse to go on with training from weights alone.
+
+    Raises:
+        ValueError: The checkpoint holds no optimiser or no learning-rate schedule.
+    """
+    missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
+    if missing:
+        raise InputError(
+            f"Expected `ckpt_path` to hold the state of training, but got a checkpoint without {missing[0]!r}: it was "
+            "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start anew."
+        )
+
+
+def _refusal(path: Path, found: str) -> str:
+    return (
+        "Expected a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got "
+        f"{path}, {found}.{_way(path)}"
+    )
+
+
+def _way(path: Path) -> str:
+    """Name the newest other checkpoint of the folder that is whole, as far as its last bytes tell."""
+    others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
+    if not others:
+        return " There is no other checkpoint in its folder: train anew, without `ckpt_path`."
+    newest = max(others, key=lambda other: other.stat().st_mtime_ns)
+    return f" Another one in its folder is {newest}: give its name instead."
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file ends as an archive does: its table of contents comes last."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return False
+
+
+def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
+    return "://" in str(path)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    """Write a checkpoint. Raises OSError when the disk refuses, which torch turns into an error about positions."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise

@@ -1,0 +1,265 @@
+"""Fully sharded training (FSDP2) of adapters and of whole models, as a strategy of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
+from selfcal_lightning.training.checkpoint_io import is_address
+from selfcal_lightning.training.lightning_internals import never_infer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+
+class AdapterModelParallelStrategy(ModelParallelStrategy):
+    """FSDP2: every process holds a part of all weights, gradients and optimiser states, and reads no more than that.
+
+    Checkpoints are single files of the format that one process and DDP write: what is trained and its optimiser
+    states, in full. So a run goes on with another number of processes, or with another strategy. The frozen base
+    weights are in none.
+
+    Lightning's own strategy stores the frozen weights too, or fails to resume without them (2.6.6); reads a sharded
+    checkpoint only where every weight is in it; and takes "auto" to mean one process a node.
+
+    Args:
+        data_parallel_size: Processes that share the weights, by groups of neighbouring ranks; None is all of them. With
+            the number of a node's GPUs each node holds the weights in full, every micro-batch gathers them within the
+            node, and only gradients of what is trained cross the network. Whether that fits is for you to see.
+        tensor_parallel_size: Processes that share one matrix product; 1, nothing else is possible yet.
+        process_group_backend: "nccl" or "gloo"; None is NCCL on GPUs and gloo on CPUs.
+        gather_bfloat16: Gather float32 weights in bfloat16: half the traffic for weights that are stored in float32.
+            Gradients are summed in float32 all the same. Needs the Trainer's precision "bf16-mixed".
+        timeout_minutes: After how long a process stops waiting for the others in a collective.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | None = None,
+        tensor_parallel_size: int = 1,
+        *,
+        process_group_backend: Literal["nccl", "gloo"] | None = None,
+        gather_bfloat16: bool = False,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise InputError(
+                f"Expected `tensor_parallel_size` to be 1, but got {tensor_parallel_size}: tensor parallelism is not "
+                "supported. Leave it out; FSDP2 over all processes needs less traffic for adapters."
+            )
+        if timeout_minutes <= 0.0:
+            raise InputError(f"Expected `timeout_minutes` to be positive, but got {timeout_minutes}.")
+        if data_parallel_size is not None and data_parallel_size < 1:
+            raise InputError(f"Expected `data_parallel_size` to be None or at least 1, but got {data_parallel_size}.")
+        super().__init__(
+            data_parallel_size="auto",
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+        self.gather_bfloat16 = gather_bfloat16
+        self._group_size = data_parallel_size
+        self._weights_mesh: DeviceMesh | None = None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Restore when DDP does: the weights are in place after ``configure_model``."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Let Lightning hand over the optimiser states once the optimisers exist."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Start the process group and the meshes: of all processes, and of those that share the weights.
+
+        Raises:
+            ValueError: The processes cannot be divided into groups of ``data_parallel_size``.
+        """
+        world_size = self.num_nodes * self.num_processes
+        size = world_size if self._group_size is None else self._group_size
+        if world_size % size:
+            raise InputError(
+                f"Expected `data_parallel_size` to divide the number of processes, {world_size}, but got {size}. "
+                "Leave it out to mean all, or give the number of GPUs of a node."
+            )
+        self._data_parallel_size = world_size
+        super().setup_environment()
+        self._weights_mesh = self.device_mesh["data_parallel"]
+        if size < world_size:
+            self._weights_mesh = init_device_mesh(
+                self.root_device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up as Lightning does, with evaluation under ``no_grad``.
+
+        After a first forward under ``inference_mode`` the weights get no gradients ever after (torch 2.13). Lightning
+        avoids it for FSDP1 and on gloo only (2.6.6, ``loops/utilities.py``).
+        """
+        never_infer(trainer)
+        super().setup(trainer)
+
+    def load_model(self, base_model: str, *, lora: LoraSettings | None, **settings: Any) -> nn.Module:
+        """Return the model with its adapter, this process's part of it; see ``load_sharded_causal_lm``."""
+        policy = None
+        if self.gather_bfloat16:
+            if self.precision_plugin.precision != "bf16-mixed":
+                raise InputError(
+                    "Expected `trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got "
+                    f"{self.precision_plugin.precision}. Set it, or leave `gather_bfloat16` out."
+                )
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        loaded = load_sharded_causal_lm(
+            base_model,
+            mesh=self._weights_mesh,
+            device=self.root_device,
+            lora=lora,
+            policy=policy,
+            **settings,
+        )
+        read, stored = loaded.files.bytes_read / 2**20, loaded.files.total_bytes / 2**20
+        rank_zero_info(
+            f"FSDP2: each of {self.world_size} processes loads its rows; the first loaded {read:,.1f} MiB of "
+            f"{stored:,.1f} MiB."
+        )
+        return loaded.model
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return what is trained, in full, on the first process; every process has to call it."""
+        return gather_trained(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this process's rows of what a checkpoint holds in full; the module has checked that it is all."""
+        with torch.no_grad():
+            for name, parameter in self.lightning_module.named_parameters():
+                if name in checkpoint["state_dict"]:
+                    parameter.copy_(shard_like(checkpoint["state_dict"][name], parameter))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the states of ``optimizer``, in full, on the first process; every process has to call it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        state = optimizer.state_dict()
+        full: dict[int, dict[str, Any]] = {}
+        for index, entry in state["state"].items():
+            full[index] = {
+                name: _gather(value, keep=self.is_global_zero) if isinstance(value, Tensor) else value
+                for name, value in entry.items()
+            }
+        return {**state, "state": full} if self.is_global_zero else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this process's rows of the states that a checkpoint holds in full."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            cut = {
+                index: {
+                    name: shard_like(value, parameters[index])
+                    if isinstance(value, Tensor) and value.shape == parameters[index].shape
+                    else value
+                    for name, value in entry.items()
+                }
+                for index, entry in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": cut})
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint from the first process; every process has to call it.
+
+        Raises:
+            ValueError: ``filepath`` is an address, of which Lightning would make a folder on the disk of the machine.
+        """
+        _check_is_on_disk(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; all processes read the first one's choice, and nothing in the file is run."""
+        _check_is_on_disk(checkpoint_path)
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if path.is_dir():
+            raise InputError(
+                f"Expected `ckpt_path` to be a single file, as this strategy writes them, but got the folder {path}."
+            )
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
+
+
+def _check_is_on_disk(path: str | Path) -> None:
+    if is_address(path):
+        raise InputError(
+            f"Expected checkpoints under FSDP2 to lie on a disk that all processes see, but got {str(path)!r}. Give "
+            "ModelCheckpoint a folder as `dirpath`, and copy its files from there."
+        )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether the weights of ``module`` are cut over processes, so that every forward is a collective."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def gather_trained(module: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters in full, on the CPU of the first process; the others get nothing.
+
+    Every process has to call it: each parameter is gathered where it is cut over processes. It works the same on a
+    module that is not cut.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    first = not distributed or torch.distributed.get_rank() == 0
+    gathered = {
+        name: _gather(parameter.detach(), keep=first)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    return {name: value for name, value in gathered.items() if value is not None}
+
+
+def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> None:
+    """Take part in forward passes for which this process has no row: one token goes through, and is forgotten.
+
+    Under FSDP2 every layer is gathered from all processes; one that stayed out would leave the others waiting.
+
+    Args:
+        model: The model.
+        device: Where it computes.
+        passes: Forward passes that the others make.
+    """
+    if not is_sharded(model):
+        return
+    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        for _ in range(passes):
+            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+
+
+def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
+    """Return a copy of ``value`` in full on the CPU; one tensor after the other, and nothing where it is not kept."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    return whole.cpu() if keep else None
+
+
+def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this process's part of ``whole``, which every process has; nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter)
+    moved = whole.to(device=parameter.device, dtype=parameter.dtype)
+    return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)

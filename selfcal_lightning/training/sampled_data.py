@@ -1,0 +1,187 @@
+"""What a data module over sampled responses offers to callbacks and to the module that is trained on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.records import Question
+from selfcal_lightning.training.contracts import check_members
+
+if TYPE_CHECKING:
+    from selfcal_lightning.store.index import SampleIndex
+
+DATA_MODULE = "a data module"
+
+
+class Source(Protocol):
+    """Where questions come from."""
+
+    @property
+    def task(self) -> str:
+        """Name of their task."""
+        ...
+
+    @property
+    def limit(self) -> int | None:
+        """Most questions that it gives; None where it gives all."""
+        ...
+
+
+class SampledData(Protocol):
+    """What an export says of the data that a module was trained on."""
+
+    @property
+    def store_dir(self) -> str | None:
+        """Folder of the sample store; None where there is none."""
+        ...
+
+    @property
+    def sources(self) -> Mapping[Any, Sequence[Source]]:
+        """Sources of the questions by split; an empty list where the store alone knows them."""
+        ...
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+
+        ``questions`` holds what identifies the questions, which an export hashes.
+        """
+        ...
+
+
+class QuestionData(SampledData, Protocol):
+    """What ``SSCGeneration`` reads: which questions are asked, how often, and where their responses go."""
+
+    @property
+    def store_dir(self) -> str:
+        """Folder of the sample store."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Responses to a question."""
+        ...
+
+    @property
+    def predict_split(self) -> str:
+        """Split that the verb ``predict`` scores."""
+        ...
+
+    @property
+    def regenerate_every_n_epochs(self) -> int | None:
+        """Epochs after which the training questions are sampled again; None where they never are."""
+        ...
+
+    @property
+    def p_true(self) -> str:
+        """Confidence that targets are made of: "normalised" or "raw"."""
+        ...
+
+    @property
+    def drop_none(self) -> bool:
+        """Whether unreadable responses stay out of targets."""
+        ...
+
+    def questions(self, split: Any) -> list[Question]:
+        """Return the questions of a split."""
+        ...
+
+    def known_questions(self, verb: str) -> Mapping[Any, Sequence[Question]] | None:
+        """Return the questions that a verb reads, by split; None where the hub would have to be asked."""
+        ...
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        ...
+
+
+class ScoredData(Protocol):
+    """What ``ConfidenceWriter`` reads: which responses were scored."""
+
+    @property
+    def store_dir(self) -> str:
+        """Folder of the sample store."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Responses to a question that are read."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens; a confidence may depend on what was cut."""
+        ...
+
+    @property
+    def predict_split(self) -> str:
+        """Split that is scored."""
+        ...
+
+    @property
+    def predict_index(self) -> SampleIndex | None:
+        """Which response stands behind a batch's ``row``; None before the loader was asked for."""
+        ...
+
+
+class RowData(Protocol):
+    """What ``SelfCalibrationModule`` asks of the data module that makes its batches."""
+
+    @property
+    def packing(self) -> str:
+        """How rows share a prompt; "off" where they never do."""
+        ...
+
+    @property
+    def eta(self) -> float:
+        """Threshold of the generation loss."""
+        ...
+
+
+def sampled_data(data: object, *, who: str) -> SampledData | None:
+    """Return a data module as what an export reads of it; None where loaders were given without one.
+
+    Raises:
+        InputError: It lacks members of ``SampledData``.
+    """
+    if data is None:
+        return None
+    check_members(data, SampledData, who=who, kind=DATA_MODULE)
+    return cast("SampledData", data)
+
+
+def question_data(data: object, *, who: str) -> QuestionData:
+    """Return a data module as what sampling reads of it.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``QuestionData``.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module with questions for {who}, but got none: use SSCDataModule.")
+    check_members(data, QuestionData, who=who, kind=DATA_MODULE)
+    return cast("QuestionData", data)
+
+
+def scored_data(data: object, *, who: str) -> ScoredData:
+    """Return a data module as what is written of the responses that it gave to be scored.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``ScoredData``.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module over a sample store for {who}, but got none.")
+    check_members(data, ScoredData, who=who, kind=DATA_MODULE)
+    return cast("ScoredData", data)
+
+
+def row_data(data: object, *, who: str) -> RowData | None:
+    """Return a data module as what a module reads of it; None where loaders were given without one.
+
+    Raises:
+        InputError: It lacks members of ``RowData``.
+    """
+    if data is None:
+        return None
+    check_members(data, RowData, who=who, kind=DATA_MODULE)
+    return cast("RowData", data)

@@ -1,0 +1,161 @@
+"""Which way of running supports what: one table, and the check that holds a run against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
+
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.models.quantization import CLASSES
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Way = Literal["one process", "DDP", "FSDP2"]
+Support = Literal["yes", "not run", "no"]
+WAYS: tuple[Way, ...] = ("one process", "DDP", "FSDP2")
+STRATEGY = "selfcal_lightning.training.model_parallel.AdapterModelParallelStrategy"
+
+# "yes": a test of this project runs it on a CPU. "not run": nothing forbids it, no test of ours does it. "no": refused.
+SUPPORT: dict[str, dict[Way, Support]] = {
+    "LoRA": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "full fine-tuning": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "QLoRA (nf4)": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
+    "8-bit and paged optimisers": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
+    "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "adapters side by side": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
+    "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
+    "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "precision bf16-mixed": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "precision bf16-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
+    "precision 16-mixed": {"one process": "not run", "DDP": "not run", "FSDP2": "no"},
+}
+REASONS: dict[tuple[str, Way], str] = {
+    ("QLoRA (nf4)", "FSDP2"): (
+        "4-bit weights cannot be cut by rows. Use `trainer.strategy: ddp`, or leave `quantization` out"
+    ),
+    ("8-bit and paged optimisers", "FSDP2"): (
+        "the blocks of bitsandbytes cannot follow parameters that are cut by rows. Use `trainer.strategy: ddp`, or "
+        "`optimizer: adamw`"
+    ),
+    ("adapters side by side", "FSDP2"): (
+        "weights that are cut over processes were never tried with several adapters. Use `trainer.strategy: ddp`, or "
+        "leave `beside` out"
+    ),
+    ("precision 16-mixed", "FSDP2"): (
+        "the gradient scaler of float16 would decide in each process alone. Use bf16-mixed"
+    ),
+}
+PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
+
+
+def check_support(
+    trainer: Trainer | None,
+    *,
+    lora: bool,
+    gradient_checkpointing: bool = False,
+    quantization: str | None = None,
+    optimizer: str = "adamw",
+    beside: bool = False,
+) -> None:
+    """Raise ValueError for a combination that does not work, naming what does.
+
+    Args:
+        trainer: The trainer that the module is attached to; None where there is none, as in an export.
+        lora: Whether an adapter is trained, not all weights.
+        gradient_checkpointing: Whether activations are recomputed.
+        quantization: "nf4" for QLoRA.
+        optimizer: Name of the optimiser.
+        beside: Whether several adapters are trained side by side.
+    """
+    if trainer is None:
+        return
+    asked = ["LoRA" if lora else "full fine-tuning"]
+    asked += ["QLoRA (nf4)"] if quantization is not None else []
+    asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
+    asked += ["gradient checkpointing"] if gradient_checkpointing else []
+    asked += ["adapters side by side"] if beside else []
+    check_features(trainer, asked)
+
+
+def check_features(
+    trainer: Trainer,
+    features: Sequence[str],
+    *,
+    rows: Mapping[str, Mapping[Way, Support]] | None = None,
+    reasons: Mapping[tuple[str, Way], str] | None = None,
+) -> None:
+    """Raise InputError where the way in which a trainer runs does not support what a module does.
+
+    Device and precision of the trainer are held against the table, too.
+
+    Args:
+        trainer: The trainer.
+        features: What the module does: rows of the table, or of its own.
+        rows: Rows of the module's own, in which "yes" stands for what its tests run.
+        reasons: Why they say no, with what to use instead.
+    """
+    table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
+    if unknown := [name for name in features if name not in table]:
+        raise unknown_name("features", unknown[0], list(table))
+    way = way_of(trainer.strategy)
+    precision = str(trainer.precision)
+    if precision not in PRECISIONS:
+        raise InputError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
+    device = "CPU" if trainer.strategy.root_device.type == "cpu" else "GPU"
+    for feature in (*features, device, f"precision {precision}"):
+        if table[feature][way] == "no":
+            raise InputError(f"Expected a run that {way} supports, but got {feature}: {why[feature, way]}.")
+
+
+def way_of(strategy: Strategy) -> Way:
+    """Return which column of the table a strategy of Lightning is.
+
+    Raises:
+        ValueError: If it is none, with what to use instead.
+    """
+    if isinstance(strategy, AdapterModelParallelStrategy):
+        return "FSDP2"
+    # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.
+    others = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+    if isinstance(strategy, SingleDeviceStrategy) and not isinstance(strategy, others):
+        return "one process"
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, others):
+        return "DDP"
+    reasons = {
+        FSDPStrategy: "which is FSDP1",
+        ModelParallelStrategy: "which cannot resume from checkpoints of an adapter",
+        DeepSpeedStrategy: "which is DeepSpeed",
+    }
+    reason = next(
+        (reason for kind, reason in reasons.items() if isinstance(strategy, kind)), "which was never tried here"
+    )
+    raise InputError(
+        f"Expected `trainer.strategy` to be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
+        f"Use `ddp`, or for sharded weights `class_path: {STRATEGY}`."
+    )
+
+
+def support_table() -> str:
+    """Return the table as Markdown, for the README.
+
+    Example:
+        >>> print(support_table().splitlines()[0])
+        | | one process | DDP | FSDP2 |
+    """
+    lines = [f"| | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
+    lines += [f"| {feature} | {' | '.join(row[way] for way in WAYS)} |" for feature, row in SUPPORT.items()]
+    return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""The training benchmarks run, and their arithmetic is right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from selfcal_lightning.functional.prefix_trees import tree_attention_mask
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
+ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify")
+# Finders that do not find some packages: they are not installed, as far as the process can tell.
+WITHOUT = f"""
+import sys
+class Without:
+    def __init__(self, finder): self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {ABSENT} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name): return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a file of the folder by name, as its scripts do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib
+
+
+def run(script: str, *arguments: str, folder: Path) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_flops_of_a_tiny_model_by_hand(benchmarks: ModuleType) -> None:
+    """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
+    flops = benchmarks.import_module("_training_flops")
+    size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = flops.Shape.of({**size, "num_key_value_heads": 1, "vocab_size": 10}, rank=3)
+    # A layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
+    assert shape.frozen_weights == 240
+    # A layer: query 3 x (4 + 4), value 3 x (4 + 2) = 24 + 18 = 42.
+    assert shape.adapter_weights == 84
+    # A sequence of 3 tokens attends to 1 + 2 + 3 = 6 keys; logits at 2 positions.
+    load = flops.Load(tokens=3, pairs=flops.causal_pairs(3), logits=2)
+    # 4 x 240 x 3 = 2880; output layer 4 x 4 x 10 x 2 = 320; 6 x 84 x 3 = 1512; attention 12 x 4 x 2 x 6 = 576.
+    assert flops.training_flops(shape, load) == 2880 + 320 + 1512 + 576
+
+
+def test_the_load_of_a_packed_batch_counts_prompts_once(benchmarks: ModuleType) -> None:
+    flops, made = benchmarks.import_module("_training_flops"), benchmarks.import_module("_training_rows")
+    rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
+    places = torch.arange(6).numpy()
+    chat = made.bundled_chat()
+    packed = made.collator_of(chat, shared_prefix=True)(rows.tuples(places))
+    apart = made.collator_of(chat, shared_prefix=False)(rows.tuples(places))
+    load, separate = flops.batch_load(packed), flops.batch_load(apart)
+    prompts = [tree.prompt for tree in packed.trees]
+    assert separate.tokens - load.tokens == 2 * sum(prompts)
+    width = packed.input_ids.shape[1]
+    padding = width - packed.trees[-1].stop
+    assert load.pairs == tree_attention_mask(packed.trees, width).sum() - padding * (padding + 1) // 2
+    # Every second row generates (3 of 6).
+    generating = [row for row, weight in enumerate(packed.generation_weight) if weight > 0]
+    assert generating == [1, 3, 5]
+    labels = sum(int((packed.label_row == row).sum()) for row in generating)
+    assert separate.logits == load.logits == 6 + labels
+
+
+def test_the_ways_give_the_same_losses_and_gradients(benchmarks: ModuleType) -> None:
+    throughput = benchmarks.import_module("training_throughput")
+    bench = throughput.Bench(measured={})
+    errors = bench.check("tiny", rows=4)
+    assert errors.keys() == throughput.WAYS.keys()
+    assert max(errors.values()) < 1e-5
+
+
+def test_the_preset_draws_several_responses_to_a_prompt(benchmarks: ModuleType) -> None:
+    made = benchmarks.import_module("_training_rows")
+    found = {size: made.draw_preset(made.MIXES["equal"], group_size=size) for size in (1, 8)}
+    means = {size: draw.statistics(100) for size, draw in found.items()}
+    assert means[1]["responses_per_prompt"] < 1.2 < 4 < means[8]["responses_per_prompt"] <= 8
+    assert means[8]["packed_tokens"] < 0.75 * means[8]["separate_tokens"]
+
+
+def test_measurements_are_kept_and_half_a_line_is_not(benchmarks: ModuleType, tmp_path: Path) -> None:
+    measurements = benchmarks.import_module("_measurements").Measurements
+    path = tmp_path / "cells.jsonl"
+    assert measurements(path, {"torch": "1"}).once("a", lambda: 1.5) == 1.5
+    path.write_text(path.read_text() + '["b", 2')
+    again = measurements(path, {"torch": "1"})
+    assert again.once("a", lambda: 9.0) == 1.5
+    assert "b" not in again
+
+
+def test_measurements_of_other_code_are_not_mixed_in(benchmarks: ModuleType, tmp_path: Path) -> None:
+    measurements = benchmarks.import_module("_measurements").Measurements
+    path = tmp_path / "cells.jsonl"
+    measurements(path, {"torch": "1"}).once("a", lambda: 1.5)
+    with pytest.raises(SystemExit, match=r"made with \{'torch': '2'\}.*--fresh"):
+        measurements(path, {"torch": "2"})
+
+
+def test_peak_memory_is_that_of_the_function_alone(benchmarks: ModuleType) -> None:
+    peak_memory_of = benchmarks.import_module("_measurements").peak_memory_of
+    before = bytearray(64 << 20)
+    peak = peak_memory_of(lambda: bytearray(b"x" * (32 << 20)))
+    assert len(before) == 64 << 20
+    assert 30 << 20 < peak < 100 << 20
+
+
+def test_the_candidate_for_gpus_lays_out_the_right_keys(
+    benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel's meaning written out on a CPU, logits are those of attention by segments."""
+    made = benchmarks.import_module("_training_rows")
+    candidate = benchmarks.import_module("_varlen_attention")
+    chat = made.bundled_chat()
+    rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
+    batch = made.collator_of(chat, shared_prefix=True)(rows.tuples(torch.arange(6).numpy()))
+    module = made.random_module("tiny", chat)
+    calls: list[int] = []
+
+    def _reference_varlen_attn(
+        query: Any, key: Any, value: Any, query_starts: Any, key_starts: Any, *_: int, scale: float, **arguments: Any
+    ) -> torch.Tensor:
+        assert arguments == {"window_size": (-1, 0), "enable_gqa": True}
+        calls.append(len(query_starts) - 1)
+        outputs = []
+        for number in range(len(query_starts) - 1):
+            q = query[query_starts[number] : query_starts[number + 1]]
+            own = slice(key_starts[number], key_starts[number + 1])
+            k, v = (part[own].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+            seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        return torch.cat(outputs)
+
+    def gradients() -> torch.Tensor:
+        module.zero_grad()
+        calibration, generation, _ = module._losses(batch)
+        (calibration + generation).backward()
+        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+    wanted = gradients()
+    monkeypatch.setattr(candidate, "varlen_attn", _reference_varlen_attn)
+    monkeypatch.setattr(candidate, "_causal", lambda: {"window_size": (-1, 0), "enable_gqa": True})
+    candidate.register_varlen_attention()
+    try:
+        found = gradients()
+    finally:
+        made.register_segment_attention()
+    assert calls == [8, 8]  # two layers; two prompts and six branches
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_training_imports_without_the_optional_packages() -> None:
+    """The machine with a GPU has none of them (benchmarks/gpu.sh)."""
+    names = [
+        "modules.self_calibration",
+        "datamodules.ssc.collate",
+        "datamodules.ssc.dealing",
+        "datamodules.ssc.sampler",
+    ]
+    code = WITHOUT + "".join(f"import selfcal_lightning.{name}\n" for name in names)
+    code += f"sys.path.insert(0, {str(BENCHMARKS)!r})\nimport peft, gpu_training\n"
+    code += f"assert not sys.modules.keys() & set({ABSENT}), sys.modules.keys() & set({ABSENT})\n"
+    code += "import importlib.util\nassert importlib.util.find_spec('datasets') is None\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_training_throughput_goes_through_and_resumes(tmp_path: Path) -> None:
+    first = run("training_throughput.py", "--quick", "--output", str(tmp_path), folder=tmp_path)
+    report = json.loads((tmp_path / "training_throughput.json").read_text())
+    assert {cell["section"] for cell in report["cells"]} == {"kept", "preset", "samples", "length"}
+    kept = report["cells"][0]["ways"]
+    # Slots do not depend on the machine: packing computes least, padding to 1024 most.
+    per_response = {name: way["slots"] / way["rows"] for name, way in kept.items()}
+    assert min(per_response, key=per_response.get) == "shared prefix"
+    assert per_response["reference"] == 1024 * 1.5  # every second row needs a second forward pass
+    assert kept["shared prefix"]["seconds_per_response"] < kept["reference"]["seconds_per_response"] / 4
+    assert all(peak > 0 for peak in report["peak_mib"]["tiny"].values())
+    assert "| tiny | 20 + 10 | 4 | shared prefix |" in first
+    cells = next((tmp_path / "runs").glob("*.jsonl")).read_text()
+    again = run("training_throughput.py", "--quick", "--output", str(tmp_path), folder=tmp_path)
+    assert next((tmp_path / "runs").glob("*.jsonl")).read_text() == cells
+    assert again.splitlines() == first.splitlines()[-len(again.splitlines()) :]
+
+
+@pytest.mark.slow
+def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
+    """By its own command, which installs nothing."""
+    arguments = ["--device", "cpu", "--small", "--seconds", "0.1", "--only"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    for only in ("segments", "matrix rate"):
+        command = ["bash", str(BENCHMARKS.parent / "gpu.sh"), *arguments, only]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500)
+        assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu_training_small.json").read_text())["jobs"]
+    segments = {"equality, segments", "segments", "segments, checkpointing", "segments, preset's draw"}
+    assert found.keys() == {*segments, "matrix rate"}
+    assert found["equality, segments"]["float32"]["max"] < 1e-4 < found["equality, segments"]["bfloat16"]["max"] < 0.5
+    assert found["segments"]["flops_per_second"] == found["segments"]["needed_flops_per_second"]
+    assert all("seconds" in result for name, result in found.items() if name.startswith("segments"))
+    assert "| segments, checkpointing |" in done.stdout
+    assert "TFLOP/s (tenths:" in done.stdout
+
+
+def test_a_job_that_fails_or_hangs_costs_only_itself(
+    benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = benchmarks.import_module("gpu_training")
+    options = type("Options", (), {"device": "cuda", "small": True, "seconds": 0.1})()
+    monkeypatch.setattr(script, "SCRIPT", tmp_path / "job.py")
+    (tmp_path / "job.py").write_text("raise RuntimeError('out of memory')")
+    assert script.run_job(script.Job("fails"), options, 100.0) == {"failed": "RuntimeError: out of memory"}
+    (tmp_path / "job.py").write_text("import time\ntime.sleep(100)")
+    assert script.run_job(script.Job("hangs", limit=1), options, 100.0) == {"failed": "took longer than 1 s"}
+
+
+@pytest.mark.slow
+def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None:
+    arguments = ["--engines", "transformers", "--questions", "4", "--samples", "8", "--repeats", "1"]
+    output = run(
+        "engine_throughput.py", *arguments, "--reference-responses", "4", "--output", str(tmp_path),
+        folder=tmp_path,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "engine_throughput.json").read_text())
+    rows = {(row["engine"], row["sampling"]): row for row in report["rows"]}
+    loop, ours = rows["reference's loop", "EDT 0.8/0.8/1.0"], rows["transformers", "EDT 0.8/0.8/1.0"]
+    assert (loop["responses"], ours["responses"]) == (4, 32)
+    assert 4 <= loop["tokens"] <= 4 * 96
+    assert ours["tokens_per_second"] > 2 * loop["tokens_per_second"]
+    assert "EDT of the reference's loop, transformers" in output

@@ -1,0 +1,234 @@
+"""AdapterExport: what lies in the folder, when it is written, and that it loads."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from peft import PeftModel
+from support.other_models import plain_copy
+from support.training_runs import data_module, fill_store, module_of, trainer_with
+from transformers import AutoModelForCausalLM
+
+from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.model_files.manifests import MANIFEST, check_files, read_manifest
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.store.sample_store import SampleStore
+
+IDS = torch.arange(10, 34).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tiny_model, tmp_path_factory.mktemp("export") / "store")
+
+
+def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    module, folder = module_of(tiny_model), tmp_path / "adapter"
+    (tmp_path / "adapter").mkdir()
+    for name in ("old", MANIFEST):
+        (folder / name).write_text('{"kind": "adapter"}')
+    trainer = trainer_with(AdapterExport(str(folder)))
+    trainer.fit(module, datamodule=data_module(tiny_model, store))
+    assert not (folder / "old").exists()
+    assert not list(tmp_path.glob("*adapter.*"))
+    (kept,) = tmp_path.glob("adapter-*")
+    assert (kept / "old").exists(), "nothing is known of its training"
+    check_files(folder)
+    manifest = read_manifest(folder)
+    assert manifest["kind"] == "adapter"
+    assert manifest["hyper_parameters"]["lr"] == 1e-2
+    assert manifest["store"]["digests"]["0"] == SampleStore(store).round_manifest(0).digest
+    assert manifest["metrics"]["val/calibration/ECE"] == trainer.callback_metrics["val/calibration/ECE"].item()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, folder).eval()
+    torch.testing.assert_close(loaded(IDS).logits, module.eval().model(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_the_default_folder_is_beside_the_logs(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    trainer = trainer_with(AdapterExport(), default_root_dir=str(tmp_path), max_steps=1)
+    trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    assert read_manifest(tmp_path / "adapter")["kind"] == "adapter"
+
+
+MONITORED = "val/calibration/ECE"
+
+
+def pretending(module: SelfCalibrationModule, *values: float) -> SelfCalibrationModule:
+    """Let the module log values that the test chooses, one a validation."""
+    left = list(values)
+    module._log_metrics = lambda stage, metrics: module.log(MONITORED, left.pop(0))
+    return module
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 0.25), ("max", 0.75)])
+def test_the_best_validation_has_a_folder_of_its_own(
+    tiny_model: str, store: Path, tmp_path: Path, mode: Any, best: float
+) -> None:
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED, mode=mode)
+    module = pretending(module_of(tiny_model), 0.5, float("nan"), 0.25, 0.75)
+    trainer_with(callback, val_check_interval=1).fit(module, datamodule=data_module(tiny_model, store))
+    assert read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED] == best
+    assert callback.state_dict()["best"] == best
+    restored = AdapterExport(monitor=MONITORED, mode=mode)
+    restored.load_state_dict(callback.state_dict())
+    assert restored.best == best
+
+
+class Save(Callback):
+    """Writes a checkpoint after the second step, before the validation that is due there, as ModelCheckpoint does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
+    tiny_model: str, store: Path, tmp_path: Path
+) -> None:
+    def run(*values: float, **settings: Any) -> float:
+        """Validate after the second and the fourth step, and return the value of the best export."""
+        module = pretending(module_of(tiny_model, **settings), *values)
+        callbacks = [AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED)]
+        resumed = (tmp_path / "two.ckpt").exists()
+        callbacks += [] if resumed else [Save(tmp_path / "two.ckpt")]
+        trainer_with(*callbacks, val_check_interval=2).fit(
+            module, datamodule=data_module(tiny_model, store), ckpt_path=tmp_path / "two.ckpt" if resumed else None
+        )
+        return read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED]
+
+    assert run(0.125, 0.5) == 0.125
+    assert run(0.25) == 0.125
+    assert run(0.0625) == 0.0625
+    (tmp_path / "two.ckpt").unlink()
+    assert run(0.75, 0.625) == 0.625, "a new training replaces what an earlier one left"
+    manifest = read_manifest(tmp_path / "adapter-best") | {"run": "another", "metrics": {MONITORED: 0.001}}
+    (tmp_path / "adapter-best" / MANIFEST).write_text(json.dumps(manifest))
+    assert run(0.5) == 0.5, "so does a resumed one, with the same settings"
+
+
+def train_into(folder: Path, tiny_model: str, store: Path, **settings: Any) -> dict[str, Any]:
+    """Train three steps, or as ``steps`` says, and return the manifest of the adapter.
+
+    A checkpoint of the second step is left beside it; ``start`` is one to go on with.
+    """
+    steps, start = settings.pop("steps", 3), settings.pop("start", None)
+    callbacks = [AdapterExport(str(folder)), Save(folder.parent / "two.ckpt")]
+    rows = data_module(tiny_model, store, **settings.pop("rows", {}))
+    trainer = trainer_with(*callbacks, max_steps=steps, limit_val_batches=0)
+    trainer.fit(module_of(tiny_model, **settings), datamodule=rows, ckpt_path=start)
+    return read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 2e-2}, "hyper_parameters.lr: 0.01 -> 0.02"),
+        ({"steps": 1}, "training.steps: 3 -> 1"),
+        ({"rows": {"generation_ratio": 0.25}}, "training.rows.generation_ratio: "),
+    ],
+)
+def test_the_adapter_of_a_training_with_other_settings_is_kept(
+    tiny_model: str, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Any, named: str
+) -> None:
+    folder = tmp_path / "adapter"
+    first = train_into(folder, tiny_model, store)
+    (folder / "notes.txt").write_text("mine")
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    second = train_into(folder, tiny_model, store, **change)
+    assert second["run"] != first["run"]
+    (kept,) = tmp_path.glob("adapter-*")
+    assert kept.name == f"adapter-{datetime.fromisoformat(first['created']):%Y%m%dT%H%M%S}"
+    assert read_manifest(kept) == first
+    assert (kept / "adapter_model.safetensors").read_bytes() == weights
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert not (folder / "notes.txt").exists()
+    told = capfd.readouterr().err
+    assert f"it is kept as {kept}: it holds 'notes.txt' too" in told
+    assert named in told
+
+
+def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    first = train_into(folder, tiny_model, store)
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    again = train_into(folder, tiny_model, store)
+    assert again["run"] != first["run"]
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights, "nothing is lost: it is the same"
+    resumed = train_into(folder, tiny_model, store, steps=4, start=tmp_path / "two.ckpt")
+    assert resumed["run"] == again["run"]
+    assert (folder / "adapter_model.safetensors").read_bytes() != weights
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("place", ["merged", "base", "inside the base"])
+def test_a_folder_of_another_kind_is_refused_before_training(
+    tiny_model: str, store: Path, tmp_path: Path, place: str
+) -> None:
+    base = Path(plain_copy(tiny_model, tmp_path / "base"))
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / MANIFEST).write_text('{"kind": "merged"}')
+    if place == "base":  # as if an earlier training of all weights had written it
+        (base / MANIFEST).write_text('{"kind": "model"}')
+    folder = {"merged": merged, "base": base, "inside the base": base / "adapter"}[place]
+    module = module_of(str(base))
+    with pytest.raises(ValueError, match=r"which holds a merged model|to lie apart from the base model"):
+        trainer_with(AdapterExport(str(folder))).fit(module, datamodule=data_module(str(base), store))
+    assert module.model is None
+    assert (base / "model.safetensors").is_file()
+
+
+def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
+    tiny_model: str, store: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r'`monitor` to be "val/" and one of calibration/ECE.*, but got \'val/ece\''):
+        AdapterExport(monitor="val/ece")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/gsm8k/calibration/ECE")
+    with pytest.raises(ValueError, match=r"`monitor`.*val/calibration/ECE.*val/gsm8k/calibration/ECE"):
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+
+
+def test_a_folder_of_something_else_is_refused_before_training(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    module = module_of(tiny_model)
+    with pytest.raises(ValueError, match="which holds other files"):
+        trainer_with(AdapterExport(str(tmp_path))).fit(module, datamodule=data_module(tiny_model, store))
+    assert module.model is None
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_so_is_one_in_the_place_of_the_best(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "adapter-best"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/calibration/ECE")
+    with pytest.raises(ValueError, match="adapter-best', which holds other files"):
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    trainer_with(AdapterExport(str(tmp_path / "adapter")), max_steps=1).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, store)
+    )
+    assert (mine / "thesis.txt").read_text() == "mine"
+
+
+def test_a_fully_trained_model_is_written_whole(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    module = module_of(tiny_model, lora=None, lr=1e-4)
+    trainer_with(AdapterExport(str(tmp_path / "model")), max_steps=1).fit(
+        module, datamodule=data_module(tiny_model, store)
+    )
+    assert read_manifest(tmp_path / "model")["kind"] == "model"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    torch.testing.assert_close(loaded(IDS).logits, module.eval().model(IDS).logits, atol=1e-4, rtol=0)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="`mode`"):
+        AdapterExport(mode="best")

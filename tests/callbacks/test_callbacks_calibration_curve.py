@@ -1,0 +1,128 @@
+"""CalibrationCurve: figures and numbers before and after training, of the right responses, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from support.training_runs import data_module, fill_store, generation, module_of, trainer_with
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
+from selfcal_lightning.metrics.collection import CalibrationPoints
+
+FIGURES = ("reliability", "roc", "distribution")
+
+
+@pytest.fixture(scope="module")
+def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tiny_model, tmp_path_factory.mktemp("curve") / "store")
+
+
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder / "logs" / "version_0"), size_guidance={"images": 0, "scalars": 0})
+    return accumulator.Reload()
+
+
+def run(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    logger = TensorBoardLogger(str(folder), name="logs", version=0)
+    trainer = trainer_with(*callbacks, logger=logger, log_every_n_steps=1, **settings)
+    trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    return trainer
+
+
+def test_before_and_after(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    callback = CalibrationCurve()
+    trainer = run(tiny_model, store, tmp_path, callback)
+    found = events(tmp_path)
+    wanted = {f"calibration_curve/{stage}/word_problems/{name}" for stage in ("before", "val") for name in FIGURES}
+    assert set(found.Tags()["images"]) == wanted
+    pngs = {path.name for path in (Path(trainer.log_dir) / "figures").iterdir()}
+    assert pngs == {f"{stage}-word_problems-{name}.png" for stage in ("before", "val") for name in FIGURES}
+    before, after = found.Scalars("val/calibration/Brier")  # in one chart
+    assert (before.step, after.step) == (0, 3)
+    assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("calibration_curve")]
+    assert after.value != pytest.approx(before.value)
+    (fresh,) = trainer_with().validate(module_of(tiny_model), datamodule=data_module(tiny_model, store), verbose=False)
+    assert before.value == pytest.approx(fresh["val/calibration/Brier"], abs=1e-6)
+
+
+def test_the_last_weights_are_scored_when_no_validation_did(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    run(tiny_model, store, tmp_path, CalibrationCurve(save_images=False), max_steps=3)
+    assert [scalar.step for scalar in events(tmp_path).Scalars("val/calibration/Brier")] == [0, 3]
+    assert not (tmp_path / "logs" / "version_0" / "figures").exists()
+
+
+def test_training_goes_on_as_without_it(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {"with": [], "without": []}
+
+    class Record(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+            assert pl_module.model.training
+            losses[self.name].append(outputs["loss"].item())
+
+    run(tiny_model, store, tmp_path / "a", CalibrationCurve(), Record("with"))
+    run(tiny_model, store, tmp_path / "b", Record("without"))
+    assert losses["with"] == losses["without"]
+    assert len(losses["with"]) == 4
+
+
+def test_a_resumed_run_keeps_the_start_that_it_compares_with(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    first = CalibrationCurve(save_images=False)
+    trainer = run(tiny_model, store, tmp_path / "a", first)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    second = CalibrationCurve(save_images=False)
+    logger = TensorBoardLogger(str(tmp_path / "b"), name="logs", version=0)
+    trainer_with(second, logger=logger, max_epochs=2).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, store), ckpt_path=tmp_path / "one.ckpt"
+    )
+    for mine, theirs in zip(first._before["word_problems"], second._before["word_problems"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not [tag for tag in events(tmp_path / "b").Tags()["images"] if "/before/" in tag]
+
+
+def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    run(tiny_model, store, tmp_path / "one", CalibrationCurve(), max_steps=1)
+    run(tiny_model, store, tmp_path / "two", CalibrationCurve(), max_steps=1, devices=2, strategy="ddp_fork")
+    one, two = (events(tmp_path / name).Scalars("val/calibration/ECE") for name in ("one", "two"))
+    assert [scalar.step for scalar in one] == [scalar.step for scalar in two] == [0, 1]
+    assert one[0].value == pytest.approx(two[0].value, abs=1e-6)
+
+
+def test_without_validation_questions_nothing_is_drawn(tiny_model: str, tmp_path: Path) -> None:
+    """Of another store, since one that holds a validation split is validated on."""
+    data = data_module(tiny_model, tmp_path / "store", validation=[])
+    trainer = trainer_with(generation(), CalibrationCurve(), default_root_dir=str(tmp_path))
+    trainer.fit(module_of(tiny_model), datamodule=data)
+    assert trainer.global_step == 4
+    assert not (tmp_path / "figures").exists()
+
+
+def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> None:
+    nan = float("nan")
+    points = CalibrationPoints(
+        confidence=np.array([0.1, nan, 0.3, 0.4]),
+        correct=np.array([1.0, 1.0, nan, 0.0]),
+        target=np.full(4, nan),
+        yes_no_mass=np.ones(4),
+        question_index=np.arange(4),
+        task=np.array(["gsm8k", "gsm8k", "svamp", "svamp"]),
+    )
+    pools = labelled(points)
+    assert {task: pool[0].tolist() for task, pool in pools.items()} == {
+        "gsm8k": [0.1],
+        "svamp": [0.4],
+        "all": [0.1, 0.4],
+    }
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="`num_bins`"):
+        CalibrationCurve(num_bins=0)

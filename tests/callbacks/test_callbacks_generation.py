@@ -1,0 +1,245 @@
+"""SSCGeneration: it fills the store once, before the weights are there, and every process does its share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from support.options import nested
+from support.training_runs import data_module, generation, module_of, trainer_with
+
+from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.runtime import rendezvous
+from selfcal_lightning.runtime.rendezvous import Rendezvous
+from selfcal_lightning.store.sample_store import SampleStore
+
+
+def contents(store: Path) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Everything sampled: question, split and texts."""
+    return [
+        (group.question.id, group.split, tuple(sample.text for sample in group.samples))
+        for split in ("train", "validation")
+        for group in SampleStore(store).samples(split=split)
+    ]
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store filled by one process, and then trained on."""
+    store = tmp_path_factory.mktemp("one") / "store"
+    unloaded: list[bool] = []
+
+    class Watch(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            unloaded.append(pl_module.model is None and (store / "manifest.json").exists())
+
+    trainer_with(generation(), Watch()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    assert unloaded == [True]
+    return store
+
+
+def test_both_splits_are_sampled_and_judged(filled: Path) -> None:
+    store = SampleStore(filled)
+    assert len(store.question_ids(split="train")) == 8
+    assert len(store.question_ids(split="validation")) == 3
+    samples = [sample for group in store.samples() for sample in group.samples]
+    assert len(samples) == 44
+    assert all(sample.yes_mass is not None and sample.correct is not None for sample in samples)
+    assert not list((filled / "meetings").glob("*"))
+
+
+def test_a_second_run_reuses_everything(
+    tiny_model: str, filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(filled)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the engine must not be started")
+
+    monkeypatch.setattr(SSCGeneration, "_start", refuse)
+    trainer_with(generation()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
+    trainer_with(generation()).validate(
+        module_of(tiny_model), datamodule=data_module(tiny_model, filled), verbose=False
+    )
+    assert contents(filled) == before
+    assert f"samples of all 11 questions are reused from {filled}" in capsys.readouterr().err
+
+
+def test_more_questions_are_added_to_what_is_there(tiny_model: str, filled: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    few = data_module(tiny_model, store, train=[QuestionSource("word_problems", split="train", limit=2)])
+    trainer_with(generation()).fit(module_of(tiny_model), datamodule=few)
+    assert len(SampleStore(store).question_ids(split="train")) == 2
+    trainer_with(generation()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    assert contents(store) == contents(filled)
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"seed": 7}])
+def test_other_settings_on_the_same_store_are_refused(tiny_model: str, filled: Path, changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"sampled with the same settings.*" + next(iter(changed))):
+        trainer_with(generation(**changed)).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
+
+
+def test_validate_samples_only_the_validation_questions(tiny_model: str, tmp_path: Path) -> None:
+    data = data_module(tiny_model, tmp_path / "store")
+    (result,) = trainer_with(generation()).validate(module_of(tiny_model), datamodule=data, verbose=False)
+    assert result["val/count/Responses"] == 12
+    assert not SampleStore(tmp_path / "store").question_ids(split="train")
+
+
+def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) -> None:
+    data = data_module(
+        tiny_model, tmp_path / "store", test=[QuestionSource("word_problems", split="test_id", limit=2)],
+        predict_split="train", train=[QuestionSource("word_problems", split="train", limit=1)],
+    )  # fmt: skip
+    store = SampleStore(tmp_path / "store")
+    trainer_with(generation()).test(module_of(tiny_model), datamodule=data, verbose=False)
+    assert len(store.question_ids()) == len(store.question_ids(split="test")) == 2
+    trainer_with(generation()).predict(module_of(tiny_model), datamodule=data)
+    assert len(store.question_ids(split="train")) == 1
+    assert len(store.question_ids()) == 3
+
+
+def test_a_data_module_is_needed(tiny_model: str) -> None:
+    with pytest.raises(ValueError, match="data module with questions"):
+        trainer_with(generation()).validate(module_of(tiny_model), dataloaders=[])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "llama.cpp"}, "`engine`"),
+        ({"temperature": 3.0}, "`temperature`"),
+        ({"gpu_memory_utilization": 0.5}, "`gpu_memory_utilization`"),
+    ],
+)
+def test_arguments_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SSCGeneration(**nested(**settings))
+
+
+def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    trainer_with(generation(), devices=2, strategy="ddp_fork").fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, store)
+    )
+    assert contents(store) == contents(filled)
+    assert sorted(path.name for path in (store / "parts").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+
+
+# ---- training on the store: the whole house together
+
+
+def trained(module: SelfCalibrationModule) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
+
+
+class Keep(Callback):
+    """Writes checkpoints after given steps, and what was trained at the end: from another process too."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder, self.steps = folder, steps
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        path = self.folder / f"{trainer.global_step}.ckpt"
+        if trainer.global_step in self.steps and not path.exists():
+            trainer.save_checkpoint(path)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            torch.save(trained(pl_module), self.folder / "trained.pt")
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(
+    tiny_model: str, filled: Path, tmp_path: Path
+) -> None:
+    settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    rows = {"total_tuples": 24, "batch_size": 4}
+    torch.manual_seed(1)
+    whole = module_of(tiny_model, **settings)
+    trainer_with(Keep(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(tiny_model, filled, **rows))
+    for step in (2, 5):
+        torch.manual_seed(2)
+        resumed = module_of(tiny_model, **settings)
+        trainer_with(**trainer).fit(
+            resumed, datamodule=data_module(tiny_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
+        )
+        mine, theirs = trained(whole), trained(resumed)
+        assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) == 0.0
+
+
+def test_processes_and_micro_batches_do_not_change_the_trajectory(
+    tiny_model: str, filled: Path, tmp_path: Path
+) -> None:
+    states = []
+    for devices, batch_size, accumulate in ((1, 8, 1), (1, 2, 4), (2, 2, 2)):
+        folder = tmp_path / f"{devices}-{batch_size}"
+        folder.mkdir()
+        run = {"devices": devices, "accumulate_grad_batches": accumulate, "max_epochs": 2}
+        strategy = {"strategy": "ddp_fork"} if devices > 1 else {}
+        trainer_with(Keep(folder), **run, **strategy).fit(
+            module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.0, activated=False), lr=5e-4),
+            datamodule=data_module(tiny_model, filled, total_tuples=24, batch_size=batch_size),
+        )
+        states.append(torch.load(folder / "trained.pt"))
+    assert max(value.abs().max().item() for name, value in states[0].items() if "lora_B" in name) > 1e-3
+    for other in states[1:]:
+        assert max((states[0][name] - other[name]).abs().max().item() for name in other) < 1e-5
+
+
+# ---- waiting
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.02)
+
+
+def _other_process(folder: Path, seconds: float, fail: bool) -> None:
+    torch.set_num_threads(1)
+    with Rendezvous(folder, rank=1, world_size=2).working():
+        time.sleep(seconds)
+        if fail:
+            raise SystemExit("out of memory")
+
+
+def _meet(folder: Path, *, seconds: float, fail: bool = False, stall_timeout: float = 5.0) -> None:
+    other = multiprocessing.get_context("fork").Process(target=_other_process, args=(folder, seconds, fail))
+    other.start()
+    mine = Rendezvous(folder, rank=0, world_size=2, stall_timeout=stall_timeout)
+    try:
+        with mine.working():
+            pass
+        mine.meet()
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_waiting_goes_on_while_the_other_lives(tmp_path: Path) -> None:
+    started = time.monotonic()
+    _meet(tmp_path / "m", seconds=1.5, stall_timeout=0.8)  # alive for longer than the time of silence that is allowed
+    assert time.monotonic() - started >= 1.5
+
+
+def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"process 1 .* failed: SystemExit: out of memory"):
+        _meet(tmp_path / "m", seconds=0.1, fail=True)
+
+
+def test_silence_ends_the_waiting(tmp_path: Path) -> None:
+    mine = Rendezvous(tmp_path / "m", rank=0, world_size=2, stall_timeout=0.3)
+    with mine.working():
+        pass
+    with pytest.raises(RuntimeError, match="no sign of life"):
+        mine.meet()

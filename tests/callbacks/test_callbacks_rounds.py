@@ -1,0 +1,255 @@
+"""Regeneration rounds: sampled with the adapter in training, kept, checked, and the same after every stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from support.training_runs import data_module, generation, module_of, trainer_with
+
+from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.callbacks.generation.rounds import ResumedAt, resumed_at
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file
+from selfcal_lightning.generation.rounds.engine_check import AdapterMismatchError
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.manifests import MANIFEST, list_files, read_manifest
+from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
+from selfcal_lightning.store.sample_store import SampleStore
+
+LORA = LoraSettings(r=4, dropout=0.2, activated=False)
+
+
+class Keep(Callback):
+    """Writes a checkpoint in some hook of some epoch or step."""
+
+    def __init__(self, folder: Path, hook: str, at: int) -> None:
+        self.path, self.hook, self.at = folder / f"{hook}-{at}.ckpt", hook, at
+
+    def _save(self, trainer: Trainer, hook: str, at: int) -> None:
+        if (hook, at) == (self.hook, self.at):
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._save(trainer, "batch_end", trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self._save(trainer, "validation_end", trainer.global_step)
+
+
+def run(
+    tiny_model: str, store: Path, *callbacks: Callback, ckpt_path: Path | None = None, **settings: Any
+) -> SelfCalibrationModule:
+    """Train three epochs of four steps, a new round every epoch."""
+    data = {"regenerate_every_n_epochs": 1, **settings.pop("data", {})}
+    module = module_of(tiny_model, **{"lora": LORA, **settings.pop("model", {})})
+    trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **settings}
+    trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(
+        module, datamodule=data_module(tiny_model, store, **data), ckpt_path=ckpt_path
+    )
+    return module
+
+
+def copy_of_round_0(store: Path, target: Path) -> Path:
+    """A store that has only what the base model sampled; saves the tests the sampling."""
+    shutil.copytree(store, target)
+    run_drop_rounds(str(target))
+    return target
+
+
+def texts(store: Path, round: int) -> dict[str, list[tuple[str, float | None]]]:
+    groups = SampleStore(store).samples(split="train", round=round)
+    return {group.question.id: [(sample.text, sample.yes_mass) for sample in group.samples] for group in groups}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfCalibrationModule]:
+    """An unbroken run: its folder, with the store, logs and checkpoints, and its module."""
+    folder = tmp_path_factory.mktemp("whole")
+    keep = [
+        Keep(folder, *place) for place in (("batch_end", 2), ("batch_end", 4), ("batch_end", 6), ("validation_end", 4))
+    ]
+    logger = CSVLogger(folder, name="logs", version="0")
+    module = run(tiny_model, folder / "store", *keep, logger=logger, log_every_n_steps=1)
+    return folder, module
+
+
+def difference(module: SelfCalibrationModule, other: SelfCalibrationModule) -> float:
+    one, two = (dict(item.named_parameters()) for item in (module, other))
+    return max((one[name] - two[name]).abs().max().item() for name in one if one[name].requires_grad)
+
+
+def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[Path, SelfCalibrationModule]) -> None:
+    store = whole[0] / "store"
+    rounds = SampleStore(store).manifest.rounds
+    hashes = [record.fingerprint.model.adapter_sha256 for record in rounds.values()]
+    assert hashes == [None, *(weights_sha256(str(adapter_folder(store, round))) for round in (1, 2))]
+    assert len(set(hashes)) == 3
+    assert SampleStore(store).question_ids(split="validation", round=1) == set()
+
+    from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+    chat = ChatFormat(load_tokenizer(tiny_model))
+    engine = TransformersEngine(tiny_model, adapter=str(adapter_folder(store, 2)), chat=chat)
+    callback, data = generation(max_new_tokens=60), data_module(tiny_model, store)
+    fingerprint = store_fingerprint(engine, chat, callback.sampling, callback.seed)
+    again = SampleStore.create_or_open(whole[0] / "again", fingerprint, num_samples=4, engine={}, round=2)
+    generate_samples(
+        data.questions("train"), split="train", engine=engine, chat=chat, store=again, num_samples=4,
+        sampling=callback.sampling, seed=callback.seed, round=2, progress=False,
+    )  # fmt: skip
+    again.join()
+    mine, theirs = texts(store, 2), texts(whole[0] / "again", 2)
+    same = [one[0] == other[0] for name in mine for one, other in zip(mine[name], theirs[name], strict=True)]
+    assert sum(same) >= 31  # the merged adapter rounds otherwise than the one beside the weights
+    gaps = [abs(one[1] - two[1]) for n in mine for one, two in zip(mine[n], theirs[n], strict=True) if one[0] == two[0]]
+    assert max(gaps) < 1e-4
+    assert texts(store, 1).keys() == texts(store, 2).keys() == texts(store, 0).keys()
+    assert texts(store, 1) != texts(store, 2)
+
+
+def test_drift_is_logged(whole: tuple[Path, SelfCalibrationModule]) -> None:
+    import csv
+
+    with (whole[0] / "logs" / "0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("round/Number")]
+    assert [(float(row["round/Number"]), int(row["step"])) for row in rows] == [(0.0, 0), (1.0, 4), (2.0, 8)]
+    assert all(row["round/calibration/ECE"] and row["round/accuracy/PassAt1"] for row in rows)
+    assert [bool(row["round/shift/MeanAbsolute"]) for row in rows] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_end-2",  # inside the first epoch: rounds 1 and 2 are there and are reused
+        "batch_end-4",  # after its last batch: Lightning leaves out the end of the epoch
+        "validation_end-4",
+        "batch_end-6",  # inside the second one
+        "round-001",  # the checkpoint that the callback wrote
+    ],
+)
+@pytest.mark.parametrize("samples", ["kept", pytest.param("lost", marks=pytest.mark.slow)])
+def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
+    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path, name: str, samples: str
+) -> None:
+    folder, module = whole
+    store = tmp_path / "store"
+    if samples == "kept":
+        shutil.copytree(folder / "store", store)
+    else:
+        copy_of_round_0(folder / "store", store)
+        if name == "batch_end-6":  # it needs the round of its epoch, whose adapter is kept
+            shutil.copytree(adapter_folder(folder / "store", 1), adapter_folder(store, 1))
+    path = checkpoint_file(folder / "store", 1) if name == "round-001" else folder / f"{name}.ckpt"
+    resumed = run(tiny_model, store, ckpt_path=path)
+    assert difference(resumed, module) == 0.0
+    for round in (1, 2):
+        assert texts(store, round) == texts(folder / "store", round)
+
+
+def test_a_finished_run_goes_on_with_a_new_round(
+    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
+) -> None:
+    store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
+    trainer = trainer_with(
+        generation(max_new_tokens=60), max_epochs=1, reload_dataloaders_every_n_epochs=1
+    )  # fmt: skip
+    data = data_module(tiny_model, store, regenerate_every_n_epochs=1)
+    module = module_of(tiny_model, lora=LORA)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert not adapter_folder(store, 1).exists()  # nobody would have read it
+    run(tiny_model, store, ckpt_path=tmp_path / "after.ckpt", max_epochs=2)
+    assert adapter_difference(module.model, adapter_folder(store, 1)) == 0.0
+    assert len(texts(store, 1)) == 8
+
+
+def test_without_its_round_a_run_resumed_inside_an_epoch_fails(
+    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
+) -> None:
+    store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
+    with pytest.raises(ValueError, match="round 1 for the split 'train', but got none"):
+        run(tiny_model, store, ckpt_path=whole[0] / "batch_end-6.ckpt")
+    assert not adapter_folder(store, 1).exists()
+
+
+def test_a_round_is_completed_with_the_adapter_on_disk(
+    tiny_model: str,
+    whole: tuple[Path, SelfCalibrationModule],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a GPU, where a resumed run arrives with weights that differ in the last digits."""
+    from safetensors.torch import save_file
+
+    store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
+    kept = adapter_folder(store, 1)
+    shutil.copytree(adapter_folder(whole[0] / "store", 1), kept)
+    state = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in read_adapter_state(kept).items()}
+    save_file(state, kept / "adapter_model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest(kept)
+    (kept / MANIFEST).write_text(json.dumps(manifest | {"files": list_files(kept)}))
+    before: list[dict[str, torch.Tensor]] = []
+
+    class Watch(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            assert pl_module.model.training
+            before.append({name: value.detach().clone() for name, value in pl_module.named_parameters()})
+
+    run(tiny_model, store, Watch())
+    assert "The round is completed with the adapter on disk" in caplog.text
+    record = SampleStore(store).round_manifest(1)
+    assert record.fingerprint.model.adapter_sha256 == weights_sha256(str(kept))
+    assert texts(store, 1) != texts(whole[0] / "store", 1)
+    # Training went on with its own weights, not with those of the round.
+    own = torch.load(checkpoint_file(whole[0] / "store", 1), weights_only=True)["state_dict"]
+    assert all(torch.equal(before[1][name], value) for name, value in own.items())
+
+
+def test_rounds_of_another_training_are_refused_before_it_begins(
+    tiny_model: str, whole: tuple[Path, SelfCalibrationModule]
+) -> None:
+    with pytest.raises(ValueError, match=r"round 1 of the store to belong to this training.*other settings"):
+        run(tiny_model, whole[0] / "store", model={"lr": 3e-3})
+
+
+def test_an_engine_with_another_adapter_is_refused(
+    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
+    start = SSCGeneration._start
+
+    def stale(self: SSCGeneration, trainer: Trainer, module: Any, chat: Any, adapter: str | None) -> Any:
+        if adapter is None:
+            return start(self, trainer, module, chat, adapter)
+        return TransformersEngine(tiny_model, chat=chat)  # what it served in round 0
+
+    monkeypatch.setattr(SSCGeneration, "_start", stale)
+    with pytest.raises(AdapterMismatchError, match=r"at most 0\.0001 in the mean"):
+        run(tiny_model, store)
+    assert list(SampleStore(store).manifest.rounds) == [0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "expected"),
+    [
+        ({"started": 1, "completed": 0}, (2, False), ResumedAt(0, False, 9)),
+        ({"started": 1, "completed": 0}, (4, True), ResumedAt(1, True, 9)),
+        ({"started": 1, "completed": 1}, (4, True), ResumedAt(1, True, 9)),
+        ({"started": 1, "completed": 1}, (4, False), ResumedAt(1, True, 9)),
+        ({"started": 2, "completed": 1}, (0, False), ResumedAt(1, True, 9)),
+    ],
+)
+def test_where_a_checkpoint_goes_on(epochs: dict[str, int], batches: tuple[int, bool], expected: ResumedAt) -> None:
+    progress = {"current": {"ready": batches[0]}, "is_last_batch": batches[1]}
+    loops = {"fit_loop": {"epoch_progress": {"current": epochs}, "epoch_loop.batch_progress": progress}}
+    assert resumed_at({"loops": loops, "global_step": 9}) == expected

@@ -1,0 +1,105 @@
+"""Response consistency against the recorded values and by hand; the registry's names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.fakes import FakeChat, FakeEngine
+from support.strategy_pools import make_entry
+
+from selfcal_lightning.confidence.base import STORED
+from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
+from selfcal_lightning.confidence.estimators.p_true import PTrue
+from selfcal_lightning.confidence.estimators.registry import (
+    ESTIMATORS,
+    build_estimator,
+    estimator_class,
+    estimator_settings,
+)
+
+
+def entry_of(answers: list[str | None], name: str = "q") -> Any:
+    return make_entry(answers, [0.5] * len(answers), name=name)
+
+
+def test_the_formula_equals_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
+    """The reference draws k samples and takes the share of the commonest; the draw is replayed here."""
+    compared = 0
+    for case in vectors("response_consistency")["cases"]:
+        drawn = random.Random(case["seed"]).sample(case["parsed"], case["k"])
+        commonest = case["out"]["most_common_answer"]
+        scores = ResponseConsistency().score([entry_of(drawn)])[0]
+        if commonest is None:  # there None is an answer, here it has no confidence
+            assert scores == [None] * len(drawn)
+            continue
+        assert drawn.count(commonest) == case["out"]["answer_frequency"], "the draw is not the reference's"
+        assert max(score for score in scores if score is not None) == pytest.approx(case["out"]["confidence"])
+        compared += 1
+    assert compared >= 3
+
+
+def test_by_hand() -> None:
+    pool = [entry_of(["7", "7", "8", None]), entry_of([None]), entry_of([])]
+    assert ResponseConsistency().score(pool) == [[0.5, 0.5, 0.25, None], [None], []]
+    assert ResponseConsistency(num_samples=9).score(pool[:1]) == [[0.5, 0.5, 0.25, None]]
+
+
+def test_the_draw_is_without_replacement_and_by_question() -> None:
+    entry = entry_of([str(i) for i in range(8)])
+    row = ResponseConsistency(num_samples=3).score([entry])[0]
+    assert sorted(row) == [0.0] * 5 + [pytest.approx(1 / 3)] * 3
+    assert ResponseConsistency(num_samples=3).score([entry_of(["b"]), entry])[1] == row, "alone or not"
+    others = [ResponseConsistency(num_samples=3).score([entry_of(list("abcdefgh"), f"q{i}")])[0] for i in range(9)]
+    assert len({tuple(other) for other in others}) > 1
+    assert ResponseConsistency(num_samples=3, seed=1).score([entry])[0] != row
+    with pytest.raises(ValueError, match="`num_samples` to be a positive integer, but got 0"):
+        ResponseConsistency(num_samples=0)
+
+
+def test_unreadable_samples_count_among_the_k() -> None:
+    # Of 4 readable equal answers and 4 unreadable, any draw of 4 gives the number of readable ones in it over 4.
+    entry = entry_of(["7", None] * 4)
+    row = ResponseConsistency(num_samples=4).score([entry])[0]
+    assert row[1::2] == [None] * 4
+    assert len(set(row[::2])) == 1
+    assert row[0] in {0.0, 0.25, 0.5, 0.75, 1.0}
+
+
+def test_names() -> None:
+    assert set(ESTIMATORS) == {
+        "p_true", "verbalized", "response_consistency", "sequence_logprob", "mean_logprob", "self_certainty",
+        "token_entropy",
+    }  # fmt: skip
+    assert set(STORED) <= set(ESTIMATORS)
+    assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == {
+        "p_true", "verbalized", "response_consistency",
+    }  # fmt: skip
+    assert [name for name, kind in ESTIMATORS.items() if kind.needs_pool] == ["response_consistency"]
+
+
+def test_unknown_and_reserved_names() -> None:
+    with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
+        estimator_class("self_certanty")
+    with pytest.raises(ValueError, match=r"to be one of p_true, verbalized, .* but got 'zzzz'"):
+        estimator_class("zzzz")
+    with pytest.raises(ValueError, match=r"'reward', which is reserved for reward models\. They come in a later"):
+        build_estimator("reward")
+
+
+def test_estimators_are_built_from_what_they_read() -> None:
+    engine, chat = FakeEngine(), FakeChat()
+    assert isinstance(build_estimator("p_true", engine=engine, chat=chat), PTrue)
+    consistency = build_estimator("response_consistency", **estimator_settings("response_consistency", num_samples=1))
+    entry = entry_of(["7", "8"])
+    assert sorted(consistency.score([entry])[0]) == [0.0, 1.0]
+    assert consistency.score([replace(entry, samples=())]) == [[]]
+    with pytest.raises(ValueError, match="`engine` and `chat` for the estimator 'verbalized'"):
+        build_estimator("verbalized", engine=engine)
+    with pytest.raises(ValueError, match="`tokens` for the estimator 'token_entropy'"):
+        build_estimator("token_entropy", engine=engine, chat=chat)
+    with pytest.raises(ValueError, match=r"settings of 'p_true' among \['normalised'\], but got \['k'\]"):
+        estimator_settings("p_true", k=3)

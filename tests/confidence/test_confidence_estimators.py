@@ -1,0 +1,178 @@
+"""Estimators over a store against a naive float64 forward pass, one response at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support.fakes import FakeChat, FakeEngine
+from support.recorded_pools import Naive, naive_statistics, sample_store
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.estimators.likelihood import MeanLogprob, SequenceLogprob
+from selfcal_lightning.confidence.estimators.p_true import PTrue
+from selfcal_lightning.confidence.estimators.self_certainty import SelfCertainty, TokenEntropy
+from selfcal_lightning.confidence.estimators.token_ids import entry_ids
+from selfcal_lightning.confidence.estimators.token_reader import TokenReader
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+Pool = list[QuestionSamples]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: str) -> Iterator[TransformersEngine]:
+    network = load_network(tiny_model, revision=None, adapter=None, dtype="float32", device="cpu")
+    engine = TransformersEngine.from_model(network, ChatFormat(load_tokenizer(tiny_model)), source=tiny_model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    return list(sample_store(engine, tmp_path_factory.mktemp("pool") / "store").samples())
+
+
+@pytest.fixture(scope="module")
+def naive(tiny_model: str, engine: TransformersEngine, pool: Pool) -> list[list[Naive]]:
+    return naive_statistics(tiny_model, engine, pool)
+
+
+@pytest.fixture
+def tokens(engine: TransformersEngine) -> TokenReader:
+    return TokenReader(engine._model.network, engine.chat)
+
+
+def flat(rows: list[list[float | None]]) -> list[float | None]:
+    return [value for row in rows for value in row]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "attribute", "sign"),
+    [
+        (SequenceLogprob, "logprob", 1.0),
+        (MeanLogprob, "mean_logprob", 1.0),
+        (SelfCertainty, "certainty", 1.0),
+        (TokenEntropy, "entropy", -1.0),
+    ],
+)
+def test_token_statistics_equal_the_naive_ones(
+    tokens: TokenReader, pool: Pool, naive: list[list[Naive]], estimator: type, attribute: str, sign: float
+) -> None:
+    scores = estimator(tokens).score(pool)
+    expected = [[sign * getattr(one, attribute) for one in row] for row in naive]
+    assert [len(row) for row in scores] == [len(entry.samples) for entry in pool]
+    assert flat(scores) == pytest.approx(flat(expected), abs=1e-4, rel=1e-5)
+    assert len(set(flat(expected))) > 1
+    assert estimator.is_probability is False
+
+
+def test_p_true_equals_the_naive_one_and_the_stored(
+    engine: TransformersEngine, pool: Pool, naive: list[list[Naive]]
+) -> None:
+    scores = flat(PTrue(engine, engine.chat).score(pool))
+    assert scores == pytest.approx([one.p_true for row in naive for one in row], abs=1e-5)
+    assert scores == pytest.approx([sample.p_true for entry in pool for sample in entry.samples], abs=1e-5)
+    raw = flat(PTrue(engine, engine.chat, normalised=False).score(pool))
+    assert raw == pytest.approx([sample.yes_mass for entry in pool for sample in entry.samples], abs=1e-5)
+    assert all(mass < value for mass, value in zip(raw, scores, strict=True))
+
+
+def test_log_probabilities_equal_the_stored(tokens: TokenReader, pool: Pool) -> None:
+    samples = [sample for entry in pool for sample in entry.samples]
+    stored = [sample.logprob for sample in samples]
+    assert flat(SequenceLogprob(tokens).score(pool)) == pytest.approx(stored, abs=1e-4)
+    means = [confidence_of(sample, "mean_logprob") for sample in samples]
+    assert flat(MeanLogprob(tokens).score(pool)) == pytest.approx(means, abs=1e-5)
+
+
+def test_batches_of_any_size_agree(engine: TransformersEngine, pool: Pool, tokens: TokenReader) -> None:
+    one_by_one = TokenReader(engine._model.network, engine.chat, forward_tokens=1)
+    few_logits = TokenReader(engine._model.network, engine.chat, logit_elements=60 * 628)
+    expected = flat(SelfCertainty(tokens).score(pool))
+    assert flat(SelfCertainty(one_by_one).score(pool)) == pytest.approx(expected, abs=1e-4)
+    assert flat(SelfCertainty(few_logits).score(pool)) == pytest.approx(expected, abs=1e-4)
+
+
+def test_estimators_over_one_pool_share_the_forward_pass(tokens: TokenReader, pool: Pool) -> None:
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    handle = tokens.network.get_input_embeddings().register_forward_hook(count)
+    try:
+        first = [estimator(tokens).score(pool) for estimator in (SequenceLogprob, MeanLogprob, TokenEntropy)]
+        assert passes == 1
+        # A response that occurs twice is read once, and gives the same numbers.
+        twice = replace(pool[0], samples=(*pool[0].samples, *pool[0].samples))
+        assert TokenEntropy(tokens).score([twice]) == [first[2][0] * 2]
+        assert passes == 1
+    finally:
+        handle.remove()
+
+
+def test_responses_made_elsewhere_are_encoded(engine: TransformersEngine, tokens: TokenReader, pool: Pool) -> None:
+    bare = [
+        replace(entry, prompt_ids=None, samples=tuple(replace(s, token_ids=None, finish=None) for s in entry.samples))
+        for entry in pool
+    ]
+    assert all(ids.encoded for entry in bare for ids in entry_ids(entry, engine.chat))
+    assert not any(ids.encoded for entry in pool for ids in entry_ids(entry, engine.chat))
+    # The bundled tokenizer writes its own responses as the model wrote them, so the numbers are those of the ids.
+    assert PTrue(engine, engine.chat).score(bare) == PTrue(engine, engine.chat).score(pool)
+    assert SelfCertainty(tokens).score(bare) == SelfCertainty(tokens).score(pool)
+
+
+def test_ids_of_another_tokenizer_are_not_taken(engine: TransformersEngine, pool: Pool) -> None:
+    sample = pool[0].samples[0]
+    strange = replace(pool[0], samples=(replace(sample, token_ids=sample.token_ids[::-1]),))
+    (found,) = entry_ids(strange, engine.chat)
+    assert found.encoded
+    assert found.response == sample.token_ids
+    assert found.prompt == pool[0].prompt_ids
+
+
+def test_none_where_there_is_nothing_to_score(engine: TransformersEngine, tokens: TokenReader, pool: Pool) -> None:
+    whole = pool[0].samples[0]
+    failed = Sample(whole.question_id, 1, 0, "", (), None, None, None)
+    silent = replace(failed, finish="stop")
+    long = replace(whole, text=whole.text * 20, token_ids=None)
+    entry = replace(pool[0], samples=(whole, failed, silent, long))
+    p_true = PTrue(engine, engine.chat).score([entry])[0]
+    assert [value is None for value in p_true] == [False, True, False, True]
+    assert SequenceLogprob(tokens).score([entry])[0][1:] == [None, 0.0, None]
+    for estimator in (MeanLogprob, SelfCertainty, TokenEntropy):
+        assert [v is None for v in estimator(tokens).score([entry])[0]] == [False, True, True, True]
+    assert PTrue(engine, engine.chat).score([replace(entry, samples=())]) == [[]]
+    assert PTrue(engine, engine.chat).score([]) == []
+
+
+def test_p_true_asks_once_for_equal_responses_and_keeps_to_the_context() -> None:
+    class Counting(FakeEngine):
+        asked: list[int]
+
+        def next_token_probabilities(self, prompts, token_ids):  # noqa: ANN001, ANN202
+            self.asked = [len(prompt) for prompt in prompts]
+            return super().next_token_probabilities(prompts, token_ids)
+
+    chat = FakeChat()
+    engine = Counting(max_context=60)
+    texts = ["The answer is 3.", "The answer is 3.", "The answer is 3, and that after a long thought."]
+    samples = tuple(Sample("q", i, 0, text, tuple(text.encode()), "stop", "3", True) for i, text in enumerate(texts))
+    entry = QuestionSamples(Question("q", "fake", (Message("user", "?"),)), samples, "test")
+    scores = PTrue(engine, chat).score([entry])[0]
+    assert scores[0] == scores[1] is not None
+    assert scores[2] is None
+    assert engine.asked == [len("user: ?") + 1 + len(texts[0]) + len(chat.query.suffix_ids)]
+
+
+def test_a_network_in_training_is_refused(engine: TransformersEngine) -> None:
+    network = torch.nn.Linear(1, 1).train()
+    with pytest.raises(ValueError, match=r"evaluation mode, but got training mode\. Call `\.eval\(\)`"):
+        TokenReader(network, engine.chat)

@@ -1,0 +1,119 @@
+"""Verbalized confidence: how a reply is read, how it is asked for, and when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.fakes import FakeEngine
+
+from selfcal_lightning.confidence.estimators.verbalized import VERBAL_QUERY, Verbalized, parse_confidence
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
+
+TEXTS = ("The answer is 3.", "The answer is 4.", "The answer is 3.")
+
+
+def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
+    """What the reference could not read, we do; an unfinished thought is no reply."""
+    corrected = {"\\boxed{85%}": 0.85, "\\boxed{\\text{0.9}}": 0.9, "<think> unfinished \\boxed{0.5}": None}
+    for case in vectors("verbalized_parse")["cases"]:
+        expected = corrected.get(case["response"], case["parsed"])
+        assert parse_confidence(case["response"]) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (r"\boxed{ 0.25 }", 0.25),
+        (r"\boxed{85\%}", 0.85),
+        (r"\boxed{85 %}", 0.85),
+        (r"\boxed{ \text{ 40% } }", 0.4),
+        (r"\boxed{$0.5$}", 0.5),
+        (r"\boxed{1}", 1.0),
+        (r"\boxed{1.}", 1.0),
+        (r"\boxed{100\%}", 1.0),
+        (r"\boxed{120\%}", None),
+        (r"\boxed{-0.5}", None),
+        (r"\boxed{high}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{0.2} or \boxed{0.3}", 0.3),
+        (r"\boxed{0.2} or \boxed{1.3}", 0.2),
+        (r"<think>\boxed{0.9}</think>\boxed{0.1}", 0.1),
+        (r"<think>\boxed{0.9}</think>No idea.", None),
+        ("0.8", 0.8),
+        ("Confidence: 80 %.", 0.8),
+        ("My probability is 0.35", 0.35),
+        ("2", None),
+        ("I have 3 reasons, so 0.8", None),
+        (r"0.8 \boxed{0.7", None),
+        ("", None),
+        ("confidence" + "." * 100_000, None),
+    ],
+)
+def test_replies(reply: str, value: float | None) -> None:
+    assert parse_confidence(reply) == (value if value is None else pytest.approx(value))
+
+
+class Scripted(FakeEngine):
+    """Replies by a script: a text for each attempt, by the seed's attempt; None is a request that is given up."""
+
+    def __init__(self, reply: Callable[[Request], str | None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._reply = reply
+
+    def poll(self) -> list[Response]:
+        request = next(iter(self._waiting.values()))
+        text = self._reply(self._waiting.pop(request.id))
+        if text is None:
+            raise RequestsFailedError({request.id: Failure("too hard", is_refusal=True)})
+        return [Response(request.id, text, (), "stop", 0.0)]
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+def entry_of(chat: ChatFormat, texts: tuple[str, ...] = TEXTS) -> QuestionSamples:
+    samples = tuple(Sample("q", i, 0, t, chat.response_ids(t), "stop", "3", True) for i, t in enumerate(texts))
+    question = Question("q", "word_problems", (Message("user", "1 + 2?"),))
+    return QuestionSamples(question, samples, "test", chat.prompt_ids(question.messages))
+
+
+def test_the_question_follows_the_response(chat: ChatFormat) -> None:
+    engine = Scripted(lambda request: r"\boxed{0.25}" if request.id.endswith("/0") else r"\boxed{0.75}")
+    assert Verbalized(engine, chat).score([entry_of(chat)]) == [[0.25, 0.75, 0.25]]
+    assert len(engine.requests) == 2, "equal responses are asked about once"
+    request = engine.requests[0]
+    turns = [Message("user", "1 + 2?"), Message("assistant", TEXTS[0]), Message("user", VERBAL_QUERY)]
+    assert request.prompt_ids == chat.prompt_ids(turns)
+    assert request.query is None
+    assert request.sampling.temperature == 0.0
+
+
+def test_no_probability_is_none_and_may_be_asked_for_again(chat: ChatFormat) -> None:
+    def reply(request: Request) -> str | None:
+        _, attempt, number = request.id.split("/")
+        if attempt == "0":
+            return "Sure." if number == "0" else None
+        return r"\boxed{0.5}" if number == "0" else "Hm."
+
+    once, twice = Scripted(reply), Scripted(reply)
+    assert Verbalized(once, chat).score([entry_of(chat)]) == [[None, None, None]]
+    assert Verbalized(twice, chat, attempts=2).score([entry_of(chat)]) == [[0.5, None, 0.5]]
+    assert [request.sampling.temperature for request in twice.requests] == [0.0, 0.0, 1.0, 1.0]
+    assert [request.seed for request in twice.requests[2:]] == [request.seed + 1 for request in twice.requests[:2]]
+    with pytest.raises(ValueError, match="`attempts` to be a positive integer"):
+        Verbalized(once, chat, attempts=0)
+
+
+def test_what_has_no_room_is_not_asked(chat: ChatFormat) -> None:
+    room = len(chat.prompt_ids([Message("user", "1 + 2?")])) + len(chat.response_ids(TEXTS[0])) + 160
+    engine = Scripted(lambda request: r"\boxed{1}", max_context=room)
+    long = "So it goes on. " * 40
+    entry = entry_of(chat, (TEXTS[0], long))
+    assert Verbalized(engine, chat, max_new_tokens=32).score([entry]) == [[1.0, None]]
+    assert Verbalized(engine, chat, max_new_tokens=32).score([]) == []

@@ -1,0 +1,273 @@
+"""The fused confidence: its fit against scikit-learn, its targets by hand, what it refuses, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from support.strategy_pools import make_entry
+
+from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
+from selfcal_lightning.confidence.fitting.features import ResponseTable, feature_value
+from selfcal_lightning.confidence.fitting.fusion import DEFAULT_FEATURES, Fusion, fit_fusion
+from selfcal_lightning.confidence.fitting.loading import load_scorer
+from selfcal_lightning.confidence.fitting.scaling import fit_scaler
+from selfcal_lightning.confidence.fitting.weighed_pool import weigh_pool
+from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+
+
+def mixed_pool(num_questions: int = 60, *, prefix: str = "q", seed: int = 0) -> list[QuestionSamples]:
+    """P(True) knows how hard a question is, the log-probability knows which response is right; neither knows both."""
+    draw = np.random.default_rng(seed)
+    pool = []
+    for number in range(num_questions):
+        ease = draw.normal(0.0, 2.0)
+        right = draw.random(6) < 1.0 / (1.0 + math.exp(-ease))
+        answers: list[str | None] = ["a" if hit else draw.choice(["b", "c"]) for hit in right]
+        if number % 10 == 0:
+            answers[5] = None
+        p_true = 1.0 / (1.0 + math.exp(-ease - 1.0))
+        entry = make_entry(answers, [p_true] * 6, name=f"{prefix}{number}")
+        samples = tuple(
+            replace(
+                sample, token_ids=tuple(range(int(draw.integers(5, 15)))),
+                logprob=float(-6.0 + 3.0 * bool(sample.correct) + draw.normal()),
+            )
+            for sample in entry.samples
+        )  # fmt: skip
+        pool.append(replace(entry, samples=samples))
+    return pool
+
+
+def reference_columns(pool: list[QuestionSamples]) -> np.ndarray:
+    """Return the default features, computed apart from the project's reading."""
+    rows = []
+    for entry in pool:
+        for s in entry.samples:
+            p = min(max(s.yes_mass / (s.yes_mass + s.no_mass), 1e-6), 1 - 1e-6)  # type: ignore[operator]
+            rows.append([math.log(p / (1 - p)), s.logprob, s.logprob / len(s.token_ids)])  # type: ignore[operator, arg-type]
+    return np.array(rows)
+
+
+def test_fusion_to_labels_equals_scikit_learns_regression() -> None:
+    pool = mixed_pool()
+    columns = reference_columns(pool)
+    labels = np.array([bool(s.correct) for e in pool for s in e.samples])
+    standard = (columns - columns.mean(axis=0)) / columns.std(axis=0)
+    reference = LogisticRegression(C=1.0, tol=1e-12, max_iter=10_000).fit(standard, labels)
+    fusion = fit_fusion(pool)
+    assert fusion.features == DEFAULT_FEATURES
+    assert fusion.weights == pytest.approx(reference.coef_[0], abs=1e-5)
+    assert fusion.intercept == pytest.approx(reference.intercept_[0], abs=1e-5)
+    expected = reference.predict_proba(standard)[:, 1]
+    found = [fusion.score_sample(sample) for entry in pool for sample in entry.samples]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_sample_scores_as_a_row_of_many() -> None:
+    pool = mixed_pool(10)
+    fusion = fit_fusion(pool)
+    many = fusion.transform(ResponseTable.from_pool(pool, fusion.features).values)
+    assert [fusion.score_sample(s) for e in pool for s in e.samples] == pytest.approx(many.tolist(), abs=1e-12)
+
+
+def _soft_targets(pool: list[QuestionSamples], *, weighted: bool) -> list[float | None]:
+    """Return the share of each response's answer, by counting."""
+    targets: list[float | None] = []
+    for entry in pool:
+        weight = {s.index: (s.p_true if weighted else 1.0) if s.answer is not None else 0.0 for s in entry.samples}
+        total = sum(weight.values())  # type: ignore[arg-type]
+        for s in entry.samples:
+            same = sum(weight[o.index] for o in entry.samples if o.answer == s.answer)  # type: ignore[misc]
+            targets.append(None if s.answer is None else same / total)
+    return targets
+
+
+@pytest.mark.parametrize(("target", "weighted"), [("ssc", True), ("vote_share", False)])
+def test_label_free_fusion_equals_weighted_rows_of_both_classes(target: Any, weighted: bool) -> None:
+    draw = np.random.default_rng(3)
+    pool = mixed_pool()
+    # P(True) that differs within a question, so that SSC is not the vote share.
+    pool = [
+        replace(e, samples=tuple(replace(s, yes_mass=(y := float(draw.random())), no_mass=1.0 - y) for s in e.samples))
+        for e in pool
+    ]
+    # No label may play a part.
+    blind = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
+    targets = _soft_targets(pool, weighted=weighted)
+    used = np.array([value is not None for value in targets])
+    soft = np.array([value for value in targets if value is not None])
+    columns = reference_columns(pool)[used]
+    standard = (columns - columns.mean(axis=0)) / columns.std(axis=0)
+    reference = LogisticRegression(C=1.0, tol=1e-12, max_iter=10_000).fit(
+        np.vstack([standard, standard]), np.repeat([1, 0], len(soft)), sample_weight=np.append(soft, 1.0 - soft)
+    )
+    fusion = fit_fusion(blind, target=target)
+    assert fusion.weights == pytest.approx(reference.coef_[0], abs=1e-5)
+    assert (fusion.fitted_on.num_responses, fusion.fitted_on.num_left_out) == (354, 6)  # six are unreadable
+    assert all(row.auroc is None for row in fusion.scores)
+    with pytest.raises(ValueError, match='target "ssc"'):
+        fit_fusion(blind)
+
+
+def test_fusion_ranks_within_a_question_where_p_true_cannot() -> None:
+    fusion = fit_fusion(mixed_pool(200), held_out=mixed_pool(200, prefix="new", seed=1))
+    p_true, sequence, mean, fused = fusion.held_out_scores
+    assert [row.name for row in fusion.held_out_scores] == ["p_true", "sequence_logprob", "mean_logprob", "fused"]
+    assert p_true.within_question_auroc == pytest.approx(0.5, abs=1e-12)
+    assert fused.within_question_auroc > 0.9  # type: ignore[operator]
+    assert fused.auroc > max(p_true.auroc, sequence.auroc, mean.auroc)  # type: ignore[operator, type-var]
+    assert fused.ece < 0.06  # type: ignore[operator]
+    assert sequence.ece is None
+
+
+def test_a_missing_feature_gives_no_confidence_and_is_counted() -> None:
+    pool = mixed_pool(20)
+    first = pool[0]
+    holed = (replace(first.samples[0], yes_mass=None, no_mass=None), *first.samples[1:])
+    fusion = fit_fusion([replace(first, samples=holed), *pool[1:]])
+    assert (fusion.fitted_on.num_responses, fusion.fitted_on.num_left_out) == (119, 1)
+    assert fusion.scores[-1].num_left_out == 1
+    assert fusion.score_sample(holed[0]) is None
+    assert "fused" not in add_scores(holed[0], [fusion]).confidences
+
+
+def test_an_absent_feature_names_the_estimator_to_run() -> None:
+    pool = mixed_pool(5)
+    with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
+        fit_fusion(pool, [*DEFAULT_FEATURES, "self_certainty"])
+    untold = {"token_ids": None, "num_tokens": None}
+    no_tokens = [replace(e, samples=tuple(replace(s, **untold) for s in e.samples)) for e in pool]
+    with pytest.raises(MissingConfidenceError, match="state `tokens` for the responses"):
+        fit_fusion(no_tokens, ["sequence_logprob", "num_tokens"])
+
+
+def test_num_tokens_is_the_length_that_a_sample_knows() -> None:
+    sample = mixed_pool(1)[0].samples[0]
+    assert feature_value(sample, "num_tokens") == len(sample.token_ids or ())
+    elsewhere = replace(sample, token_ids=None, num_tokens=42, logprob=-21.0)
+    assert feature_value(elsewhere, "num_tokens") == 42.0
+    assert feature_value(elsewhere, "mean_logprob") == -0.5
+    assert fit_fusion(mixed_pool(20), ["sequence_logprob", "num_tokens"]).requires == ("sequence_logprob",)
+
+
+def test_log_odds_are_clamped_and_refuse_what_is_no_probability() -> None:
+    sample = mixed_pool(1)[0].samples[0]
+    sure = replace(sample, yes_mass=1.0, no_mass=0.0)
+    assert feature_value(sure, "logit:p_true") == pytest.approx(math.log(999_999), abs=1e-9)
+    with pytest.raises(ValueError, match="`logit:sequence_logprob` to lie in"):
+        feature_value(sample, "logit:sequence_logprob")
+    with pytest.raises(ValueError, match="`logit:sequence_logprob` to lie in"):
+        fit_fusion(mixed_pool(5), ["logit:sequence_logprob"])
+
+
+def test_a_constant_feature_gets_no_weight() -> None:
+    pool = [
+        replace(e, samples=tuple(replace(s, confidences={"same": 0.1 + 0.2}) for s in e.samples))
+        for e in mixed_pool(20)
+    ]
+    fusion = fit_fusion(pool, ["sequence_logprob", "same"])
+    assert fusion.weights[1] == pytest.approx(0.0, abs=1e-8)
+    assert fusion.stds[1] == 1.0
+
+
+def test_what_depends_on_the_pool_is_refused_unless_flagged() -> None:
+    pool = [
+        replace(e, samples=tuple(replace(s, confidences={"response_consistency": s.index / 6}) for s in e.samples))
+        for e in mixed_pool(20)
+    ]
+    with pytest.raises(ValueError, match="which depend on the other responses"):
+        fit_fusion(pool, ["sequence_logprob", "logit:response_consistency"])
+    fusion = fit_fusion(pool, ["sequence_logprob", "response_consistency"], allow_pool_features=True)
+    assert fusion.needs_pool
+    assert not fit_fusion(pool).needs_pool
+
+
+def test_what_depends_on_the_pool_is_refused_in_its_scaled_form_too() -> None:
+    """Under a name that does not tell, read by a fusion and by strategies."""
+    pool = []
+    for entry in mixed_pool(20):
+        shares = [{"response_consistency": s.index / 6, "consistency": 0.5 + s.index / 12} for s in entry.samples]
+        rows = zip(entry.samples, shares, strict=True)
+        pool.append(replace(entry, samples=tuple(replace(sample, confidences=share) for sample, share in rows)))
+    with pytest.raises(ValueError, match="which depend on the other responses"):
+        fit_fusion(pool, ["sequence_logprob", "consistency"])
+    scaler = fit_scaler(pool, "platt", source="response_consistency", name="calm")
+    other = mixed_pool(20, prefix="new")
+    new = [replace(o, samples=e.samples) for o, e in zip(other, pool, strict=True)]
+    lengths = tuple((1,) * len(entry.samples) for entry in new)
+    with pytest.raises(ValueError, match="calm, which depend on the other responses"):
+        weigh_pool(RecordedPool(tuple(new), lengths), ["calm"], [scaler])
+
+
+def test_fusion_of_a_scaled_part_works_in_a_strategy() -> None:
+    pool = mixed_pool(40)
+    scaler = fit_scaler(pool, "platt", name="scaled")
+    scored = [replace(e, samples=tuple(add_scores(s, [scaler]) for s in e.samples)) for e in pool]
+    fusion = fit_fusion(scored, ["logit:scaled", "sequence_logprob"])
+    assert fusion.requires == ("scaled", "sequence_logprob")
+    entry = replace(pool[0], samples=tuple(add_scores(s, [scaler, fusion]) for s in pool[0].samples))
+    verdict = replay(SelfConsistency(max_samples=4, confidence="fused"), entry)
+    votes: dict[str | None, float] = {}
+    for sample in entry.samples[:4]:
+        votes[sample.answer] = votes.get(sample.answer, 0.0) + sample.confidences["fused"]
+    assert verdict.answer == max(votes, key=votes.__getitem__)
+
+
+def test_the_fit_does_not_depend_on_anything_but_the_data() -> None:
+    assert fit_fusion(mixed_pool(30), target="ssc") == fit_fusion(mixed_pool(30), target="ssc")
+
+
+def test_fusion_survives_its_file(tmp_path: Path) -> None:
+    fusion = fit_fusion(mixed_pool(30), target="ssc", name="both", held_out=mixed_pool(30, prefix="new", seed=1))
+    path = tmp_path / "fusion.json"
+    fusion.save(path)
+    assert Fusion.load(path) == fusion
+    assert load_scorer(path) == fusion
+    content = json.loads(path.read_text())
+    assert content["target"] == "ssc"
+    assert content["features"] == list(DEFAULT_FEATURES)
+    assert content["held_out_scores"][-1]["name"] == "both"
+    assert content["fitted_on"]["num_questions"] == 30
+    for change in ({"weights": [1.0]}, {"stds": [1.0, 0.0, 1.0]}, {"features": []}):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match="to hold a whole fusion"):
+            load_scorer(path)
+
+
+def test_description_shows_weights_and_every_part() -> None:
+    text = fit_fusion(mixed_pool(30), held_out=mixed_pool(30, prefix="new", seed=1)).describe()
+    assert "fused: fitted to label on 180 responses to 30 questions (0 left out)" in text
+    for word in ("logit:p_true", "intercept", "on the fitting half", "on the held-out half"):
+        assert word in text
+    assert text.count("sequence_logprob") == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": []}, "at least one name, each once"),
+        ({"features": ["p_true", "p_true"]}, "at least one name, each once"),
+        ({"target": "reward"}, "`target` to be one of label, ssc, vote_share"),
+        ({"l2": 0.0}, "`l2` to be positive"),
+        ({"name": "p_true"}, "`name` to be a new one"),
+    ],
+)
+def test_arguments_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_fusion(mixed_pool(5), **changes)
+
+
+def test_responses_that_are_all_right_are_refused() -> None:
+    pool = [make_entry(["a", "a"], [0.5, 0.6], name=f"q{number}") for number in range(5)]
+    with pytest.raises(ValueError, match="right and wrong responses"):
+        fit_fusion(pool)

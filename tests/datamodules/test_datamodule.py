@@ -1,0 +1,370 @@
+"""The data module: targets, draws and checks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
+
+from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.records import Question
+
+
+def test_an_epoch_has_the_number_of_steps_that_the_settings_say(pool: Pool, store_dir: str) -> None:
+    data = pool.data(store_dir, total_tuples=23)
+    seen = fit(data, max_epochs=2, accumulate_grad_batches=3).seen
+    assert data.steps_per_epoch == 4
+    assert len(seen) == 2 * 4 * 3
+    rows = [[row for *_, batch, _, _ in seen[start : start + 12] for row in batch if row >= 0] for start in (0, 12)]
+    assert [len(part) for part in rows] == [23, 23]
+    assert Counter(rows[0]) != Counter(rows[1])
+
+
+def test_targets_are_soft_self_consistency_by_hand(pool: Pool) -> None:
+    def make(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
+        return [
+            {"text": "a", "answer": "7", "correct": True, "yes_mass": 0.3, "no_mass": 0.1},
+            {"text": "b", "answer": "7", "correct": True, "yes_mass": 0.1, "no_mass": 0.1},
+            {"text": "c", "answer": "8", "correct": False, "yes_mass": 0.1, "no_mass": 0.3},
+            {"text": "d", "answer": None, "correct": False, "yes_mass": 0.4, "no_mass": 0.1},
+        ]
+
+    # Normalised confidences .75, .5, .25 (the unreadable one is left out): 1.25 / 1.5 and .25 / 1.5.
+    expected = {
+        ("ssc", "normalised", True): [1.25 / 1.5, 1.25 / 1.5, 0.25 / 1.5],
+        ("ssc", "raw", True): [0.8, 0.8, 0.2],
+        ("ssc", "raw", False): [0.4 / 0.9, 0.4 / 0.9, 0.1 / 0.9, 0.4 / 0.9],
+        ("consistency", "normalised", True): [2 / 3, 2 / 3, 1 / 3],
+        ("leave_one_out", "normalised", True): [0.5, 0.5, 0.0],
+        ("leave_one_out", "normalised", False): [1 / 3, 1 / 3, 0.0, 0.0],
+        ("leave_one_out_ssc", "normalised", True): [0.5 / 0.75, 0.75, 0.0],
+        ("leave_one_out_ssc", "raw", True): [0.5, 0.75, 0.0],
+        ("p_true", "normalised", True): [0.75, 0.5, 0.25],
+        ("p_true", "raw", True): [0.3, 0.1, 0.1],
+        ("label", "normalised", True): [1.0, 1.0, 0.0],
+    }
+    path = pool.write("by_hand", make)
+    for (target, p_true, drop_none), values in expected.items():
+        data = pool.data(path, num_samples=4, target=target, p_true=p_true, drop_none=drop_none)
+        table = data.train_dataloader().dataset.table
+        assert table.target[: len(values)] == pytest.approx(values), (target, p_true, drop_none)
+        assert len(table) == 12 * len(values)
+        assert sum(table.dropped.values()) == 12 * (4 - len(values))
+    validation = pool.data(path, num_samples=4).val_dataloader()
+    batches = list(validation)
+    assert sum(batch.batch_size for batch in batches) == 20
+    unreadable = torch.cat([batch.target for batch in batches]).isnan()
+    assert unreadable.sum() == 5
+    assert (torch.cat([batch.correct for batch in batches])[unreadable] == 0).all()
+    assert len(torch.cat([batch.question_index for batch in batches]).unique()) == 5
+
+
+def test_num_samples_takes_the_first_ones(pool: Pool) -> None:
+    path = pool.write(
+        "two_of_four",
+        lambda question, rng: [
+            {"text": text, "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
+            for text, answer in zip("abcd", "7788", strict=True)
+        ],
+    )
+    table = pool.data(path, num_samples=2).train_dataloader().dataset.table
+    assert len(table) == 24
+    assert (table.target == 1.0).all()
+
+
+def test_imported_records_bring_their_targets(pool: Pool) -> None:
+    path = pool.write(
+        "imported",
+        lambda question, rng: [
+            {
+                "text": "The answer is 7.",
+                "answer": "7",
+                "correct": None,
+                "confidences": {"ssc": 0.9, "consistency": 0.6},
+            },
+            {
+                "text": "The answer is 8. " * 5,
+                "answer": "8",
+                "correct": None,
+                "confidences": {"ssc": 0.1, "consistency": 0.4},
+            },
+        ],
+        encoded=False,
+    )
+    for target, values in {"ssc": [0.9, 0.1], "consistency": [0.6, 0.4]}.items():
+        data = pool.data(path, target=target)
+        loader = data.train_dataloader()
+        assert loader.dataset.table.target[:2].tolist() == values
+        batch = next(iter(loader))
+        # No end-of-turn label where nobody knows whether the model stopped.
+        labels = batch.label_row.bincount(minlength=batch.batch_size)
+        assert torch.equal(labels > 3, batch.generation_weight > 0)
+        assert labels.sum() < batch.attention_mask.sum()
+
+
+@pytest.mark.parametrize("packing", ["shared_prefix", "off"])
+@pytest.mark.parametrize(("encoded", "stated"), [(True, None), (False, None), (False, 1)])
+def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, stated: int | None, pool: Pool) -> None:
+    """Texts that were made elsewhere are counted by the model's tokenizer, not guessed, nor as they were there."""
+    path = pool.write(f"budget-{encoded}-{stated}-{packing}", encoded=encoded, stated=stated)
+    settings = {"packing": packing, "batch_size": 4, "pad_to_multiple_of": 1}
+    largest = max(batch.input_ids.numel() for batch in pool.data(path, **settings).train_dataloader())
+    exact = pool.data(path, token_budget=largest, **settings).train_dataloader()
+    assert max(batch.input_ids.numel() for batch in exact) == largest
+    with pytest.raises(ValueError, match=rf"`token_budget` of {largest - 1}, but got one of {largest} tokens\. Divide"):
+        list(pool.data(path, token_budget=largest - 1, **settings).train_dataloader())
+    with pytest.raises(ValueError, match=r"Raise `token_budget`, or lower `max_length`"):
+        list(pool.data(path, token_budget=90, **settings).train_dataloader())
+
+
+def test_validation_rows_share_prompts(pool: Pool, store_dir: str) -> None:
+    """Five questions of eight responses in batches of eight: a batch holds the ends of two questions at most."""
+    batches = list(pool.data(store_dir, packing="shared_prefix", validation_batch_size=8).val_dataloader())
+    assert sum(batch.batch_size for batch in batches) == 40
+    assert max(len(batch.trees) for batch in batches) <= 2
+
+
+def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwarn: pytest.WarningsRecorder) -> None:
+    settings = {"total_tuples": 64, "max_repeats": 1}
+    for packing, batch_size in (("shared_prefix", 16), ("off", 1)):
+        pool.data(store_dir, packing=packing, batch_size=batch_size, **settings).train_dataloader()
+    assert not [one for one in recwarn if "next to nothing" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"0 % of the tokens, .* 1\.0 responses to a prompt\. Raise `batch_size`"):
+        pool.data(store_dir, packing="shared_prefix", batch_size=1, **settings).train_dataloader()
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_an_epoch_without_rows_says_what_to_do(group_size: int, pool: Pool, store_dir: str) -> None:
+    settings = {"fill": False, "total_tuples": 20, "generation_ratio": 0.9, "eta": 1.0, "group_size": group_size}
+    with pytest.raises(ValueError, match=r"Expected at least one row for each .* set `fill=True`"):
+        list(pool.data(store_dir, **settings).train_dataloader())
+
+
+def test_counts_are_printed(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.datamodule.rank_zero_info", lines.append)
+    table = pool.data(store_dir, max_length=110).train_dataloader().dataset.table
+    text = "\n".join(lines)
+    assert text.startswith(f"22 tuples in an epoch, from {len(table)} rows with a target")
+    unreadable = table.dropped["word_problems", "unreadable"]
+    assert f"dropped: {unreadable} unreadable" in text
+    assert f"{table.num_cut} responses are cut" in text
+    for word in ("generation", "calibration", "drawn", "repeated", "missing"):
+        assert word in text
+
+
+def test_the_worth_of_the_targets_is_printed(
+    pool: Pool, store_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.datamodule.rank_zero_info", lines.append)
+    table = pool.data(store_dir, target="consistency").train_dataloader().dataset.table
+    right = table.correct.astype(bool)
+    pairs = table.target[right][:, None] - table.target[~right][None, :]
+    ranking = ((pairs > 0) + (pairs == 0) / 2).mean()
+    assert f"targets: mean {table.target.mean():.3f}; held against {len(table)} labels" in lines[0]
+    assert f"{right.mean():.3f} right, ECE " in lines[0]
+    assert f"AUROC {ranking:.3f}" in lines[0]
+    unlabelled = pool.write(
+        "without_labels", lambda question, rng: [{**one, "correct": None} for one in random_samples(question, rng)]
+    )
+    pool.data(unlabelled).train_dataloader()
+    assert "; no labels to hold them against" in lines[1]
+
+
+def test_dynamic_padding_follows_the_rows(pool: Pool, store_dir: str) -> None:
+    data = pool.data(store_dir, batch_size=4, total_tuples=64, packing="off")
+    batches = list(data.train_dataloader())
+    assert {batch.input_ids.shape[1] % 8 for batch in batches} == {0}
+    assert len({batch.input_ids.shape[1] for batch in batches}) > 1
+    suffix = list(pool.chat.query.suffix_ids)
+    for batch in batches:
+        for position in batch.query_position:
+            assert batch.input_ids.flatten()[position + 1 - len(suffix) : position + 1].tolist() == suffix
+
+
+def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    def one(**fields: Any) -> MakeSamples:
+        same = {"text": "The answer is 7.", "answer": "7", "correct": None, "yes_mass": 0.2, "no_mass": 0.2}
+        return lambda question, rng: [{**same, **fields}] * 3
+
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (store_dir, {"round": 3}, "samples of round 3 for the split 'train'.*SSCGeneration"),
+        (str(tmp_path / "nowhere"), {}, "Expected a sample store in"),
+        (store_dir, {"train": [QuestionSource("word_problems", split="train", limit=20)]}, "8 are missing"),
+        (store_dir, {"num_samples": 1}, "`num_samples` to be at least 2"),
+        (store_dir, {"max_length": 20}, "too short for every question of the split 'train'"),
+        (store_dir, {"query": "Right? (Yes/No)"}, "`query` was 'Is the answer correct"),
+        (pool.write("silent", one(answer=None)), {}, "got none: unreadable.*max_new_tokens"),
+        (pool.write("unasked", one(yes_mass=None, no_mass=None)), {}, "got none: no confidence.*target='consistency'"),
+        (pool.write("sure", one(yes_mass=0.0)), {}, "got none: zero confidence mass"),
+        (store_dir, {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", one())}, "no label"),
+        (pool.write("single", lambda q, rng: one()(q, rng)[:1]), {}, "at least 2 responses"),
+        (
+            pool.write("alone", lambda q, rng: [*one()(q, rng)[:1], *one(answer=None)(q, rng)[:2]]),
+            {"target": "leave_one_out"},
+            "got none: no other readable response and unreadable. Generate more samples",
+        ),
+        (store_dir, {"target": "leave_one_out", "num_samples": 1}, "no other to agree with"),
+    ]
+    for path, settings, message in cases:
+        path = settings.pop("store", path)
+        with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
+            pool.data(path, **settings).train_dataloader()
+
+
+def test_a_store_of_another_wording_is_refused(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pool.data(store_dir)
+    renamed = [Question(q.id, q.task, q.messages[:0], q.reference, q.text) for q in data.questions("train")]
+    monkeypatch.setattr(data, "_questions", {"train": renamed, "validation": []})
+    with pytest.raises(ValueError, match="12 with other messages or references"):
+        data.train_dataloader()
+
+
+def test_the_store_is_not_opened_before_a_loader_is_asked_for(pool: Pool, tmp_path: Path) -> None:
+    data = pool.data(str(tmp_path / "later"))
+    data.setup("fit")
+    assert (len(data.questions("train")), len(data.questions("validation"))) == (12, 5)
+    assert data.steps_per_epoch == 11
+    assert not (tmp_path / "later").exists()
+
+
+def test_questions_of_the_store_are_cut_to_the_sources(pool: Pool, store_dir: str) -> None:
+    fewer = pool.data(store_dir, train=[QuestionSource("word_problems", split="train", limit=3)])
+    assert len(set(fewer.train_dataloader().dataset.table.index.question_id)) == 3
+    everything = pool.data(store_dir, train=[], validation=[])
+    assert len(set(everything.train_dataloader().dataset.table.index.question_id)) == 12
+    assert sum(batch.batch_size for batch in everything.val_dataloader()) == 40
+
+
+def test_splits_are_by_question(pool: Pool, store_dir: str) -> None:
+    same = pool.data(store_dir, validation=[QuestionSource("word_problems", split="train", limit=2)])
+    with pytest.raises(ValueError, match="share no question, but got 2 in both"):
+        same.questions("train")
+    with pytest.raises(ValueError, match="unique within `train`, but got 12 repeated"):
+        pool.data(store_dir, train=TRAIN * 2).questions("train")
+    questions = load_questions(TRAIN, role="train")
+    copies = [Question(f"other {q.id}", q.task, q.messages, q.reference, q.text) for q in questions]
+    with pytest.raises(ValueError, match=r"share no question, but got 12 in both, for example .* and 'other .*two ids"):
+        check_disjoint(questions, copies)
+    relabelled = [replace(question, reference="another") for question in copies]
+    with pytest.warns(UserWarning, match="12 of 12 validation questions are worded exactly"):
+        check_disjoint(questions, relabelled)
+
+
+def test_one_file_read_as_two_splits_is_refused(pool: Pool, tmp_path: Path, store_dir: str) -> None:
+    """Its lines have one id in one split and another in the other."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
+    options = {"task": "local_number", "path": str(file)}
+    train, validation = (QuestionSource(split=split, **options) for split in ("train", "validation"))
+    assert not {q.id for q in load_questions([train], role="train")} & {
+        q.id for q in load_questions([validation], role="validation")
+    }
+    message = r"Expected `train` and `validation` to share no question, but got 9 in both, .*\(`offset` and `limit`\)"
+    with pytest.raises(ValueError, match=message):
+        pool.data(store_dir, train=[train], validation=[validation]).questions("train")
+    parts = [QuestionSource(split="train", limit=6, **options)], [QuestionSource(split="dev", offset=6, **options)]
+    assert len(pool.data(store_dir, train=parts[0], validation=parts[1]).questions("validation")) == 3
+
+
+def test_splits_that_the_store_holds_share_no_question(pool: Pool, tmp_path: Path) -> None:
+    lines = [
+        {"id": f"{split}-{i}", "task": "local_number", "split": split, "question": f"{i} + 1?", "reference": str(i + 1),
+         "responses": [{"text": f"It is {i + 1}.", "confidence": {"p_true": 0.5}, "tokens": [5, 6]}] * 4}
+        for split, numbers in (("train", range(6)), ("validation", range(5, 9)))
+        for i in numbers
+    ]  # fmt: skip
+    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
+    data = pool.data(str(tmp_path / "store"), train=[], validation=[], num_samples=4)
+    with pytest.raises(
+        ValueError, match="share no question, but got 1 in both, for example 'train-5' and 'validation-5"
+    ):
+        data.val_dataloader()
+
+
+def test_shares_are_stated_for_all_sources_or_none() -> None:
+    stated, silent = QuestionSource("gsm8k", share=0.6), QuestionSource("svamp")
+    with pytest.raises(ValueError, match="for all 2 training sources or for none, but got 1"):
+        task_shares([stated, silent])
+    with pytest.raises(ValueError, match=r"add up to at most 1, but got 1\.2"):
+        task_shares([stated, stated])
+    for wrong in ({"share": 0.0}, {"limit": 0}, {"offset": -1}):
+        with pytest.raises(ValueError, match="Expected"):
+            QuestionSource("gsm8k", **wrong)
+
+
+def test_a_source_begins_after_its_offset() -> None:
+    source = QuestionSource("word_problems", split="validation", offset=498)
+    assert [q.id for q in load_questions([source], role="validation")] == [
+        f"word_problems/validation/{number:06d}" for number in (498, 499)
+    ]
+    late = QuestionSource("word_problems", split="validation", offset=500)
+    with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
+        load_questions([late], role="validation")
+
+
+def test_trainers_that_reorder_rows_are_refused(pool: Pool, store_dir: str) -> None:
+    data = pool.data(store_dir)
+    data.trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False)
+    with pytest.raises(ValueError, match="`use_distributed_sampler=False` with 2 processes"):
+        data.setup("fit")
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler"):
+        fit(pool.data(store_dir), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+
+
+def test_settings_are_checked_when_made(pool: Pool) -> None:
+    wrong = {
+        "total_tuples": 0,
+        "generation_ratio": 1.5,
+        "eta": -0.1,
+        "seed": -1,
+        "batch_size": 0,
+        "target": "majority",
+        "p_true": "log",
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"Expected `{name}` to"):
+            pool.data("anywhere", **{name: value})
+
+
+def test_unreadable_responses_are_never_generation_samples(pool: Pool) -> None:
+    path = pool.write(
+        "mostly_unreadable",
+        lambda question, rng: [
+            {"text": text, "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
+            for text, answer in zip("abcde", [None, None, None, None, "7"], strict=True)
+        ],
+    )
+    data = pool.data(path, num_samples=5, drop_none=False, eta=0.75)
+    table = data.train_dataloader().dataset.table
+    assert table.target[:5].tolist() == [0.8, 0.8, 0.8, 0.8, 0.2]
+    assert not table.confident(0.75).any()
+    assert table.confident(0.1).sum() == 12
+
+
+def test_one_sample_a_question_validates_without_consistency(pool: Pool, store_dir: str) -> None:
+    batches = list(pool.data(store_dir, num_samples=1).val_dataloader())
+    assert sum(batch.batch_size for batch in batches) == 5
+    assert all(batch.target.isnan().all() for batch in batches)
+    assert not any(batch.correct.isnan().any() for batch in batches)
+
+
+def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sampled(
+    pool: Pool, tmp_path: Path
+) -> None:
+    module = Recorder()
+    module.attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):
+        fit(pool.data(str(tmp_path / "no-store-yet")), module=module)

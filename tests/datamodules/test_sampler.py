@@ -1,0 +1,265 @@
+"""The draw of an epoch and the plan of its optimiser steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from selfcal_lightning.datamodules.ssc.dealing import DealByLength
+from selfcal_lightning.datamodules.ssc.mixture import (
+    NUM_BUCKETS,
+    EpochDraw,
+    Mixture,
+    TaskPools,
+    allocate,
+    build_pools,
+    reference_counts,
+)
+from selfcal_lightning.datamodules.ssc.sampler import (
+    MicroBatch,
+    OptimizerStepSampler,
+    limited_batches,
+    validation_batches,
+)
+
+
+def make_target(num_rows: int = 2000, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).beta(0.6, 0.5, num_rows).round(3)
+
+
+def confident(target: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(target) > 0.75
+
+
+def pools_of(target: np.ndarray, task: list[str]) -> dict[str, TaskPools]:
+    return build_pools(target, task, confident=confident(target))
+
+
+def make_mixture(**changes: Any) -> Mixture:
+    settings = {"total_tuples": 400, "generation_ratio": 0.7, "shares": {"a": 0.5, "b": 0.5}}
+    return Mixture(**{**settings, **changes})
+
+
+def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> OptimizerStepSampler:
+    settings: dict[str, Any] = {
+        "num_steps": 10,
+        "batch_size": 2,
+        "accumulate": 1,
+        "world_size": 1,
+        "rank": 0,
+        "position": lambda: (0, 0),
+    }
+    settings.update(changes)
+    settings.setdefault("limit", settings["num_steps"] * settings["accumulate"])
+    deal = DealByLength(lengths, settings.pop("batch_size"))
+    return OptimizerStepSampler(lambda epoch: draw, deal, **settings)
+
+
+def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Callable[[str], dict[str, Any]]) -> None:
+    for case in vectors("training_mixture_counts")["cases"]:
+        counts = reference_counts(
+            case["total_train_samples"], case["causal_lm_ratio"], case["train_percentage"], num_buckets=21
+        )
+        assert counts == (case["samples_per_slot"], case["num_causal"])
+
+
+def test_pools_close_the_last_bucket_and_open_eta() -> None:
+    pools = pools_of(np.array([0.0, 0.15, 0.75, 0.7501, 1.0, np.nan]), ["a"] * 6)["a"]
+    assert pools.generation.tolist() == [3, 4]
+    filled = {index: rows.tolist() for index, rows in enumerate(pools.buckets) if len(rows)}
+    assert filled == {0: [0], 3: [1], 15: [2, 3], 19: [4]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_allocation_is_even_within_capacity(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = rng.integers(0, 30, 20)
+    total = int(rng.integers(0, capacity.sum() + 1))
+    counts = allocate(total, np.ones(20), capacity, rng)
+    assert counts.sum() == total
+    assert (counts <= capacity).all()
+    open_parts = counts[counts < capacity]
+    if len(open_parts):
+        assert open_parts.max() - open_parts.min() <= 1
+        assert counts.max() <= open_parts.min() + 1
+
+
+def test_an_epoch_has_exactly_the_tuples_that_were_asked_for() -> None:
+    target, task = make_target(), ["a"] * 1500 + ["b"] * 500
+    mixture = make_mixture()
+    draw = mixture.draw(pools_of(target, task), confident(target), seed=0, epoch=0)
+    assert len(draw.rows) == mixture.rows_per_epoch == 400
+    generation = draw.calibration_weight == 0
+    assert generation.sum() == 280
+    assert (target[draw.rows[generation]] > 0.75).all()
+    assert (draw.generation_weight[generation] == 1).all()
+    assert (draw.generation_weight[~generation] == (target[draw.rows[~generation]] > 0.75)).all()
+    # 120 calibration tuples, half of them for each task, 3 from each of 20 buckets.
+    for name, rows in {"a": draw.rows < 1500, "b": draw.rows >= 1500}.items():
+        assert (rows & ~generation).sum() == 60, name
+        buckets = Counter(min(int(value * 20 + 1e-9), 19) for value in target[draw.rows[rows & ~generation]])
+        assert set(buckets.values()) == {3}
+    assert max(Counter(draw.rows[~generation].tolist()).values()) == 1
+
+
+def test_paper_exact_has_no_generation_loss_on_the_calibration_pool() -> None:
+    target = make_target()
+    pools = pools_of(target, ["a"] * 2000)
+    draw = make_mixture(shares={"a": 1.0}, exact=True).draw(pools, confident(target), seed=0, epoch=0)
+    assert (draw.generation_weight == 1 - draw.calibration_weight).all()
+
+
+def test_the_draw_is_keyed_by_seed_and_epoch() -> None:
+    target = make_target()
+    pools = pools_of(target, ["a"] * 2000)
+    draws = [
+        make_mixture(shares={"a": 1.0}).draw(pools, confident(target), seed=s, epoch=e).rows
+        for s, e in [(0, 0), (0, 0), (0, 1), (1, 0)]
+    ]
+    assert (draws[0] == draws[1]).all()
+    assert (draws[0] != draws[2]).any()
+    assert (draws[0] != draws[3]).any()
+    assert set(draws[0]) != set(draws[2])
+
+
+def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
+    # One row in bucket 0, two in bucket 10, a hundred in the last: 90 calibration tuples, 4 repeats at most.
+    target = np.array([0.01, 0.51, 0.52] + [0.99] * 100)
+    pools = pools_of(target, ["a"] * 103)
+    draw = make_mixture(total_tuples=300, shares={"a": 1.0}).draw(pools, confident(target), seed=0, epoch=0)
+    rows = Counter(draw.rows[draw.calibration_weight == 1].tolist())
+    assert (rows[0], rows[1], rows[2]) == (4, 4, 4)
+    assert sum(rows.values()) == 90
+    assert max(count for row, count in rows.items() if row > 2) == 1
+    generation = Counter(draw.rows[draw.calibration_weight == 0].tolist())
+    assert set(generation.values()) == {2, 3}
+    assert sum(generation.values()) == 210
+    counts = draw.counts["a"]
+    assert (counts.bucket_drawn[0], counts.bucket_repeated[0], counts.bucket_repeated[10]) == (1, 3, 6)
+    assert (counts.generation_drawn, counts.generation_repeated) == (100, 110)
+
+
+def test_when_everything_is_too_small_it_is_repeated_evenly() -> None:
+    target = np.array([0.1, 0.5, 0.9])
+    draw = make_mixture(total_tuples=100, generation_ratio=0.1, shares={"a": 1.0}).draw(
+        pools_of(target, ["a"] * 3), confident(target), seed=0, epoch=0
+    )
+    assert sorted(Counter(draw.rows[draw.calibration_weight == 1].tolist()).values()) == [30, 30, 30]
+
+
+def test_no_confident_response_leaves_an_epoch_of_calibration() -> None:
+    target = np.full(50, 0.4)
+    draw = make_mixture(total_tuples=40, shares={"a": 1.0}).draw(
+        pools_of(target, ["a"] * 50), confident(target), seed=0, epoch=0
+    )
+    assert len(draw.rows) == draw.calibration_weight.sum() == 40
+
+
+def test_without_filling_the_counts_are_the_references() -> None:
+    target = make_target(300)
+    pools = pools_of(target, ["a"] * 300)
+    mixture = make_mixture(total_tuples=2000, shares={"a": 0.5}, fill=False)
+    draw = mixture.draw(pools, confident(target), seed=0, epoch=0)
+    per_bucket, generation = reference_counts(2000, 0.7, 0.5)
+    sizes = [len(rows) for rows in pools["a"].buckets]
+    assert (draw.calibration_weight == 1).sum() == sum(min(size, per_bucket) for size in sizes)
+    assert (draw.calibration_weight == 0).sum() == min(len(pools["a"].generation), generation)
+    assert mixture.rows_per_epoch == NUM_BUCKETS * per_bucket + generation > len(draw.rows)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate", "world_size"), [(12, 1, 1), (3, 4, 1), (3, 2, 2), (2, 2, 3)])
+def test_steps_are_the_same_however_they_are_dealt(batch_size: int, accumulate: int, world_size: int) -> None:
+    target = make_target(500)
+    lengths = np.random.default_rng(1).integers(10, 200, 500)
+    mixture = make_mixture(total_tuples=100, shares={"a": 1.0})
+    draw = mixture.draw(pools_of(target, ["a"] * 500), confident(target), seed=0, epoch=0)
+    ranks = [
+        list(
+            make_sampler(
+                draw,
+                lengths,
+                num_steps=9,
+                batch_size=batch_size,
+                accumulate=accumulate,
+                world_size=world_size,
+                rank=rank,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    edges = np.arange(10) * 100 // 9
+    for step in range(9):
+        batches = [ranks[rank][step * accumulate + micro] for micro in range(accumulate) for rank in range(world_size)]
+        places = range(edges[step], edges[step + 1])
+        assert Counter(real_rows(batches)) == Counter(draw.rows[places].tolist())
+        assert {batch.calibration_total for batch in batches} == {draw.calibration_weight[places].sum()}
+        assert {batch.generation_total for batch in batches} == {draw.generation_weight[places].sum()}
+        assert sum(batch.calibration_weight.sum() for batch in batches) == draw.calibration_weight[places].sum()
+        dealt = np.concatenate([lengths[batch.rows] for batch in batches])
+        assert (np.diff(dealt) <= 0).all()
+        assert all(len(batch.rows) == batch_size for batch in batches)
+        # Fillers are at the end, weigh nothing, and are as short as can be.
+        real = np.concatenate([batch.real for batch in batches])
+        assert (np.diff(real.astype(int)) <= 0).all()
+        assert all(batch.generation_weight[~batch.real].sum() == 0 for batch in batches)
+
+
+def real_rows(batches: list[MicroBatch]) -> list[int]:
+    return [int(row) for batch in batches for row in batch.rows[batch.real]]
+
+
+def test_every_step_has_its_part_of_both_kinds() -> None:
+    target = make_target()
+    draw = make_mixture(shares={"a": 1.0}).draw(pools_of(target, ["a"] * 2000), confident(target), seed=0, epoch=0)
+    sampler = make_sampler(draw, np.ones(2000, dtype=np.int64), num_steps=20, batch_size=20)
+    assert {batch.calibration_total for batch in sampler} == {6.0}
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6, 29])
+def test_iteration_goes_on_at_the_position_it_is_told(start: int) -> None:
+    target = make_target(200)
+    draw = make_mixture(total_tuples=60, shares={"a": 1.0}).draw(
+        pools_of(target, ["a"] * 200), confident(target), seed=0, epoch=0
+    )
+    lengths = np.arange(200)
+    whole = [batch.rows.tolist() for batch in make_sampler(draw, lengths, accumulate=3)]
+    rest = make_sampler(draw, lengths, accumulate=3, position=lambda: (0, start))
+    assert [batch.rows.tolist() for batch in rest] == whole[start:]
+    assert len(rest) == len(whole) == 30
+
+
+def test_the_position_is_read_with_the_first_batch() -> None:
+    draw = EpochDraw(np.arange(20), np.ones(20), np.zeros(20), {})
+    now = [(0, 0)]
+    sampler = make_sampler(draw, np.ones(20, dtype=np.int64), position=lambda: now[0])
+    iterator = iter(sampler)
+    now[0] = (0, 7)
+    assert len(list(iterator)) == 3
+
+
+def test_totals_of_a_step_cut_short_count_what_is_run() -> None:
+    draw = EpochDraw(np.arange(20), np.ones(20), np.zeros(20), {})
+    batches = list(make_sampler(draw, np.ones(20, dtype=np.int64), num_steps=2, accumulate=5, limit=7))
+    assert [batch.calibration_total for batch in batches[:7]] == [10.0] * 5 + [4.0] * 2
+    assert (limited_batches(10, 7), limited_batches(10, 1.0), limited_batches(10, 0.55)) == (7, 10, 5)
+
+
+def test_fewer_rows_than_steps_are_refused() -> None:
+    draw = EpochDraw(np.arange(3), np.ones(3), np.zeros(3), {})
+    with pytest.raises(ValueError, match="at least one row for each of the 10 optimiser steps"):
+        list(make_sampler(draw, np.ones(3, dtype=np.int64)))
+
+
+def test_validation_deals_whole_questions_and_never_leaves_a_process_without_a_batch() -> None:
+    question = np.repeat(np.arange(3), 5)
+    lengths = np.arange(15)
+    weights = (np.ones(15), np.zeros(15))
+    ranks = [validation_batches(question, lengths, weights, batch_size=4, rank=rank, world_size=4) for rank in range(4)]
+    assert [[len(batch.rows) for batch in batches] for batches in ranks] == [[4, 1], [4, 1], [4, 1], [0, 0]]
+    assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(15))
+    assert ranks[1][0].rows.tolist() == [9, 8, 7, 6]
+    assert ranks[1][0].calibration_total == 4.0

@@ -1,0 +1,253 @@
+"""The engine over a server against vLLM's own server: the shared contract, agreement with transformers, cancelling."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.engine_contract import EDT, FIXED, QUESTIONS, EngineContract, Reference
+
+from selfcal_lightning.engines.base import generate
+from selfcal_lightning.engines.openai.engine import OpenAIEngine
+from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.vllm.process import worker_environment
+from selfcal_lightning.records import Request, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
+]
+
+CONTEXT = 256
+START_SECONDS = 480.0
+KEY_NAME = "SELFCAL_TEST_SERVER_KEY"
+KEY = "sk-only-for-this-test"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of vLLM's server over the bundled model, in float32, with our processor for EDT and a key."""
+    port, log = _free_port(), tmp_path_factory.mktemp("server") / "log"
+    options = {
+        "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "api-key": KEY,
+        "dtype": "float32", "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
+        "logits-processors": EDT_PROCESSOR,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager"]
+    command += [
+        "--no-enable-chunked-prefill",
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=worker_environment(os.environ, on_cpu=True),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=20.0)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5.0) as answer:  # noqa: S310
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"the server was not ready: {log.read_text(errors='replace')[-3000:]}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _key() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_NAME, KEY)
+        yield
+
+
+def _engine(base_url: str, model: str, **options: object) -> OpenAIEngine:
+    settings = {
+        "base_url": base_url, "weights": model, "dtype": "float32", "max_context": CONTEXT, "server_edt": True,
+        "api_key_env": KEY_NAME,
+    }  # fmt: skip
+    return OpenAIEngine(model, **{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def server_engine(server: str, tiny_model: str) -> Iterator[OpenAIEngine]:
+    engine = _engine(server, tiny_model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: str) -> Reference:
+    return Reference(tiny_model)
+
+
+class TestContract(EngineContract):
+    max_context = CONTEXT
+
+    @pytest.fixture(autouse=True)
+    def _know_the_server(self, server: str) -> None:
+        self.base_url = server
+
+    def make_engine(self, path: str) -> OpenAIEngine:
+        return _engine(self.base_url, path)
+
+    @pytest.fixture(scope="class")
+    def engine(self, server_engine: OpenAIEngine) -> OpenAIEngine:
+        return server_engine
+
+
+def test_p_true_agrees_with_transformers_on_the_same_ids(
+    server_engine: OpenAIEngine, reference: Reference, tiny_model: str
+) -> None:
+    query = reference.chat.query
+    responses = generate(server_engine, requests := reference.requests(EDT, count=4))
+    rows = [q.prompt_ids + r.token_ids + query.suffix_ids for q, r in zip(requests, responses, strict=True)]
+    other = TransformersEngine(tiny_model, dtype="float32", max_context=CONTEXT)
+    ids, num_yes = [*query.yes_ids, *query.no_ids], len(query.yes_ids)
+    ours = torch.tensor(server_engine.next_token_probabilities(rows, ids))
+    theirs = torch.tensor(other.next_token_probabilities(rows, ids))
+    other.close()
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0.0)
+    masses = torch.tensor([[r.yes_mass, r.no_mass] for r in responses])
+    split = torch.stack([theirs[:, :num_yes].sum(1), theirs[:, num_yes:].sum(1)], dim=1)
+    torch.testing.assert_close(masses, split, atol=1e-4, rtol=0.0)
+
+
+def test_more_ids_than_a_request_may_hold_are_scored_in_parts(
+    server_engine: OpenAIEngine, reference: Reference
+) -> None:
+    expected = reference.next_probabilities(prompt := reference.prompt(QUESTIONS[1]))
+    (row,) = server_engine.next_token_probabilities([prompt], range(len(expected)))
+    torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), expected, atol=1e-5, rtol=0.0)
+    assert server_engine.next_token_probabilities([prompt], [len(expected)]) == [None], "it refuses an unknown id"
+
+
+def test_the_size_of_the_pieces_changes_nothing(
+    server_engine: OpenAIEngine, server: str, tiny_model: str, reference: Reference
+) -> None:
+    requests = reference.requests(EDT, count=2)
+    coarse = _engine(server, tiny_model, stream_interval=16)
+    assert generate(coarse, requests) == generate(server_engine, requests)
+    coarse.close()
+
+
+def test_a_cancelled_request_frees_the_server(server_engine: OpenAIEngine, reference: Reference) -> None:
+    hot = SamplingSettings(temperature=2.0, edt_scale=None, max_new_tokens=200)
+    prompt = reference.prompt(QUESTIONS[0])
+    long = [Request(str(j), prompt, hot, seed=j) for j in range(16)]
+    whole = sum(len(response.token_ids) for response in generate(server_engine, long))
+    before = server_engine.statistics()
+    server_engine.submit(long)
+    finished = server_engine.poll()
+    thrown_away = server_engine.cancel([request.id for request in long])
+    assert server_engine.poll() == []
+    drawn = sum(thrown_away.values()) + sum(len(response.token_ids) for response in finished)
+    assert set(thrown_away) == {request.id for request in long} - {response.request_id for response in finished}
+    assert 0 < drawn <= whole
+    after = server_engine.statistics()
+    assert after.cancelled - before.cancelled == len(thrown_away)
+    assert after.tokens_received - before.tokens_received >= drawn
+
+
+def test_what_a_plain_server_cannot_draw_is_refused(server: str, tiny_model: str, reference: Reference) -> None:
+    engine = _engine(server, tiny_model, server_edt=False)
+    assert generate(engine, reference.requests(FIXED, count=1))
+    with pytest.raises(ValueError, match=r"`edt_scale` to be None.*0\.8.*--logits-processors"):
+        engine.submit(reference.requests(EDT, count=1))
+    cold = replace(FIXED, temperature=0.005)
+    with pytest.raises(ValueError, match=r"`temperature` to be 0 or at least 0\.01"):
+        engine.submit(reference.requests(cold, count=1))
+    assert engine.poll() == []
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"served_model": "huge"}, r"`served_model` to name a model.*'huge'.*tiny"),
+        ({"max_context": 512}, r"`max_context` to be at most 511.*512"),
+        ({"api_key_env": "SELFCAL_TEST_NO_KEY"}, r"HTTP 401.*SELFCAL_TEST_NO_KEY"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_server_is_named(
+    server: str, tiny_model: str, options: dict[str, object], message: str
+) -> None:
+    engine = _engine(server, tiny_model, **options)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        engine.submit([])
+    engine.close()
+
+
+def test_the_command_line_generates_from_a_server(server: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "selfcal_lightning",
+        "generate",
+        "--model",
+        "bundled",
+        "--store_dir",
+        str(tmp_path),
+    ]
+    command += ["--task", "word_problems", "--limit", "6", "--num_samples", "2", "--sampling.max_new_tokens", "48"]
+    command += ["--engine.name", "openai", "--engine.base_url", server, "--devices", "2", "--questions_per_shard", "2"]
+    command += ["--engine.engine_args.server_edt", "true", "--engine.engine_args.api_key_env", KEY_NAME]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300.0)
+    assert done.returncode == 0, done.stderr
+    samples = [sample for group in SampleStore(tmp_path).samples() for sample in group.samples]
+    assert len(samples) == 12
+    assert all(sample.p_true is not None for sample in samples)
+    written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    assert KEY not in written + done.stdout + done.stderr
+
+
+def test_another_tokenizer_is_found_out(server: str, tiny_model: str, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors")))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][:20]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    engine = _engine(server, tiny_model, tokenizer=str(folder))
+    with pytest.raises(ValueError, match=r"Expected `tokenizer` to cut .*Name the tokenizer of the model 'tiny'"):
+        engine.submit([])
+    engine.close()

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from support.engine_contract import EDT, QUESTIONS, EngineContract, Reference
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from selfcal_lightning.engines.base import Engine, generate
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.transformers.model import CachedModel
+from selfcal_lightning.generation.existing import open_existing
+from selfcal_lightning.generation.sampler import store_fingerprint
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Message, Request, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 704,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 4,
+}
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 24},
+    "Qwen2 sliding": {
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "Gemma3Text": {"sliding_window": 24, "layer_types": MIXED_LAYERS},
+    "Phi3": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "Olmo2": {},
+}
+
+
+class TestTransformersEngine(EngineContract):
+    draws_by_position = True
+
+    def make_engine(self, path: str) -> Engine:
+        return TransformersEngine(path, dtype="float32", device="cpu", max_batch=16, max_context=self.max_context)
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: str) -> Reference:
+    return Reference(tiny_model)
+
+
+def _random_model(name: str, **options: Any) -> PreTrainedModel:
+    config = getattr(transformers, f"{name.split()[0]}Config")(**{**SMALL, **options})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6.0)
+    return model
+
+
+def _reads_like_a_plain_forward(model: PreTrainedModel, chat: ChatFormat, max_batch: int) -> None:
+    reference = _Plain(model, chat)
+    engine = TransformersEngine.from_model(model, chat, max_batch=max_batch)
+    requests = reference.requests(SamplingSettings(max_new_tokens=30), count=3)
+    for request, response in zip(requests, generate(engine, requests), strict=True):
+        ids = request.prompt_ids + response.token_ids
+        log_p = reference.logits(ids)[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = log_p.gather(-1, torch.tensor(response.token_ids)[:, None]).sum().item()
+        assert response.logprob == pytest.approx(expected, abs=1e-3)
+        p = reference.next_probabilities(ids + chat.query.suffix_ids)
+        assert response.yes_mass == pytest.approx(p[list(chat.query.yes_ids)].sum().item(), abs=1e-5)
+    prompts = [request.prompt_ids for request in requests]
+    table = engine.next_token_probabilities(prompts, range(704))
+    for prompt, row in zip(prompts, table, strict=True):
+        expected_row = reference.next_probabilities(prompt)
+        torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), expected_row, atol=1e-5, rtol=0.0)
+
+
+class _Plain(Reference):
+    def __init__(self, model: PreTrainedModel, chat: ChatFormat) -> None:
+        self.model, self.chat = model, chat
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_architectures_read_like_a_plain_forward(name: str, chat: ChatFormat) -> None:
+    _reads_like_a_plain_forward(_random_model(name, **ARCHITECTURES[name]), chat, max_batch=4)
+
+
+def test_eager_attention_reads_like_a_plain_forward(chat: ChatFormat) -> None:
+    model = _random_model("Qwen3")
+    model.set_attn_implementation("eager")
+    _reads_like_a_plain_forward(model, chat, max_batch=16)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_unsupported_models_are_refused_by_name(chat: ChatFormat) -> None:
+    model = _random_model("Qwen2")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"one of \('sdpa', 'eager'.*'flash_attention_2'"):
+        TransformersEngine.from_model(model, chat)
+    model.config._attn_implementation = "sdpa"
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"but got \['linear_attention'\]"):
+        TransformersEngine.from_model(model, chat)
+    for dtype, message in (("int8", "Expected `dtype`"), ("float32", "Expected `model` to name a causal")):
+        with pytest.raises(ValueError, match=message):
+            TransformersEngine("/no/such/model", dtype=dtype, chat=chat)
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_batch", 0), ("max_context", 1), ("max_context", 10**6)])
+def test_settings_out_of_range_are_refused(tiny_model: str, option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"Expected `{option}`"):
+        TransformersEngine(tiny_model, **{option: value})
+
+
+def test_texts_do_not_depend_on_the_number_of_slots(tiny_model: str, reference: Reference) -> None:
+    requests = reference.requests(EDT, count=24)
+    texts = []
+    for max_batch in (1, 5, 128):
+        engine = TransformersEngine(tiny_model, dtype="float32", max_batch=max_batch)
+        chosen = requests[::6] if max_batch == 1 else requests
+        texts.append({response.request_id: response.text for response in generate(engine, chosen)})
+    assert texts[1] == texts[2]
+    assert texts[0].items() <= texts[1].items()
+
+
+def test_a_longer_limit_extends_the_same_text(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32")
+    short, long = (
+        generate(engine, reference.requests(SamplingSettings(max_new_tokens=limit), count=2)) for limit in (9, 64)
+    )
+    for cut, whole in zip(short, long, strict=True):
+        assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+
+
+class _Spy(CachedModel):
+    """Counts the tokens of prompts that are encoded, by prompt."""
+
+    seen: Counter[tuple[int, ...]]
+
+    def extend(
+        self, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, *args: Any, **kw: Any
+    ) -> torch.Tensor:
+        if ids.shape[1] > 1 and kw.get("keep") is None:
+            self.seen.update(tuple(row) for row in ids.tolist())
+        return super().extend(slots, starts, ids, *args, **kw)
+
+
+def test_a_prompt_is_encoded_once_for_all_its_samples(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=8)
+    engine._model = _Spy(engine._model.network)
+    engine._model.seen = Counter()
+    requests = reference.requests(EDT, count=20)
+    generate(engine, requests)
+    assert len(engine._model.seen) == len(QUESTIONS)
+    assert set(engine._model.seen.values()) == {1}
+    generate(engine, [request for request in requests if request.id.startswith("2/")][:1])
+    assert set(engine._model.seen.values()) == {1}
+
+
+def test_a_model_in_training_is_given_back_as_it_was(tiny_model: str, chat: ChatFormat, reference: Reference) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attention_dropout=0.5)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    engine = TransformersEngine.from_model(model, chat, source=tiny_model)
+    requests = reference.requests(EDT, count=3)
+    state = torch.get_rng_state()
+    texts = [response.text for response in generate(engine, requests)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == "sdpa"
+    assert texts == [r.text for r in generate(TransformersEngine(tiny_model, dtype="float32"), requests)]
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_weights_may_change_while_nothing_is_in_flight(tiny_model: str, chat: ChatFormat) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    engine = TransformersEngine.from_model(model, chat)
+    plain = _Plain(model, chat)
+    before = engine.describe()["weights_sha256"]
+    for _ in range(2):
+        requests = plain.requests(EDT, count=2)
+        for request, response in zip(requests, generate(engine, requests), strict=True):
+            p = plain.next_probabilities(request.prompt_ids + response.token_ids + chat.query.suffix_ids)
+            assert response.yes_mass == pytest.approx(p[list(chat.query.yes_ids)].sum().item(), abs=1e-5)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
+    assert engine.describe()["weights_sha256"] != before
+
+
+def test_an_adapter_is_served_and_named(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tuned = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    ).eval()
+    tuned.save_pretrained(tmp_path)
+    engine = TransformersEngine(tiny_model, adapter=str(tmp_path), dtype="float32")
+    requests = _Plain(tuned, chat).requests(EDT, count=2)
+    from_memory = TransformersEngine.from_model(tuned, chat, source=tiny_model, adapter_sha256="abc")
+    for request, a, b in zip(requests, generate(engine, requests), generate(from_memory, requests), strict=True):
+        p = _Plain(tuned, chat).next_probabilities(request.prompt_ids + a.token_ids + chat.query.suffix_ids)
+        assert a.yes_mass == pytest.approx(p[list(chat.query.yes_ids)].sum().item(), abs=1e-5)
+        assert a.text == b.text
+    base = TransformersEngine(tiny_model, dtype="float32").describe()
+    facts = engine.describe()
+    assert facts["weights_sha256"] == base["weights_sha256"] == from_memory.describe()["weights_sha256"]
+    assert base["adapter_sha256"] is None
+    assert facts["adapter_sha256"] is not None
+    assert from_memory.describe()["adapter_sha256"] == "abc"
+    json.dumps(facts)
+
+
+def test_out_of_memory_halves_the_batch_and_loses_nothing(
+    tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = reference.requests(EDT, count=8)
+    expected = [r.text for r in generate(TransformersEngine(tiny_model, dtype="float32"), requests)]
+    extend = CachedModel.extend
+
+    def scarce(self: CachedModel, slots: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(slots) > 6:
+            raise torch.cuda.OutOfMemoryError
+        return extend(self, slots, *args, **kwargs)
+
+    monkeypatch.setattr(CachedModel, "extend", scarce)
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=16)
+    with caplog.at_level(logging.WARNING):
+        assert [r.text for r in generate(engine, requests)] == expected
+    assert engine.max_batch == 4
+    assert "going on with 4" in caplog.text
+    monkeypatch.setattr(
+        CachedModel, "extend", lambda *args, **kwargs: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError)
+    )
+    engine.submit(requests[:1])
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        engine.poll()
+    assert engine.max_batch == 1
+
+
+def test_only_what_was_begun_is_thrown_away(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=4)
+    requests = reference.requests(EDT, count=3)
+    assert engine.cancel(engine.submit(requests)) == {}, "nothing was begun before the first poll"
+    ids = engine.submit(requests)
+    early = {response.request_id for response in engine.poll()}
+    assert engine.cancel(ids).keys() == set(ids[:4]) - early, "four slots: what waits for one costs nothing"
+
+
+def test_a_closed_engine_says_so(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32")
+    engine.submit(reference.requests(EDT, count=1))
+    engine.close()
+    engine.cancel(["0/0"])
+    with pytest.raises(RuntimeError, match="has been closed"):
+        engine.poll()
+
+
+def test_half_precision_stays_near_float32(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="bfloat16", device="cpu")
+    assert engine.describe()["dtype"] == "bfloat16"
+    requests = reference.requests(EDT, count=4)
+    for request, response in zip(requests, generate(engine, requests), strict=True):
+        suffix = reference.chat.query.suffix_ids
+        p = reference.next_probabilities(request.prompt_ids + response.token_ids + suffix)
+        assert response.yes_mass == pytest.approx(p[list(reference.chat.query.yes_ids)].sum().item(), abs=0.05)
+
+
+def test_a_prompt_of_one_token_is_served(tiny_model: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32")
+    requests = [Request(str(seed), (1,), SamplingSettings(max_new_tokens=4), seed=seed) for seed in range(5)]
+    for response in generate(engine, requests):
+        logits = reference.logits((1, *response.token_ids))[:-1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response.token_ids)[:, None]).sum().item()
+        assert response.logprob == pytest.approx(expected, abs=1e-4)
+
+
+def _loud_model(path: str, folder: Path) -> str:
+    """Write the bundled model in bfloat16 with logits as large as those of large models, unsure of Yes and No."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    head.weight.data = model.lm_head.weight.data.clone() * 2.0
+    model.lm_head = head
+    model.bfloat16().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).write_bytes((Path(path) / file).read_bytes())
+    return str(folder)
+
+
+def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, tmp_path: Path) -> None:
+    """Both ways to it, against float64 over the hidden states of the model; its own logits take coarse steps."""
+    path = _loud_model(tiny_model, tmp_path / "loud")
+    engine = TransformersEngine(path, dtype="bfloat16", device="cpu")
+    assert (engine.describe()["dtype"], engine.describe()["head_dtype"]) == ("bfloat16", "float32")
+    network, chat, states = engine._model.network, engine.chat, []
+    head = network.get_output_embeddings()
+    prompts = [chat.prompt_ids([Message("user", f"What is {i} + {i * i}?")]) for i in range(40)]
+    sampling = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=8)
+    requests = [Request(str(i), prompt, sampling, seed=i, query=chat.query) for i, prompt in enumerate(prompts)]
+    responses = generate(engine, requests)
+    sequences = [(*p, *r.token_ids, *chat.query.suffix_ids) for p, r in zip(prompts, responses, strict=True)]
+    yes_ids, no_ids = list(chat.query.yes_ids), list(chat.query.no_ids)
+    handle = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, -1]))
+    table = [engine.next_token_probabilities([ids], [*yes_ids, *no_ids])[0] for ids in sequences]
+    handle.remove()
+    hidden = torch.stack(states)
+    exact = (hidden.double() @ head.weight.double().T).softmax(-1)
+    found = torch.tensor(table, dtype=torch.float64)
+    torch.testing.assert_close(found, exact[:, [*yes_ids, *no_ids]], atol=1e-6, rtol=1e-4)
+    coarse = (hidden @ head.weight.T).double()[:, [*yes_ids, *no_ids]].softmax(-1)[:, : len(yes_ids)].sum(1)
+    sharp = exact[:, [*yes_ids, *no_ids]] / exact[:, [*yes_ids, *no_ids]].sum(1, keepdim=True)
+    assert (coarse - sharp[:, : len(yes_ids)].sum(1)).abs().max() > 2e-3
+    # In the sampling batch the hidden states themselves are rounded otherwise; the steps of the logits are gone.
+    p_true = torch.tensor([r.yes_mass / (r.yes_mass + r.no_mass) for r in responses], dtype=torch.float64)
+    assert (p_true - sharp[:, : len(yes_ids)].sum(1)).abs().max() < 0.05
+    assert len(p_true.unique()) > 30
+    assert network.get_output_embeddings()._forward_hooks == {}
+
+
+def test_in_float32_nothing_is_told_of_the_output_layer(tiny_model: str, tmp_path: Path) -> None:
+    """Stores that were written before are resumed; those in half precision have another P(True), and are read."""
+    engine = TransformersEngine(tiny_model, dtype="float32", device="cpu")
+    assert engine.describe()["head_dtype"] is None
+    chat, sampling = engine.chat, SamplingSettings(max_new_tokens=8)
+    assert "head_dtype" not in store_fingerprint(engine, chat, sampling, 0).as_json()["model"]
+    half = TransformersEngine(tiny_model, dtype="bfloat16", device="cpu")
+    now = store_fingerprint(half, chat, sampling, 0)
+    before = replace(now, model=replace(now.model, head_dtype=None))
+    SampleStore.create_or_open(tmp_path, before, num_samples=2, engine={})
+    settings = {"model": tiny_model, "revision": None, "chat": chat, "sampling": sampling, "seed": 0, "num_samples": 2}
+    assert open_existing(tmp_path, **settings) is not None, "what is complete is used"
+    with pytest.raises(ValueError, match=r"model\.head_dtype: None in the store, 'float32' asked for"):
+        SampleStore.create_or_open(tmp_path, now, num_samples=2, engine={})
+    SampleStore.create_or_open(tmp_path / "new", now, num_samples=2, engine={})
+    assert open_existing(tmp_path / "new", **settings) is not None

@@ -1,0 +1,384 @@
+"""``selfcal evaluate``: the fixed keys of results.json, what counts as wrong, and a whole run on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.options import nested
+
+from selfcal_lightning.confidence.fitting.scaling import fit_scaler
+from selfcal_lightning.evaluation.calibration.metrics import compare_pools, result_keys, scored_responses, summarise
+from selfcal_lightning.evaluation.inputs import Inputs, split_off_calibration
+from selfcal_lightning.pipelines.evaluate import TrainingCost, run_evaluate
+from selfcal_lightning.pools.recorded import load_pool, load_recorded_pool
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.thresholds.fitting import fit_risk_threshold
+
+METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
+COUNTS = (
+    "num_questions", "num_responses", "unreadable", "truncated", "confidence", "without_confidence", "mean_confidence",
+    "ece_debiased",
+)  # fmt: skip
+
+
+def _pool(yes: list[list[float | None]], answers: list[list[str | None]]) -> list[QuestionSamples]:
+    """Build a pool whose reference answer is always "1"; a Yes mass of None has no confidence."""
+    pool = []
+    for number, (masses, texts) in enumerate(zip(yes, answers, strict=True)):
+        samples = tuple(
+            Sample(
+                question_id=f"q{number}", index=index, round=0, text="", token_ids=(1,), finish="stop", answer=answer,
+                correct=answer == "1", yes_mass=mass, no_mass=None if mass is None else 1.0 - mass,
+            )
+            for index, (mass, answer) in enumerate(zip(masses, texts, strict=True))
+        )  # fmt: skip
+        pool.append(QuestionSamples(Question(f"q{number}", "word_problems", (), "1"), samples, "id"))
+    return pool
+
+
+BEFORE = _pool([[0.9, 0.9], [0.9, 0.9]], [["1", "2"], ["2", None]])
+AFTER = _pool([[0.75, 0.25], [0.25, 0.25]], [["1", "2"], ["2", None]])
+
+
+def test_result_keys_are_fixed() -> None:
+    keys = result_keys(
+        {"id": compare_pools(BEFORE, AFTER, num_resamples=20)}, {"before": {"id": BEFORE}, "after": {"id": AFTER}}
+    )
+    parts = ("before", "after", "change", "ratio")
+    expected = {f"own.id.{m}.{p}{end}" for m in METRICS for p in parts for end in ("", ".low", ".high")}
+    expected |= {f"own.id.{c}.{side}" for c in COUNTS for side in ("before", "after")}
+    assert set(keys) == expected
+
+
+def test_values_by_hand() -> None:
+    keys = result_keys(
+        {"id": compare_pools(BEFORE, AFTER, num_resamples=20)}, {"before": {"id": BEFORE}, "after": {"id": AFTER}}
+    )
+    # One of four responses is right (the unreadable one is wrong): confidence .9 against accuracy .25.
+    assert keys["own.id.ece.before"] == pytest.approx(0.65)
+    # After: one response in the bin of .75 (right), three in the bin of .25 (wrong): (1 * .25 + 3 * .25) / 4.
+    assert keys["own.id.ece.after"] == pytest.approx(0.25)
+    assert keys["own.id.auroc.before"] == pytest.approx(0.5)
+    assert keys["own.id.auroc.after"] == pytest.approx(1.0)
+    assert keys["own.id.pass_at_1.change"] == pytest.approx(0.0)
+    assert keys["own.id.unreadable.after"] == pytest.approx(0.25)
+
+
+def test_response_without_confidence_is_left_out_and_counted() -> None:
+    pool = _pool([[None, 0.5]], [["1", "2"]])
+    assert len(scored_responses(pool).confidence) == 1
+    assert summarise(pool).without_confidence == 1
+
+
+def test_pool_without_any_confidence_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"the confidence 'p_true', but got none\. Sample with the confidence query"):
+        scored_responses(_pool([[None]], [["1"]]))
+
+
+RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
+
+
+def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confidence: bool = True) -> str:
+    """Write a pool of number questions; every third question is mostly wrong, and lengths and confidences vary."""
+    lines = []
+    for number in range(num_questions):
+        responses = []
+        for index in range(4):
+            text, p_true, tokens = RESPONSES[(index + number + shift) % 4]
+            text = "3" if text == "1" and number % 3 == 0 else text
+            # A little noise, so that the parts of a fusion are no copies of one another.
+            spread = ((7 * number + 3 * index) % 10) / 50.0
+            values = {"p_true": p_true - spread / 2, "sequence_logprob": -tokens / 8 - spread}
+            response = {"text": "", "answer": text, "tokens": tokens}
+            responses.append({**response, "confidence": values} if confidence else response)
+        lines.append(
+            {
+                "id": f"{prefix}{number}",
+                "task": "local_number",
+                "question": f"{prefix}{number}?",
+                "reference": "1",
+                "responses": responses,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pools = {
+        "base": _write(tmp_path / "base.jsonl", num_questions=12, prefix="t"),
+        "calibrated": _write(tmp_path / "after.jsonl", num_questions=12, prefix="t", shift=1),
+    }
+    own = {side: _write(tmp_path / f"c_{side}.jsonl", num_questions=20, prefix="c") for side in pools}
+    results = run_evaluate(
+        output_dir=str(tmp_path / "out"), pools=pools, calibration_pools=own, num_reshuffles=2, num_resamples=30,
+        strategies=["adaptive_consistency", "early_stopping"], training_cost=TrainingCost(generated_tokens=100.0),
+    )  # fmt: skip
+    folder = tmp_path / "out"
+    assert results == json.loads((folder / "results.json").read_text())
+    assert results["settings"]["pools"] == pools
+    assert results["settings"]["num_reshuffles"] == 2
+    # One of four responses is unreadable; of the others two are right, but none where the number is divisible by 3.
+    assert results["own.test.unreadable.before"] == pytest.approx(0.25)
+    assert results["own.test.pass_at_1.after"] == pytest.approx(2 / 4 * 8 / 12)
+    strategies = results["strategies"]["test"]
+    assert {row["contender"]["confidence"] for row in strategies["budgets"]} == {
+        None, "p_true", "sequence_logprob_platt", "fused",
+    }  # fmt: skip
+    assert strategies["break_even"]
+    for name in [*results["files"], *results["fitted_files"], "results.csv", "reliability.png"]:
+        assert (folder / name).stat().st_size > 0, name
+    assert "fitted/base/fused.json" in results["fitted_files"]
+    lines = (folder / "curves.csv").read_text().splitlines()
+    assert lines[0].startswith("test,side,strategy,confidence,parameter,setting,accuracy,")
+    assert sum(line.startswith("test,base,self_consistency,,max_samples,") for line in lines) == 4
+    printed = capsys.readouterr().out
+    assert "25.0% of the responses unreadable, counted as wrong" in printed
+    assert "break-even of 100 tokens" in printed
+
+
+def test_fitted_files_are_used_again_and_refused_on_their_questions(tmp_path: Path) -> None:
+    own = _write(tmp_path / "c.jsonl", num_questions=20, prefix="c")
+    test = _write(tmp_path / "t.jsonl", num_questions=8, prefix="t")
+    options = {"num_reshuffles": 2, "num_resamples": 20, "strategies": ["early_stopping"]}
+    first = run_evaluate(output_dir=str(tmp_path / "one"), pools={"m": test}, calibration_pools={"m": own}, **options)
+    fitted = tmp_path / "one" / "fitted" / "m"
+    threshold = fitted / "thresholds" / "early_stopping_fused_budget_2.json"
+    assert f"fitted/m/thresholds/{threshold.name}" in first["fitted_files"]
+    given = {"scorers": [str(fitted / "fused.json")], "fitted_thresholds": [str(threshold)], "confidences": ["fused"]}
+    second = run_evaluate(output_dir=str(tmp_path / "two"), pools={"m": test}, **given, **options)
+    (judged,) = second["fitted_thresholds"]
+    chosen = [
+        row for row in first["strategies"]["test"]["budgets"]
+        if row["budget"] == 2 and row["contender"] == {
+            "side": "m", "strategy": "early_stopping", "confidence": "fused", "is_oracle": False,
+        }
+    ]  # fmt: skip
+    # The same threshold on the same questions and orders says the same.
+    assert judged["accuracy"] == pytest.approx(chosen[0]["accuracy"])
+    with pytest.raises(ValueError, match="was not fitted on, but got"):
+        run_evaluate(output_dir=str(tmp_path / "three"), pools={"m": own}, **given, **options)
+
+
+def test_a_risk_threshold_is_held_against_its_promise(tmp_path: Path) -> None:
+    own = _write(tmp_path / "c.jsonl", num_questions=40, prefix="c")
+    test = _write(tmp_path / "t.jsonl", num_questions=9, prefix="t")
+    strategy = SelfConsistency(max_samples=4)
+    fitted = fit_risk_threshold(strategy, load_pool(own), risk=0.9, delta=0.2)
+    assert fitted.threshold is not None
+    fitted.save(tmp_path / "risk.json")
+    options = {"num_reshuffles": 1, "num_resamples": 10, "strategies": ["self_consistency"]}
+    given = {"pools": {"m": test}, "fitted_thresholds": [str(tmp_path / "risk.json")]}
+    (judged,) = run_evaluate(output_dir=str(tmp_path / "out"), **given, **options)["fitted_thresholds"]
+    verdicts = [replay(strategy, entry) for entry in load_pool(test)]
+    answered = [verdict for verdict in verdicts if fitted.answers(verdict)]
+    assert judged["answered"]["value"] == pytest.approx(len(answered) / 9)
+    assert judged["wrong_among_them"]["value"] == pytest.approx(sum(not v.correct for v in answered) / len(answered))
+    assert (judged["promised_risk"], judged["samples"]) == (0.9, 4.0)
+    with pytest.raises(ValueError, match="to be at most the 3 samples that every question has, but got 4"):
+        run_evaluate(output_dir=str(tmp_path / "out"), max_samples=3, **given, **options)
+
+
+def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path / "bare.jsonl", num_questions=5, prefix="t", confidence=False)
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=2, num_resamples=20)
+    strategies = {row["contender"]["strategy"] for row in results["strategies"]["test"]["budgets"]}
+    assert "adaptive_consistency" in strategies
+    assert "early_stopping" not in strategies
+    # Per question two of four are right, or none (numbers 0 and 3 of five).
+    assert results["own.test.pass_at_1.m"] == pytest.approx(2 / 4 * 3 / 5)
+    assert "not run for want of a confidence: early_stopping" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("sides", [["m"], ["base", "calibrated"]])
+def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tmp_path: Path) -> None:
+    """Responses made elsewhere bring a probability of another name, and not all of them do."""
+    pools = {}
+    for shift, side in enumerate(sides):
+        path = Path(_write(tmp_path / f"{side}.jsonl", num_questions=6, prefix="t", shift=shift))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for index, response in enumerate(line["responses"]):
+                confidence = response.pop("confidence")
+                response["confidence"] = {"judge": confidence["p_true"]} if index else {}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        pools[side] = str(path)
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, num_reshuffles=2, num_resamples=20)
+    for side, part in zip(sides, ["before", "after"] if len(sides) == 2 else sides, strict=True):
+        (row,) = [r for r in results["strategies"]["test"]["confidences"][side] if r["name"] == "judge"]
+        assert results[f"own.test.confidence.{part}"] == "judge"
+        assert results[f"own.test.without_confidence.{part}"] == row["num_left_out"] == 6
+        values = [s.confidences["judge"] for e in load_pool(pools[side]) for s in e.samples if "judge" in s.confidences]
+        assert results[f"own.test.mean_confidence.{part}"] == pytest.approx(sum(values) / len(values))
+        assert results[f"own.test.ece.{part}"] == pytest.approx(row["ece"])
+        assert results[f"own.test.auroc.{part}"] == pytest.approx(row["auroc"])
+
+
+def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
+    results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, protocol="paper")
+    assert results["paper"]["test"]["m"]["confidence"] == "p_true"
+    folder = tmp_path / "out" / "paper" / "test" / "m"
+    assert (folder / "metric.csv").read_text().startswith("X,Early stopping,ASC w/ conf.,ASC,SC,SC w/ conf.,Best-of-n,")
+    assert len((folder / "aggregation_results.csv").read_text().splitlines()) == 9
+    assert "strategies" not in results
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Expected two models .* one .* or recorded `pools`"),
+        ({"before": "bundled"}, "Expected two models"),
+        ({"model": "bundled"}, "`tests` to name at least one"),
+        ({"pools": {"m": "x"}, "before": "bundled"}, "no `before` beside pools"),
+        ({"model": "bundled", "task": "gsm8k"}, "no `task` beside models"),
+        ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` to lie in \[0, 1\]"),
+        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be one of"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budgets": [0]}, r"`budgets` to be null or numbers of samples from 1, at least one, but got \[0\]"),
+        ({"budgets": []}, r"`budgets` to be null or numbers of samples from 1, at least one, but got \[\]"),
+        ({"targets": [4, 0]}, r"`targets` to be null or numbers of samples from 1"),
+        ({"budgets": [2, 5]}, "`budgets` to be at most 4, the samples that every question has, but got 5"),
+        ({"targets": [8]}, "`targets` to be at most 4, the samples that every question has, but got 8"),
+    ],
+)
+def test_budgets_that_nobody_can_keep(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=1, num_resamples=5, **options)
+
+
+@pytest.mark.parametrize("strategies", [[], ["early_stopping"]])
+def test_pools_of_different_questions_are_told_apart(strategies: list[str], tmp_path: Path) -> None:
+    pools = {
+        "base": _write(tmp_path / "a.jsonl", num_questions=4, prefix="a"),
+        "calibrated": _write(tmp_path / "b.jsonl", num_questions=4, prefix="b"),
+    }
+    message = "to answer the same questions, but got 8 that only one of 'base' and 'calibrated' has, such as 'a0'"
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, strategies=strategies)
+
+
+def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> None:
+    """The same questions under other ids are the same questions."""
+    test = Path(_write(tmp_path / "t.jsonl", num_questions=8, prefix="t"))
+    lines = [json.loads(line) for line in test.read_text().splitlines()]
+    renamed = tmp_path / "c.jsonl"
+    renamed.write_text("".join(json.dumps({**line, "id": f"other-{line['id']}"}) + "\n" for line in lines[:5]))
+    message = (
+        r"Expected the calibration questions of 'm' and test set 'test' to share no question, but got 5 in both, for "
+        r"example 'other-t0' and 't0', which are one question under two ids\. .* different splits or files"
+    )
+    options = {"num_reshuffles": 1, "num_resamples": 5, "strategies": ["early_stopping"]}
+    with pytest.raises(ValueError, match=message):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), pools={"m": str(test)}, calibration_pools={"m": str(renamed)}, **options
+        )
+    # What was fitted elsewhere on these questions is refused likewise.
+    scaler = fit_scaler(load_pool(renamed), "platt", name="calm")
+    scaler.save(tmp_path / "calm.json")
+    with pytest.raises(ValueError, match="'calm' was not fitted on, but got 5 of 8 that it was, such as 't0'"):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), pools={"m": str(test)}, scorers=[str(tmp_path / "calm.json")], **options
+        )
+
+
+def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
+    from selfcal_lightning.confidence.fitting.calibration_split import halve_pool
+
+    path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps({**line, "id": f"{line['id']}{twin}"}) + "\n" for line in lines for twin in "ab")
+    )
+    inputs = split_off_calibration(Inputs({"test": {"m": load_recorded_pool(path)}}, {}), 0.5)
+    test, aside = (
+        {e.question.id[:-1] for e in pools["m"].entries} for pools in (inputs.tests["test"], inputs.calibration)
+    )
+    assert len(test) == len(aside) == 6
+    assert not test & aside
+    first, second = ({e.question.id[:-1] for e in half} for half in halve_pool(load_pool(path)))
+    assert not first & second
+
+
+def test_a_file_is_not_sampled_as_test_and_calibration(tmp_path: Path) -> None:
+    from selfcal_lightning.pipelines.evaluate import TestSet
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
+    options = {"task": "local_number", "path": str(file)}
+    with pytest.raises(ValueError, match="`calibration` and test set 'id' to share no question, but got 9 in both"):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), model="bundled", tests=[TestSet("id", split="test", **options)],
+            calibration=TestSet("cal", split="calibration", **options),
+        )  # fmt: skip
+    assert not (tmp_path / "out" / "samples").exists()
+
+
+def test_share_set_aside_for_calibration(tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=20, prefix="t")
+    options = {"num_reshuffles": 1, "num_resamples": 10, "strategies": ["adaptive_consistency"]}
+    results = run_evaluate(
+        output_dir=str(tmp_path / "out"), pools={"m": path}, calibration_share=0.4, confidences=["fused"], **options
+    )
+    assert results["strategies"]["test"]["num_questions"] == 12
+    fitted = json.loads((tmp_path / "out" / "fitted" / "m" / "fused.json").read_text())
+    assert fitted["fitted_on"]["num_questions"] == 4
+    with pytest.raises(ValueError, match="`calibration_share` to lie between 0 and 1"):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, calibration_share=1.0, **options)
+
+
+def test_cost_is_given_in_tokens_or_in_seconds() -> None:
+    with pytest.raises(ValueError, match="`seconds` and `tokens_per_second` together"):
+        TrainingCost(seconds=5.0)
+    with pytest.raises(ValueError, match="either in `seconds` or in tokens"):
+        TrainingCost(seconds=5.0, tokens_per_second=2.0, trained_tokens=1.0)
+
+
+@pytest.mark.slow
+def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from selfcal_lightning.pipelines.evaluate import TestSet
+
+    tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]
+    arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50, "num_reshuffles": 3, "tables": "short"}
+    calibration = TestSet("calibration", "word_problems", "calibration", limit=8)
+    results = run_evaluate("bundled", "bundled", str(tmp_path), tests, calibration=calibration, **nested(**arguments))
+    assert results == json.loads((tmp_path / "results.json").read_text())
+    for test in ("id", "ood"):
+        same = {
+            (row["contender"]["strategy"], row["contender"]["confidence"], row["budget"], row["accuracy"]["value"])
+            for row in results["strategies"][test]["budgets"]
+        }
+        # Both sides are the same model with the same samples, so that they do the same.
+        assert len(same) == len(results["strategies"][test]["budgets"]) / 2
+    assert results["own.id.num_responses.before"] == 18
+    # The same model with the same seeds on both sides: nothing changes.
+    assert results["own.id.ece.change"] == pytest.approx(0.0)
+    assert (tmp_path / "reliability.png").stat().st_size > 10_000
+    # One sample costs its tokens, and those of the confidence query only where P(True) is read.
+    cost = {
+        row["contender"]["confidence"]: row["tokens"]["value"]
+        for row in results["strategies"]["id"]["budgets"]
+        if (row["contender"]["strategy"], row["contender"]["side"], row["budget"]) == ("self_consistency", "before", 1)
+    }
+    suffix = SampleStore(tmp_path / "samples" / "before").round_manifest().fingerprint.prompt.suffix_ids
+    assert cost["p_true"] - cost[None] == pytest.approx(len(suffix))
+    assert cost["sequence_logprob_platt"] == pytest.approx(cost[None])
+    printed = capsys.readouterr().out
+    assert "The same responses, scored by both" in printed
+    assert "Strategies on id: accuracy (samples used); 6 questions" in printed

@@ -1,0 +1,162 @@
+"""Recorded pools as an evaluation reads them: files, stores, splits, lengths, and files in a task's own columns."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.confidence.fitting.features import feature_value
+from selfcal_lightning.confidence.fitting.weighed_pool import carried_confidences
+from selfcal_lightning.evaluation.inputs import PoolSource
+from selfcal_lightning.pipelines.evaluate import run_evaluate
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.recorded import load_pool, load_recorded_pool
+from selfcal_lightning.records import Sample
+
+
+def write_pool(path: Path, questions: dict[str, list[dict[str, Any]]], **fields: Any) -> Path:
+    """Write a pool of number questions whose reference is "1"; fields are added to every line."""
+    lines = [
+        {"id": name, "task": "local_number", "question": "?", "reference": "1", "responses": responses, **fields}
+        for name, responses in questions.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_file_without_split_answers_or_confidences(tmp_path: Path) -> None:
+    texts = [{"text": "The answer is 1."}, {"text": "The answer is 2."}, {"text": "no idea"}]
+    pool = load_recorded_pool(write_pool(tmp_path / "pool.jsonl", {"a": texts, "b": []}))
+    (entry,) = pool.entries  # a question without responses is left out
+    assert [(s.answer, s.correct) for s in entry.samples] == [("1", True), ("2", False), (None, False)]
+    assert entry.split == "test"
+    assert not pool.has_lengths
+    assert pool.query_tokens == 0
+
+
+def test_stated_lengths_are_kept_for_costs_and_fusions(tmp_path: Path) -> None:
+    responses = [{"text": "1", "tokens": 7}, {"text": "1", "tokens": [5, 6, 7]}]
+    pool = load_recorded_pool(write_pool(tmp_path / "pool.jsonl", {"a": responses}))
+    assert [sample.num_tokens for sample in pool.entries[0].samples] == [7, 3]
+    assert pool.has_lengths
+    assert [feature_value(sample, "num_tokens") for sample in pool.entries[0].samples] == [7.0, 3.0]
+    assert "num_tokens" not in carried_confidences(pool)
+    assert pool.entries[0].samples[1].token_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize("place", ["pool.jsonl", "store"])
+def test_a_pool_that_is_counted_holds_all_but_texts(tmp_path: Path, place: str) -> None:
+    confidence = {"yes_mass": 0.5, "no_mass": 0.25, "logprob": -3.0, "c": 0.5}
+    responses = [
+        {"text": "The answer is 1.", "tokens": [5, 6, 7], "finish": "stop", "confidence": confidence},
+        {"text": "no idea", "tokens": 9, "finish": "length", "confidence": {"d": 0.25}},
+        {"text": "The answer is 2."},
+    ]
+    path = write_pool(tmp_path / "pool.jsonl", {"b": responses, "a": responses[1:], "c": []}, split="test")
+    import_pool(path, tmp_path / "store")
+    options = {"split": "test", "task": "local_number"}
+    whole, slim = (load_recorded_pool(tmp_path / place, texts=texts, **options) for texts in (True, False))
+    assert whole.entries[0].samples[-1].text == "The answer is 2."
+    stripped = [[replace(s, text="", token_ids=None) for s in entry.samples] for entry in whole.entries]
+    assert [list(entry.samples) for entry in slim.entries] == stripped
+    assert [e.question for e in slim.entries] == [e.question for e in whole.entries]
+    assert [e.split for e in slim.entries] == [e.split for e in whole.entries]
+    (first,) = load_recorded_pool(tmp_path / place, texts=False, limit=1, **options).entries
+    assert first == slim.entries[0]
+
+
+def test_a_counted_response_takes_little_memory(tmp_path: Path) -> None:
+    """A whole one holds its text, and an object for each token."""
+    response = {
+        "text": "word " * 300,
+        "tokens": list(range(1000, 1300)),
+        "confidence": {"p_true": 0.5, "logprob": -9.5},
+    }
+    path = write_pool(tmp_path / "pool.jsonl", {f"q{n}": [response] * 10 for n in range(40)}, split="test")
+    import_pool(path, tmp_path / "store")
+    sizes = {}
+    for texts in (True, False):
+        tracemalloc.start()
+        pool = load_recorded_pool(tmp_path / "store", texts=texts)
+        sizes[texts] = tracemalloc.get_traced_memory()[0] / 400
+        tracemalloc.stop()
+        assert len(pool.entries) == 40
+    assert sizes[True] > 4000
+    assert sizes[False] < 1000
+
+
+def test_split_of_a_file(tmp_path: Path) -> None:
+    path = write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]}, split="train")
+    path.write_text(path.read_text() + write_pool(tmp_path / "b.jsonl", {"b": [{"text": "1"}]}).read_text())
+    assert [entry.question.id for entry in load_pool(path)] == ["a", "b"]
+    # A line that names no split belongs to whichever is asked for.
+    assert [entry.question.id for entry in load_pool(path, split="train")] == ["a", "b"]
+    assert [entry.question.id for entry in load_pool(path, split="test")] == ["b"]
+    only = write_pool(tmp_path / "only.jsonl", {"a": [{"text": "1"}]}, split="train")
+    with pytest.raises(ValueError, match="to hold questions of split 'ood'"):
+        load_pool(only, split="ood")
+
+
+def test_store_and_file_give_the_same_samples(tmp_path: Path) -> None:
+    responses = [{"text": "1", "confidence": {"p_true": 0.75, "c": 0.5}, "tokens": 4}, {"text": "1.0", "tokens": 5}]
+    path = write_pool(tmp_path / "pool.jsonl", {"a": responses, "b": responses[:1]}, split="test")
+    import_pool(path, tmp_path / "store")
+    stored, read = load_recorded_pool(tmp_path / "store", split="test"), load_recorded_pool(path, split="test")
+
+    def known(sample: Sample) -> tuple[object, ...]:
+        return (
+            sample.answer,
+            sample.correct,
+            sample.num_tokens,
+            sample.p_true,
+            sample.confidences["c"] if sample.index == 0 else None,
+        )
+
+    for one, other in zip(stored.entries, read.entries, strict=True):
+        assert one.question.id == other.question.id
+        assert [known(s) for s in one.samples] == [known(s) for s in other.samples]
+    assert len(load_recorded_pool(tmp_path / "store", limit=1).entries) == 1
+
+
+def test_bad_pools_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing there"):
+        load_pool(tmp_path / "absent")
+    path = write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]})
+    with pytest.raises(ValueError, match="import-pool"):
+        load_pool(path, confidences=["c"])
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ValueError, match=r"pool.jsonl:2: Expected `id` to be unique, but got 'a' again, from line 1"):
+        load_pool(path)
+
+
+def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
+    rows = [
+        {"question": "2 + 2?", "answer": "so\n#### 4", "responses": ["The answer is 4.", "The answer is 5."]},
+        {"question": "1 + 1?", "answer": "so\n#### 2", "responses": ["The answer is 2."]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = load_pool(path, task="gsm8k")
+    assert [entry.question.reference for entry in pool] == ["4", "2"]
+    assert [[s.correct for s in entry.samples] for entry in pool] == [[True, False], [True]]
+    import_pool(path, tmp_path / "store", task="gsm8k", split="test")
+    assert [e.question.id for e in load_pool(tmp_path / "store")] == [e.question.id for e in pool]
+    path.write_text(json.dumps({**rows[0], "responses": [{"text": "4"}]}) + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: Expected `responses` to be a list of texts"):
+        load_pool(path, task="gsm8k")
+
+
+def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
+    apart = [PoolSource("before", path, test="first"), PoolSource("after", path, test="second")]
+    run_evaluate(pools=apart, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "none of the test sets is on two of them (before has 'first', after has 'second')" in said
+    together = [apart[0], PoolSource("after", path, test="first")]
+    run_evaluate(pools=together, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
+    assert "none of the test sets" not in capsys.readouterr().err

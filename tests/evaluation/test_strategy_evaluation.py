@@ -1,0 +1,303 @@
+"""Strategies on pools: reshuffled curves, costs, settings chosen on calibration questions, intervals and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import comb
+
+import numpy as np
+import pytest
+from support.strategy_pools import make_entry, random_pool
+
+from selfcal_lightning.confidence.base import MissingConfidenceError
+from selfcal_lightning.confidence.fitting.weighed_pool import WeighedPool, fit_confidences, weigh_pool
+from selfcal_lightning.evaluation.calibration_split import calibrate_side
+from selfcal_lightning.evaluation.inputs import Inputs, check_inputs
+from selfcal_lightning.evaluation.strategies.consensus import consensus_rows
+from selfcal_lightning.evaluation.strategies.curves import Job, StrategyCurve, check_pool, evaluate_jobs
+from selfcal_lightning.evaluation.strategies.evaluation import StrategyReport, report_on, run_strategies
+from selfcal_lightning.evaluation.strategies.plans import make_jobs
+from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
+from selfcal_lightning.evaluation.strategies.settings import StrategySettings
+from selfcal_lightning.evaluation.strategies.side import SideStrategies
+from selfcal_lightning.evaluation.strategies.statistics import (
+    break_even_rows,
+    budget_rows,
+    resample_curves,
+    saving_rows,
+)
+from selfcal_lightning.evaluation.test_set import prepare_test
+from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.thresholds.grids import GridOutcome, with_setting
+from selfcal_lightning.strategies.vectorised import orders
+
+ALL = (
+    "self_consistency", "adaptive_consistency", "adaptive_beta", "adaptive_entropy", "window_stopping",
+    "window_sliding", "early_stopping", "best_of_n", "cisc", "borda", "cges", "pass_at_n",
+)  # fmt: skip
+UNTOLD = {"token_ids": None, "num_tokens": None}
+FEW = ("self_consistency", "adaptive_consistency", "early_stopping")
+
+
+def recorded(entries: list) -> RecordedPool:
+    return RecordedPool(tuple(entries))
+
+
+def pool_of(seed: int, *, num_questions: int = 12, fewest: int = 5, prefix: str = "q") -> RecordedPool:
+    """A random pool without its shortest questions; every sample of a readable answer has a P(True)."""
+    entries = [e for e in random_pool(seed, num_questions=6 * num_questions) if len(e.samples) >= fewest]
+    named = []
+    for number, entry in enumerate(entries[:num_questions]):
+        samples = tuple(
+            replace(s, yes_mass=0.5, no_mass=0.5) if s.answer is not None and s.yes_mass is None else s
+            for s in entry.samples
+        )
+        named.append(replace(entry, question=replace(entry.question, id=f"{prefix}{number}"), samples=samples))
+    assert len(named) == num_questions
+    return recorded(named)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recorded_order_is_the_replay_of_solve(seed: int) -> None:
+    pool, width = pool_of(seed), 5
+    jobs = make_jobs(ALL, ["p_true"], width=width, thresholds=(0.0, 0.5, 0.8, 1.0))
+    reshuffles = Reshuffles(pool, [None, "p_true"], width=width, num_reshuffles=0, seed=0, query_tokens={"p_true": 3})
+    for job, curve in zip(jobs, evaluate_jobs(reshuffles, jobs), strict=True):
+        for row, setting in enumerate(job.grid):
+            strategy = with_setting(job.strategy, setting)
+            for column, entry in enumerate(pool.entries):
+                cut = replace(entry, samples=entry.samples[:width])
+                verdict = replay(strategy, cut)
+                where = f"{job.label} {job.strategy.confidence} at {setting}, {entry.question.id}"
+                assert curve.outcome.correct[row, column] == float(bool(verdict.correct)), where
+                assert curve.outcome.samples[row, column] == verdict.samples_used, where
+                used = entry.samples[: verdict.samples_used]
+                query = 3 if job.strategy.confidence else 0
+                assert curve.outcome.tokens is not None
+                assert curve.outcome.tokens[row, column] == sum(len(s.token_ids or ()) + query for s in used), where
+
+
+def test_reshuffles_are_unbiased() -> None:
+    """Means over orders are those of drawing without replacement: pass@1 exactly, pass@k by its closed form."""
+    pool, width = pool_of(4, num_questions=6), 4
+    jobs = make_jobs(["self_consistency", "pass_at_n"], [], width=width)
+    reshuffles = Reshuffles(pool, [None], width=width, num_reshuffles=4000, seed=1)
+    votes, oracle = evaluate_jobs(reshuffles, jobs)
+    for column, entry in enumerate(pool.entries):
+        n, right = len(entry.samples), sum(bool(sample.correct) for sample in entry.samples)
+        assert votes.outcome.correct[0, column] == pytest.approx(right / n, abs=0.03)
+        expected = [1.0 - comb(n - right, k) / comb(n, k) for k in range(1, width + 1)]
+        assert oracle.outcome.correct[:, column] == pytest.approx(expected, abs=0.03)
+
+
+def test_orders_depend_on_the_seed_only() -> None:
+    pool = pool_of(2)
+    jobs = make_jobs(["self_consistency"], [], width=5)
+
+    def run(seed: int, *, rows: list[str | None]) -> StrategyCurve:
+        return evaluate_jobs(Reshuffles(pool, rows, width=5, num_reshuffles=7, seed=seed), jobs)[0]
+
+    np.testing.assert_array_equal(run(3, rows=[None]).outcome.correct, run(3, rows=[None, "p_true"]).outcome.correct)
+    assert (run(3, rows=[None]).outcome.correct != run(4, rows=[None]).outcome.correct).any()
+
+
+def test_a_large_pool_goes_through_some_questions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(5)
+    jobs = make_jobs(ALL, ["p_true"], width=5, thresholds=(0.0, 0.5, 0.8, 1.0))
+
+    def run() -> list[StrategyCurve]:
+        finished: list[int] = []
+        curves = evaluate_jobs(
+            Reshuffles(pool, [None, "p_true"], width=5, num_reshuffles=6, seed=3), jobs, progress=finished.append
+        )
+        assert sum(finished) == 6 * len(jobs)
+        return curves
+
+    whole = run()
+    monkeypatch.setattr(orders, "ROWS_AT_ONCE", 5)
+    for one, other in zip(whole, run(), strict=True):
+        np.testing.assert_array_equal(one.outcome.sum_correct, other.outcome.sum_correct)
+        np.testing.assert_array_equal(one.outcome.sum_samples, other.outcome.sum_samples)
+        np.testing.assert_array_equal(one.outcome.sum_tokens, other.outcome.sum_tokens)
+
+
+def test_pools_that_cannot_be_evaluated() -> None:
+    pool = recorded([make_entry(["a", "b"], [0.5, 0.5], name="long"), make_entry(["a"], [0.5], name="short")])
+    assert check_pool(pool, "the pool") == 1
+    with pytest.raises(ValueError, match=r"between 1 and 1, the fewest responses .* \('short'\), but got 2"):
+        check_pool(pool, "the pool", max_samples=2)
+    mute = recorded([make_entry([None, None], [0.5, 0.5])])
+    with pytest.raises(ValueError, match="at least one readable answer in the pool, but got none in 2 responses"):
+        check_pool(mute, "the pool")
+    entry = make_entry(["a"], [0.5])
+    unknown = replace(entry, samples=tuple(replace(sample, correct=None) for sample in entry.samples))
+    with pytest.raises(ValueError, match="to have a reference answer, but 'q' has none"):
+        check_pool(recorded([unknown]), "the pool")
+    reshuffles = Reshuffles(pool, [None], width=1, num_reshuffles=0, seed=0)
+    with pytest.raises(ValueError, match="at most the 1 samples that every question has, but got 2"):
+        evaluate_jobs(reshuffles, [Job("votes", SelfConsistency(2), (1,))])
+
+
+def test_settings_outside_their_range() -> None:
+    with pytest.raises(ValueError, match=r"`thresholds` to lie in \[0, 1\]"):
+        StrategySettings(thresholds=(0.5, 1.5))
+    with pytest.raises(ValueError, match=r"`strategies` to be one of .* but got 'magic'"):
+        StrategySettings(strategies=("self_consistency", "magic"))
+    with pytest.raises(ValueError, match="`num_reshuffles` to be at least 0"):
+        StrategySettings(num_reshuffles=-1)
+
+
+def curve(
+    label: str, confidence: str | None, parameter: str, points: list[tuple[float, list[float], float]]
+) -> StrategyCurve:
+    """Build a curve from (setting, correctness of each question, samples and tokens of each question)."""
+    correct = np.array([point[1] for point in points])
+    samples = np.array([[point[2]] * correct.shape[1] for point in points])
+    settings = tuple(point[0] for point in points)
+    outcome = GridOutcome(settings, correct, samples, 10 * samples)
+    return StrategyCurve(label, confidence, parameter, outcome, SelfConsistency(4))
+
+
+VOTES = curve(
+    "self_consistency", None, "max_samples", [(1, [1, 0, 0, 0], 1), (2, [1, 1, 0, 0], 2), (4, [1, 1, 1, 0], 4)]
+)
+STOP = curve(
+    "early_stopping", "c", "threshold", [(0.2, [1, 1, 0, 0], 1), (0.6, [1, 1, 1, 0], 3), (0.9, [1, 0, 0, 0], 4)]
+)
+
+
+def test_budgets_and_savings_by_hand() -> None:
+    resampled = resample_curves({"base": [VOTES, STOP]}, None, num_resamples=200, seed=0)
+    at = {(row.contender.strategy, row.budget): row for row in budget_rows(resampled, [2, 4])}
+    # Without calibration questions the dearest setting within the budget is taken, though a cheaper one is better.
+    assert (at["early_stopping", 4].setting, at["early_stopping", 4].accuracy.value) == (0.9, 0.25)
+    assert at["early_stopping", 4].change.value == -0.5
+    assert (at["early_stopping", 2].setting, at["early_stopping", 2].change.value) == (0.2, 0.0)
+    assert at["early_stopping", 2].change_to_full.value == -0.25
+    same = at["self_consistency", 4].change
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    savings = {(row.contender.strategy, row.target): row for row in saving_rows(resampled, [2, 4])}
+    # Two votes reach .5, as does the threshold .2 with one sample; four reach .75, as does .6 with three.
+    assert savings["early_stopping", 2].samples.value == 1.0
+    assert savings["early_stopping", 2].saving.value == 0.5
+    assert savings["early_stopping", 4].samples.value == 3.0
+    assert savings["early_stopping", 4].saved_tokens is not None
+    assert savings["early_stopping", 4].saved_tokens.value == 10.0
+    (row,) = [r for r in break_even_rows(list(savings.values()), 95.0) if r.target == 4 and r.contender.confidence]
+    assert row.questions == 10
+    (never,) = [
+        r for r in break_even_rows(list(savings.values()), 95.0) if r.target == 4 and not r.contender.confidence
+    ]
+    assert never.questions is None
+
+
+def test_settings_come_from_the_calibration_questions() -> None:
+    # On the calibration questions .2 is the best within four samples, whatever it does on the test questions.
+    elsewhere = curve("early_stopping", "c", "threshold", [(0.2, [1, 1], 1), (0.6, [0, 0], 3), (0.9, [0, 0], 4)])
+    votes = curve("self_consistency", None, "max_samples", [(1, [0, 0], 1), (2, [1, 0], 2), (4, [1, 0], 4)])
+    resampled = resample_curves({"base": [VOTES, STOP]}, {"base": [votes, elsewhere]}, num_resamples=50, seed=0)
+    (row,) = [r for r in budget_rows(resampled, [4]) if r.contender.confidence]
+    assert (row.setting, row.accuracy.value) == (0.2, 0.5)
+    (saving,) = [r for r in saving_rows(resampled, [4]) if r.contender.confidence]
+    assert saving.chosen is not None
+    assert (saving.chosen.setting, saving.chosen.change.value, saving.chosen.saving.value) == (0.2, -0.25, 0.75)
+
+
+def evaluate(test: RecordedPool, calibration: RecordedPool | None, **options: object) -> StrategyReport:
+    settings = StrategySettings(**{"strategies": FEW, "num_reshuffles": 3, "num_resamples": 40, **options})
+    calibrated = {"model": calibrate_side(test, calibration, [], settings)}
+    inputs = check_inputs(Inputs({"test": {"model": test}}, {} if calibration is None else {"model": calibration}))
+    prepared = prepare_test("test", inputs.tests["test"], calibrated, settings)
+    sides = {"model": SideStrategies("model", calibrated["model"], settings)}
+    return report_on(prepared, run_strategies(prepared, sides, settings), settings)
+
+
+def test_report_with_calibration_questions() -> None:
+    report = evaluate(pool_of(1), pool_of(7, num_questions=24, prefix="c"), max_samples=5)
+    names = {row.contender.confidence for row in report.budgets}
+    assert names == {None, "p_true", "sequence_logprob_platt", "mean_logprob_platt", "fused"}
+    assert {row.name for row in report.confidences["model"]} == names - {None}
+    assert report.width == 5
+    assert len(report.findings) == 4
+    assert all("AUROC within questions" in text for text in report.findings)
+    assert any(row.chosen is not None for row in report.savings)
+    assert not any("No calibration split" in note for note in report.notes)
+
+
+def test_report_refuses_the_calibration_questions() -> None:
+    pool = pool_of(1)
+    with pytest.raises(ValueError, match="of 'model' and test set 'test' to share no question, but got 12 in both"):
+        evaluate(pool, pool)
+
+
+def test_report_without_confidences_runs_what_counts_and_says_so() -> None:
+    bare = [
+        replace(e, samples=tuple(replace(s, yes_mass=None, no_mass=None, logprob=None, **UNTOLD) for s in e.samples))
+        for e in pool_of(1).entries
+    ]
+    report = evaluate(recorded(bare), None)
+    assert {row.contender.strategy for row in report.budgets} == {"self_consistency", "adaptive_consistency"}
+    assert all(row.tokens is None for row in report.budgets)
+    assert any("early_stopping" in note and "selfcal score --estimator p_true" in note for note in report.notes)
+    assert any("lengths of responses are unknown" in note for note in report.notes)
+    with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
+        evaluate(recorded(bare), None, confidences=["self_certainty"])
+
+
+def test_one_question_has_no_intervals() -> None:
+    report = evaluate(recorded([make_entry(["a", "b", "a"], [0.5, 0.25, 0.75])]), None)
+    assert any("One question only" in note for note in report.notes)
+    assert all(row.accuracy.low is None for row in report.budgets)
+    assert all(row.change.high is None for row in report.budgets)
+
+
+def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
+    entries = [make_entry(["a"] * 4, [0.5] * 4, name="long"), make_entry(["a", "b"], [0.5, 0.5], name="short")]
+    report = evaluate(recorded(entries), None)
+    assert report.width == 2
+    assert any("end at 2 samples, as many as 'short' has" in note and "up to 4" in note for note in report.notes)
+
+
+def test_sides_with_different_questions_cannot_be_paired() -> None:
+    pools = {"base": pool_of(1), "calibrated": pool_of(1, num_questions=11)}
+    with pytest.raises(ValueError, match=r"to answer the same questions, but got 1 .*'q11', which 'calibrated' lacks"):
+        check_inputs(Inputs({"test": pools}, {}))
+
+
+def test_confidences_that_look_ahead_are_refused() -> None:
+    pool = pool_of(1)
+    entries = tuple(
+        replace(e, samples=tuple(replace(s, confidences={"response_consistency": 0.5}) for s in e.samples))
+        for e in pool.entries
+    )
+    pool = replace(pool, entries=entries)
+    assert [row.name for row in evaluate(pool, None).confidences["model"]] == ["p_true"]
+    with pytest.raises(ValueError, match="response_consistency, which depend on the other responses"):
+        weigh_pool(pool, ["response_consistency"], [])
+
+
+def test_costs_of_a_fused_confidence_include_the_query_of_its_parts() -> None:
+    pool = replace(pool_of(3, num_questions=20), query_tokens=7)
+    names = ["p_true", "sequence_logprob_platt", "fused"]
+    scorers = fit_confidences(pool, names)
+    weighed = weigh_pool(pool, names, scorers, fitting=[scorer.name for scorer in scorers])
+    assert weighed.query_tokens == {"p_true": 7, "fused": 7}
+
+
+def test_wrong_consensus_by_hand() -> None:
+    entries = [
+        make_entry(["a", "a", "a"], [0.5, 0.5, 0.5], name="right"),
+        make_entry(["b", "b", "b"], [0.5, 0.5, 0.5], name="wrong"),
+        # Two of three votes, but all of the weight.
+        make_entry(["a", "a", "b"], [0.5, 0.5, 0.0], name="weighted"),
+        make_entry([None, None, None], [0.5, 0.5, 0.5], name="mute"),
+    ]
+    rows = consensus_rows("base", WeighedPool(recorded(entries), ("p_true",), (), {}))
+    votes, weighted = rows
+    assert (votes.share.value, votes.correct.value, votes.correct.count) == (0.5, 0.5, 2)
+    assert (weighted.share.value, weighted.correct.count) == (0.75, 3)
+    assert weighted.correct.value == pytest.approx(2 / 3)
+    # The two shares of 1 hold one error, the question with 2/3 none, the mute one is answered last and wrong.
+    assert votes.curve.risk.tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 2])

@@ -1,0 +1,107 @@
+"""Votes before and after, held against the strategies' own replay and against counting by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from selfcal_lightning.evaluation.calibration.votes import compare_votes, vote_hits
+from selfcal_lightning.evaluation.inputs import Inputs
+from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
+from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.pools.texts import texts_digest
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+
+WIDTH = 4
+
+
+def entry(number: int, answers: str, weights: list[float], right: str = "a") -> QuestionSamples:
+    name = f"q{number}"
+    question = Question(name, "gsm8k", (Message("user", name),), right)
+    samples = tuple(
+        Sample(
+            name,
+            index,
+            0,
+            f"{answer}{index}",
+            None,
+            "stop",
+            None if answer == "-" else answer,
+            answer == right,
+            confidences={"p_true": weight},
+        )
+        for index, (answer, weight) in enumerate(zip(answers, weights, strict=True))
+    )  # fmt: skip
+    return QuestionSamples(question, samples, "test")
+
+
+def pool_of(weights: list[list[float]]) -> RecordedPool:
+    texts = ["abab", "bbac", "a-bb"]
+    return RecordedPool(tuple(entry(n, text, w) for n, (text, w) in enumerate(zip(texts, weights, strict=True))))
+
+
+FLAT = [[0.5] * 4] * 3
+SHARP = [[0.9, 0.1, 0.8, 0.1], [0.1, 0.1, 0.9, 0.1], [0.9, 0.9, 0.1, 0.1]]
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_hits_are_those_of_the_strategy_in_every_order(is_weighted: bool) -> None:
+    pool = pool_of(SHARP)
+    orders = Reshuffles(pool, [None, "p_true"], width=WIDTH, num_reshuffles=5_000, seed=3)
+    found = vote_hits(orders, "p_true", [1, 2, 4])[is_weighted]
+    for place, width in enumerate([1, 2, 4]):
+        strategy = SelfConsistency(max_samples=width, confidence="p_true" if is_weighted else None)
+        for at, group in enumerate(pool.entries):
+            hits = []
+            for order in permutations(group.samples):
+                solving = strategy.solve(group.question)
+                next(solving)
+                with pytest.raises(StopIteration) as ended:
+                    solving.send(order[:width])
+                hits.append(ended.value.value.answer == group.question.reference)
+            assert found[place, at] == pytest.approx(np.mean(hits), abs=0.03)
+
+
+def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_path: Path) -> None:
+    sides = {"before": pool_of(FLAT), "after": pool_of(SHARP)}
+    keys = compare_votes(Inputs({"id": sides}, {}, {"id": True}), tmp_path, num_reshuffles=200, num_resamples=50)
+    for width in (1, 2, 4):
+        assert keys[f"own.id.votes_{width}.before"] == keys[f"own.id.votes_{width}.after"]
+        assert keys[f"own.id.weighted_votes_{width}.before"] == keys[f"own.id.votes_{width}.before"]
+    assert keys["own.id.weighted_votes_4.after"] == 1.0
+    assert keys["own.id.votes_4.before"] < 1.0
+    assert keys["own.id.votes_2.before.low"] <= keys["own.id.votes_2.before"] <= keys["own.id.votes_2.before.high"]
+    assert keys["own.id.same_texts"] is True
+    assert {path.name for path in tmp_path.iterdir()} == {"votes.md", "votes.png"}
+    assert "after, weighted" in (tmp_path / "votes.md").read_text()
+
+
+def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:
+    line = {"id": "a", "task": "gsm8k", "split": "test", "question": "?", "reference": "1"}
+    texts = {"one": ["It is 1.", "It is 2."], "swapped": ["It is 2.", "It is 1."], "other": ["It is 1.", "It is 3."]}
+    digests = {}
+    for name, said in texts.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({**line, "responses": [{"text": text} for text in said]}) + "\n")
+        import_pool(file, tmp_path / name)
+        digests[name] = texts_digest(file)
+        assert texts_digest(tmp_path / name, split="test") == digests[name]
+    assert len(set(digests.values())) == 3
+
+
+def test_one_side_alone_and_no_confidence_have_nothing_to_compare(tmp_path: Path) -> None:
+    assert compare_votes(Inputs({"id": {"model": pool_of(FLAT)}}, {}), tmp_path) == {}
+    bare = tuple(
+        replace(group, samples=tuple(replace(sample, confidences={}) for sample in group.samples))
+        for group in pool_of(FLAT).entries
+    )
+    sides = {"before": RecordedPool(bare), "after": RecordedPool(bare)}
+    assert compare_votes(Inputs({"id": sides}, {}), tmp_path) == {}
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,252 @@
+"""Every YAML that ships is found, parsed and instantiated, with a local stand-in for the models."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.command_lines import ON_CPU, given_to, instantiated
+
+from selfcal_lightning.cli import FUNCTION_VERBS
+from selfcal_lightning.presets import PRESETS, CommonCase, as_arguments, prepare
+from selfcal_lightning.records import SamplingSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
+PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
+TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
+PUBLISHED = {
+    "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "llama-3.1-70b-instruct-qlora.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "llama-3.1-8b-instruct-ddp8.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "qwen2.5-7b-instruct.yaml": (200_000, 0.8, 1, 0.45, 64),
+    "deepseek-r1-distill-qwen-1.5b.yaml": (200_000, 0.8, 2, 0.40, 64),
+    "llama-3.1-8b-instruct-torchrun.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "llama-3.3-70b-instruct-fsdp8.yaml": (100_000, 0.7, 1, 0.65, 64),
+    "slurm-llama-3.3-70b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
+}
+WAYS_OF_CONFIGS = {
+    "llama-3.1-8b-instruct-ddp8.yaml": "DDP",
+    "llama-3.1-8b-instruct-torchrun.yaml": "DDP",
+    "llama-3.3-70b-instruct-fsdp8.yaml": "FSDP2",
+    "slurm-llama-3.3-70b-instruct.yaml": "FSDP2",
+}
+BATCH_SCRIPT = "configs/train/slurm.sbatch"
+# What srun gives to a process; Lightning's SLURMEnvironment reads it as soon as it is made.
+SLURM = {
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "selfcal", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2",
+}  # fmt: skip
+
+
+def _command(path: Path) -> list[str]:
+    """Return the words behind `selfcal` of the command that a file's first line names, whatever launches it."""
+    first = path.read_text().splitlines()[0]
+    if first.startswith(f"# sbatch {BATCH_SCRIPT} "):
+        return ["fit", "--config", first.split()[-1]]
+    launcher = re.match(r"# (selfcal|torchrun .* -m selfcal_lightning) ", first)
+    assert launcher, f"{path} must begin with the command that runs it"
+    return first.removeprefix(launcher[0]).split()
+
+
+def test_all_configs_are_found() -> None:
+    assert {path.relative_to(ROOT / "configs").as_posix() for path in CONFIGS} == {
+        "demo-joint.yaml",
+        "demo.yaml",
+        "evaluate/demo-joint.yaml",
+        "evaluate/demo.yaml",
+        "presets/activated.yaml",
+        "presets/joint.yaml",
+        "presets/small.yaml",
+        "train/deepseek-r1-distill-qwen-1.5b.yaml",
+        "train/llama-3.1-70b-instruct-qlora.yaml",
+        "train/llama-3.1-8b-instruct-ddp8.yaml",
+        "train/llama-3.1-8b-instruct-torchrun.yaml",
+        "train/llama-3.1-8b-instruct.yaml",
+        "train/llama-3.3-70b-instruct-fsdp8.yaml",
+        "train/qwen2.5-7b-instruct-activated.yaml",
+        "train/qwen2.5-7b-instruct.yaml",
+        "train/slurm-llama-3.3-70b-instruct.yaml",
+        "two_stages.yaml",
+    }
+    assert len(TRAINING) == 11
+    assert sorted(path.stem for path in PRESET_FILES) == sorted(PRESETS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
+    if path in PRESET_FILES:
+        options = ["--model", "MODEL", "--questions", "QUESTIONS.jsonl", "--preset", path.stem]
+        assert _command(path) == ["fit", *(options if path.stem != "small" else ["--model", "bundled", *options[2:]])]
+        return
+    verb, flag, name = _command(path)
+    assert flag == "--config"
+    assert ROOT / name == path
+    assert verb == "fit" or verb in FUNCTION_VERBS
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
+def test_training_config_instantiates(
+    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+    from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+    from selfcal_lightning.models.lora import LoraSettings
+    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.support import way_of
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in SLURM.items() if "SLURMEnvironment" in path.read_text() else ():
+        monkeypatch.setenv(name, value)
+    cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch)
+    assert isinstance(cli.model, SelfCalibrationModule)
+    assert isinstance(cli.datamodule, SSCDataModule)
+    trained_in = (cli.model.quantization, cli.model.optimizer_name)
+    assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
+    assert cli.model.base_model == tiny_model
+    assert cli.model.activated == ("activated" in path.name or path.name == "demo.yaml")
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
+    if path.name in PUBLISHED:
+        total, ratio, epochs, shares, rows = PUBLISHED[path.name]
+        document: dict[str, Any] = yaml.safe_load(path.read_text())
+        data, trainer = document["data"]["init_args"], document["trainer"]
+        assert (data["total_tuples"], data["generation_ratio"], trainer["max_epochs"]) == (total, ratio, epochs)
+        assert sum(source["share"] for source in data["train"]) == pytest.approx(shares)
+        world = trainer["devices"] * trainer.get("num_nodes", 1)
+        assert cli.trainer.num_devices * cli.trainer.num_nodes == world
+        assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == rows
+        assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
+        model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
+        assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
+        assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
+        assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
+        assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
+        assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
+        assert not {source["split"] for source in data["train"]} - {"train"}
+
+
+@pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)
+def test_a_preset_instantiates_with_a_model_and_questions(
+    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.jsonl").write_text("".join(json.dumps({"question": f"{n}+1?", "answer": n + 1}) + "\n" for n in range(20)))
+    prepared = prepare(CommonCase(tiny_model, "q.jsonl", preset=path.stem, output_dir="out"))
+    cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
+    assert (cli.model.base_model, cli.model.activated) == (tiny_model, path.stem != "joint")
+    assert cli.datamodule.store_dir == "out/samples"
+    assert [len(cli.datamodule.questions(split)) for split in ("train", "validation", "test")] == [16, 2, 0]
+    names = {type(callback).__name__: callback for callback in cli.trainer.callbacks}
+    assert names["AdapterExport"].output_dir == "out/adapter"
+    assert {"SSCGeneration", "CalibrationCurve"} <= set(names)
+    assert cli.trainer.logger.save_dir == "out"
+    assert cli.datamodule.total_tuples == (16 * 32 if path.stem == "joint" else None)
+
+
+def test_launchers_start_the_processes_that_the_trainer_expects() -> None:
+    text = (ROOT / "configs/train/llama-3.1-8b-instruct-torchrun.yaml").read_text()
+    nodes, processes = re.match(r"# torchrun --nnodes (\d+) --nproc-per-node (\d+) ", text).groups()
+    trainer = yaml.safe_load(text)["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(nodes), int(processes))
+
+    script = (ROOT / BATCH_SCRIPT).read_text()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, flags=re.MULTILINE))
+    trainer = yaml.safe_load((ROOT / "configs/train/slurm-llama-3.3-70b-instruct.yaml").read_text())["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (int(asked["nodes"]), int(asked["ntasks-per-node"]))
+    assert asked["gpus-per-node"] == asked["ntasks-per-node"]
+    subprocess.run(["bash", "-n", str(ROOT / BATCH_SCRIPT)], check=True)
+
+
+def stand_in(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("status", [0, 75, 3])
+def test_batch_script_runs_the_config(tmp_path: Path, status: int) -> None:
+    """A run that was stopped without the warning of SLURM is neither done nor put back: its user, or SLURM, did it."""
+    stand_in(tmp_path, "srun", 'echo "$@"', f"exit {status}")
+    stand_in(tmp_path, "scontrol", "echo requeued")
+    command = ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml", "--trainer.max_epochs", "2"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "8"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    srun, selfcal = done.stdout.split()[:2], done.stdout.split()[2:]
+    assert srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert selfcal == ["selfcal", "fit", "--config", "some.yaml", "--ckpt_path", "last", *command[3:]]
+    assert subprocess.run(command[:2], env=environment, capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("end", "refused", "expected", "requeued"),
+    [
+        ("exit 75", False, 0, True),
+        ("kill -KILL $$", False, 0, True),  # what --kill-on-bad-exit makes of the other tasks
+        ("exit 75", True, 75, True),
+        ("exit 3", False, 3, False),
+        ("exit 0", False, 0, False),
+    ],
+)
+@pytest.mark.parametrize("array", [False, True])
+def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
+    tmp_path: Path, end: str, refused: bool, expected: int, requeued: bool, array: bool
+) -> None:
+    stand_in(
+        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..200}; do sleep 0.05; done"
+    )
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls', f"exit {int(refused)}")
+    job = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"} if array else {}
+    script = subprocess.Popen(
+        ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "79", **job},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "started").exists():
+        time.sleep(0.02)
+    script.send_signal(signal.SIGUSR1)
+    said = script.communicate(timeout=20)[1]
+    assert script.returncode == expected
+    assert (tmp_path / "calls").exists() == requeued
+    if requeued:
+        assert (tmp_path / "calls").read_text() == f"requeue {'77_2' if array else '79'}\n"
+    assert ("submit it again by hand" in said) == refused
+
+
+def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = 0
+    for path in TRAINING:
+        document = yaml.safe_load(path.read_text())
+        made: dict[str, list[str]] = {}
+        for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
+            verb, *arguments = shlex.split(line)
+            given = given_to(verb, arguments, monkeypatch)
+            data, sources = document["data"]["init_args"], document["data"]["init_args"][given["split"]]
+            assert given["model"] == document["model"]["init_args"]["base_model"]
+            assert given["store_dir"] == data["store_dir"]
+            assert given["num_samples"] == data["num_samples"]
+            made.setdefault(given["split"], []).extend(given["task"])
+            drawn = [source for source in sources if source["task"] in given["task"]]
+            assert all(source["limit"] <= given["limit"] and "offset" not in source for source in drawn)
+            assert given["sampling"] == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
+            found += 1
+        for split, tasks in made.items():
+            assert sorted(tasks) == sorted(source["task"] for source in document["data"]["init_args"][split])
+    assert found == 7
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES)], ids=lambda path: path.name
+)
+def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)

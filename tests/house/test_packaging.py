@@ -1,0 +1,61 @@
+"""The package list against the folders, the wheel, and what importing the package needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.house import ADAPTERS, PACKAGE, ROOT, packages
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = ("vllm", "bitsandbytes", "aiohttp")
+
+
+def test_package_list_is_that_of_the_folders() -> None:
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {f"{PACKAGE}.{name}": name for name in ADAPTERS}
+    assert PROJECT["tool"]["setuptools"]["packages"] == packages()
+
+
+@pytest.mark.parametrize("name", ["datamodules", "callbacks"])
+def test_bare_name_is_refused(name: str) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"Import `selfcal_lightning.{name}`" in done.stderr
+
+
+def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
+    code = (
+        "import sys\n"
+        f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
+        "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.store.sample_store\n"
+        "import selfcal_lightning.pipelines.generate, selfcal_lightning.pipelines.evaluate\n"
+        "import selfcal_lightning.pipelines.export, selfcal_lightning.pipelines.interchange\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "import selfcal_lightning.datamodules.ssc.datamodule, selfcal_lightning.callbacks.generation.callback\n"
+        "import selfcal_lightning.modules.self_calibration, selfcal_lightning.engines.vllm.engine\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_house(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    assert "selfcal_lightning/datamodules/ssc/datamodule.py" in names
+    assert "selfcal_lightning/callbacks/generation/callback.py" in names
+    assert "selfcal_lightning/configs/demo.yaml" in names
+    assert "selfcal_lightning/assets/tiny_solver/model.safetensors" in names
+    assert not any(name.split("/")[0] in {"callbacks", "datamodules", "configs", "tests"} for name in names)

@@ -1,0 +1,144 @@
+"""``selfcal fit --model M --questions Q``: the common case on the command line, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.presets import CommonCase, common_case, prepare, split_arguments
+from selfcal_lightning.tasks.registry import load_some
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return write(tmp_path / "q.jsonl", *({"question": f"What is {n}+1?", "answer": n + 1} for n in range(30)))
+
+
+def test_the_parts_hold_every_question_once(questions: str) -> None:
+    prepared = prepare(CommonCase("bundled", questions))
+    assert prepared.counts == {"train": 24, "validation": 3, "calibration": 3}
+    data = prepared.configuration["data"]["init_args"]
+    sources = [*data["train"], *data["validation"], {**data["train"][0], "part": "calibration"}]
+    texts = [question.text for source in sources for question in load_some(**source)]
+    assert len(texts) == len(set(texts)) == 30
+    for told in ("24 to train on", "3 to validate on", "3 set aside", "runs/bundled", "preset small"):
+        assert told in prepared.description
+
+
+def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path: Path) -> None:
+    assert CommonCase("some/model", questions).preset_name == "activated"
+    assert prepare(CommonCase("some/model", questions)).configuration["model"]["init_args"]["lora"]["r"] == 16
+    assert prepare(CommonCase("m", questions, preset="joint")).configuration["model"]["init_args"]["lora"]["r"] == 32
+    own = yaml.safe_load(
+        Path(prepare.__code__.co_filename).parent.joinpath("../configs/presets/small.yaml").read_text()
+    )
+    own["model"]["init_args"]["lr"] = 0.5
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    configuration = prepare(CommonCase("m", questions, preset=str(tmp_path / "own.yaml"))).configuration
+    assert configuration["model"]["init_args"] == {**own["model"]["init_args"], "base_model": "m"}
+
+
+def test_engine_and_length_reach_the_callback_that_samples(questions: str) -> None:
+    case = CommonCase("m", questions, engine="vllm", max_new_tokens=77)
+    callbacks = prepare(case).configuration["trainer"]["callbacks"]
+    assert callbacks[0]["init_args"] == {"engine": {"name": "vllm"}, "sampling": {"max_new_tokens": 77}}
+
+
+def test_questions_of_several_tasks_are_a_source_each(questions: str, tmp_path: Path) -> None:
+    rows = [{"question": f"Is it {n}? (A) yes (B) no", "answer": "A", "task": "local_choice"} for n in range(10)]
+    rows += [{"question": f"{n}+1?", "answer": n + 1, "task": "local_number"} for n in range(10)]
+    prepared = prepare(CommonCase("m", write(tmp_path / "two.jsonl", *rows)))
+    assert [source["task"] for source in prepared.configuration["data"]["init_args"]["train"]] == [
+        "local_choice",
+        "local_number",
+    ]
+    assert prepared.counts == {"train": 16, "validation": 2, "calibration": 2}
+
+
+def test_other_options_are_left_to_lightning(questions: str) -> None:
+    arguments = ["--questions", questions, "--data.num_samples", "4", "--model=bundled", "--model.lr", "1", "--check"]
+    given, rest = split_arguments(arguments)
+    assert given == {"questions": questions, "model": "bundled"}
+    assert rest == ["--data.num_samples", "4", "--model.lr", "1", "--check"]
+    assert common_case(["--config", "x.yaml", "--model", "some.module.Class", "--model.lr", "1"]) is None
+
+
+def test_check_prints_the_plan_and_writes_nothing(
+    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--trainer.accelerator", "cpu", "--data.num_samples", "3", "--output_dir", "out"]
+    assert run(["fit", "--model", "bundled", "--questions", questions, "--check", *options]) == 0
+    printed = capsys.readouterr()
+    assert "train: 24 word_problems; validation: 3 word_problems" in printed.out
+    assert "81 to sample" in printed.out, "the option overrides the preset"
+    assert "out/adapter (adapter)" in printed.out
+    assert "24 to train on, 3 to validate on, 3 set aside" in printed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q.jsonl"]
+
+
+BAD = [
+    ({"question": "x", "anwser": 1}, "b.jsonl:12: Expected the fields question, answer", "Did you mean 'answer'?"),
+    ({"question": " "}, "b.jsonl:12: Expected `question` to hold text, but got ' '.", ""),
+    ({"question": "x", "answer": "Paris"}, "b.jsonl:12: Expected `answer` to be", "`--task`"),
+    ({"question": "x", "task": "gsm9k"}, "b.jsonl:12: Expected `task` to be one of", "Did you mean 'gsm8k'?"),
+    ({"question": "x", "task": "local_text"}, "b.jsonl:1: Expected `task` in every question or in none", ""),
+]
+
+
+@pytest.mark.parametrize(("row", "expected", "hint"), BAD)
+def test_a_bad_question_is_one_sentence(
+    row: dict[str, Any], expected: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"question": f"{n}+1?", "answer": n + 1} for n in range(11)]
+    assert run(["fit", "--model", "m/m", "--questions", write(tmp_path / "b.jsonl", *good, row)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("selfcal fit: error: ")
+    assert expected in error
+    assert hint in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "bundled", "--questions", "no.jsonl"],
+            "Expected `questions` to be a file, but there is none at no",
+        ),
+        (["--model", "", "--questions", "q.jsonl"], "on the hub or 'bundled', but got ''."),
+        (["--model", "bundled", "--questions", ""], "Expected `questions` to be a file of questions, but got an empty"),
+        (["--model", "bundled", "--questions"], "Expected a value after `--questions`, but got none."),
+        (["--questions", "q.jsonl"], "Expected `--model` (such as"),
+        (["--model", "bundled", "--preset", "small"], "Expected `--questions` (such as"),
+        (["--model", "bundled"], "Expected `--questions FILE` beside `--model`"),
+        (["--model", ""], "Expected `--questions FILE` beside `--model`"),
+        (["--model", "bundled", "--questions", "q.jsonl", "--preset", "smal"], "Did you mean 'small'?"),
+        (["--model", "bundled", "--questions", "q.jsonl", "--engine.name", "vlm"], "Did you mean 'vllm'?"),
+        (["--model", "bundled", "--questions", "few.jsonl"], "at least 10 different questions to train, validate and"),
+        (["--model", "a", "--model", "b", "--questions", "q.jsonl"], "Expected `--model` once"),
+        (
+            ["--model", "bundled", "--questions", "q.jsonl", "--sampling.max_new_tokens", "x"],
+            "to be a whole number, but got 'x'",
+        ),
+    ],
+)
+def test_a_bad_command_is_one_sentence(
+    questions: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(Path("few.jsonl"), *({"question": f"{n}?"} for n in range(9)))
+    assert run(["fit", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("selfcal fit: error: ")
+    assert message in error
+    assert "Traceback" not in error

@@ -1,0 +1,98 @@
+"""What README and documentation say can be typed: targets, verbs, files, links, and their Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_lines import ON_CPU, given_to, instantiated
+
+from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
+from selfcal_lightning.presets import as_arguments, common_case
+from selfcal_lightning.tasks.registry import TASKS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = "\n".join(page.read_text() for page in PAGES)
+PYTHON_BLOCKS = list(dict.fromkeys(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)))
+
+BASH = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
+COMMANDS = list(dict.fromkeys(line for line in BASH.splitlines() if line.startswith("selfcal ")))
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"`?make ([a-z-]+)", README))
+    assert {"demo", "test", "setup-vllm", "report"} <= targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
+
+
+def test_files_exist() -> None:
+    files = set(re.findall(r"(?:configs|benchmarks|tests|scripts)/[\w./-]+\.(?:yaml|py|sh|sbatch|md|json)\b", README))
+    assert len(files) >= 12
+    assert {file for file in files if not (ROOT / file).is_file()} == set()
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 180
+    links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
+    assert len(links) >= 15
+    assert {link for link in links if not (ROOT / link).is_file()} == set()
+
+
+def test_nothing_refers_to_files_that_a_clone_does_not_have() -> None:
+    assert "../shared" not in README
+
+
+def test_verbs_exist() -> None:
+    verbs = set(re.findall(r"selfcal ([a-z-]+)", BASH))
+    assert verbs >= {"fit", "export", "evaluate"}
+    assert verbs <= {*TRAINER_VERBS, *FUNCTION_VERBS}
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
+def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verb, *arguments = shlex.split(re.sub(r"(?<!\S)(configs|examples)/", rf"{ROOT}/\1/", line), comments=True)[1:]
+    monkeypatch.chdir(tmp_path)
+    if verb == "fit" and "--questions" in arguments:
+        write_user_files()
+        prepared, overrides = common_case(arguments)
+        arguments = [*as_arguments(prepared), *overrides]
+    if verb in FUNCTION_VERBS:
+        assert given_to(verb, arguments, monkeypatch)
+    else:
+        assert instantiated([verb, *arguments, *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch).model
+
+
+def write_user_files() -> None:
+    """Write the files that the commands name as the user's own."""
+    rows = [{"question": f"What is {n}+1?", "answer": n + 1} for n in range(12)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("prompt.yaml").write_text("system: Be brief.\n")
+
+
+def test_every_task_is_in_the_table() -> None:
+    assert {name for name in TASKS if f"| `{name}` |" not in README} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.splitlines()[0])
+def test_python_runs(block: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gsm8k_test.jsonl").write_text((shared / "data" / "gsm8k" / "test.jsonl").read_text())
+    monkeypatch.chdir(tmp_path)
+    write_user_files()
+    (tmp_path / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_strategies_is_the_one_that_runs_are_held_against() -> None:
+    from selfcal_lightning.training.support import support_table
+
+    assert support_table() in README

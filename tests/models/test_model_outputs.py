@@ -1,0 +1,202 @@
+"""P(True) and token losses from one forward pass, in families whose output layer ends the model and in others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.dispatch_modes import PeakBytes, Waits
+from support.module_batches import MIXED as ROWS
+from support.module_batches import NO_DROPOUT, batch_of, module_of
+from support.packed_rows import collated, stored_rows
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from selfcal_lightning.functional import output_layer
+from selfcal_lightning.models.model_outputs import (
+    HiddenOutputs,
+    LogitOutputs,
+    ModelOutputs,
+    ends_with_head,
+    read_outputs,
+)
+from selfcal_lightning.modules.step_log import StepLog
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import ConfidenceQuery
+
+SMALL = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL |= {"initializer_range": 0.3}
+ENDING = {
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "phi": {**SMALL, "partial_rotary_factor": 0.5},  # whose output layer has a bias
+    "phi3": SMALL,
+    "mistral": SMALL,
+    "gpt2": {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "eos_token_id": 2},
+}
+CHANGING = {
+    "gemma2": {**SMALL, "final_logit_softcapping": 5.0},
+    "gemma3_text": {**SMALL, "final_logit_softcapping": 5.0},
+    "cohere": {**SMALL, "logit_scale": 0.25},
+    "granite": {**SMALL, "logits_scaling": 4.0},
+}
+QUERY = ConfidenceQuery(suffix_ids=(1,), yes_ids=(3, 5), no_ids=(4,))
+IDS = torch.tensor([[3, 8, 4, 9, 11, 2, 7], [5, 6, 7, 8, 9, 10, 11]])
+QUERIES, LABELS, TOKENS = torch.tensor([6, 12]), torch.tensor([1, 2, 9, 2]), torch.tensor([4, 9, 10, 7])
+
+
+def _model(family: str, *, dtype: torch.dtype = torch.float32, head_scale: float = 1.0) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**ENDING, **CHANGING}[family], tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
+    head = model.get_output_embeddings()
+    head.weight.data *= head_scale
+    if head.bias is not None:
+        head.bias.data.normal_()
+    return model
+
+
+def _outputs(model: PreTrainedModel) -> ModelOutputs:
+    return read_outputs(model, IDS, torch.ones_like(IDS), queries=QUERIES, labels=LABELS, query=QUERY)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("family", [*ENDING, *CHANGING])
+def test_what_is_read_is_what_plain_logits_say(family: str, trained: bool) -> None:
+    model = _model(family)
+    model.get_output_embeddings().requires_grad_(trained)
+    logits = model(input_ids=IDS).logits.flatten(0, 1).double()
+    p = logits.softmax(-1)[QUERIES]
+    yes, no = p[:, [3, 5]].sum(-1), p[:, 4]
+    outputs = _outputs(model)
+    assert type(outputs) is (HiddenOutputs if family in ENDING and not trained else LogitOutputs)
+    for normalised, expected in ((True, yes / (yes + no)), (False, yes)):
+        found = outputs.confidence(QUERY, normalised=normalised)
+        torch.testing.assert_close(found.p_true.double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(outputs.p_true(QUERY, normalised=normalised), found.p_true)
+        torch.testing.assert_close((found.yes_mass.double(), found.no_mass.double()), (yes, no), atol=1e-5, rtol=0)
+    expected = F.cross_entropy(logits[LABELS], TOKENS, reduction="none")
+    torch.testing.assert_close(outputs.token_losses(TOKENS).double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_gradients_are_those_of_plain_logits(family: str, normalised: bool) -> None:
+    model = _model(family)
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    logits = model(input_ids=IDS).logits.flatten(0, 1)
+    p = logits.softmax(-1)[QUERIES]
+    yes, no = p[:, [3, 5]].sum(-1), p[:, 4]
+    confidence = yes / (yes + no) if normalised else yes
+    (confidence.sum() + F.cross_entropy(logits[LABELS], TOKENS)).backward()
+    expected, weight.grad = weight.grad, None
+    outputs = _outputs(model)
+    (outputs.p_true(QUERY, normalised=normalised).sum() + outputs.token_losses(TOKENS).mean()).backward()
+    torch.testing.assert_close(weight.grad, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_p_true_of_a_model_in_bfloat16_is_read_in_float32(family: str) -> None:
+    """Against float64 over the model's own hidden states, at logits as large as those of large models."""
+    model = _model(family, dtype=torch.bfloat16, head_scale=8.0)
+    states: list[Tensor] = []
+    head = model.get_output_embeddings()
+    head.weight.data[4:6] = head.weight[3] + 0.02 * torch.randn(2, 32).bfloat16()  # neither sure of Yes nor of No
+    handle = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    plain = model(input_ids=IDS).logits.flatten(0, 1)[QUERIES]
+    handle.remove()
+    exact = states[0].flatten(0, 1)[QUERIES].double() @ head.weight.double().T
+    exact = exact / 4.0 if family == "granite" else exact
+    yes, no = exact[:, [3, 5]].logsumexp(-1), exact[:, 4]
+    coarse = plain.double()[:, [3, 5]].logsumexp(-1) - plain.double()[:, 4]
+    assert plain.abs().max() > 10.0
+    found = _outputs(model).p_true(QUERY, normalised=True)
+    assert found.dtype == torch.float32
+    exact = torch.sigmoid(yes - no)
+    assert (found - exact).abs().max() < 1e-5 < 2e-3 < (torch.sigmoid(coarse) - exact).abs().max()
+
+
+def test_it_is_told_what_follows_the_output_layer() -> None:
+    for family, settings in {**ENDING, **CHANGING}.items():
+        assert ends_with_head(AutoConfig.for_model(family, **settings)) == (family in ENDING), family
+    capped = {**SMALL, "final_logit_softcapping": None}
+    assert ends_with_head(AutoConfig.for_model("gemma2", **capped))
+
+
+# ---- a micro-step
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False], ids=["packed", "apart"])
+@pytest.mark.parametrize("omega", [0.1, 0.0])
+def test_a_micro_step_never_waits_for_the_device(
+    tiny_model: str, chat: ChatFormat, shared_prefix: bool, omega: float
+) -> None:
+    """Masks as indices, `unique` and `item` each emptied the queue of a GPU, several times a micro-step.
+
+    Rows that stand apart still wait where transformers makes their mask: it asks whether there is any padding.
+    """
+    module = module_of(tiny_model, lora=NO_DROPOUT, omega=omega, gradient_checkpointing=True)
+    module.configure_model()
+    batch = collated(chat, stored_rows(chat), shared_prefix=shared_prefix)
+    module._losses(batch)  # what is found out once
+    log = StepLog()
+    with Waits() as watch:
+        calibration, generation, confidence = module._losses(batch)
+        log.add(batch, calibration, generation, confidence, eta=0.75)
+        (calibration + generation).backward()
+    if not shared_prefix:
+        watch.where = {name: n for name, n in watch.where.items() if "model_outputs.py" not in name or n > 2}
+    assert watch.where == {}
+
+
+def test_a_batch_moves_to_a_device_while_the_host_goes_on(chat: ChatFormat) -> None:
+    class Copies(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[bool] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+            if "_to_copy" in str(func):
+                self.seen.append(bool((kwargs or {}).get("non_blocking")))
+            return func(*args, **(kwargs or {}))
+
+    batch = collated(chat, stored_rows(chat), shared_prefix=True)
+    with Copies() as watch:
+        moved = batch.to("meta")
+    assert len(watch.seen) >= 12
+    assert all(watch.seen)
+    assert moved.position_ids.shape == batch.input_ids.shape
+    assert torch.equal(batch.to("cpu").position_ids, batch.position_ids)
+
+
+def test_a_step_of_a_large_vocabulary_holds_few_logits(
+    chat: ChatFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes for each token that is asked for and entry of the vocabulary; it once took 12."""
+    monkeypatch.setattr(output_layer, "_TILE_ELEMENTS", 2**20)
+    vocabulary = 40_000
+    config = AutoConfig.for_model("llama", **{**SMALL, "vocab_size": vocabulary, "tie_word_embeddings": False})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((Path(chat.tokenizer.name_or_path) / file).read_bytes())
+    module = module_of(str(tmp_path), torch_dtype="bfloat16", omega=1.0)
+    module.configure_model()
+    rows = [row for row in ROWS if row.generation_weight] * 20
+    batch = batch_of(rows, chat)
+    with PeakBytes(least=4 << 20) as watch:
+        calibration, generation, _ = module._losses(batch)
+        (calibration + generation).backward()
+    assert len(batch.label_id) > 800
+    assert watch.peak / len(batch.label_id) / vocabulary < 1.0

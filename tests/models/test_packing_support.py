@@ -1,0 +1,187 @@
+"""Which models can run packed rows is known before anything is sampled, and what cannot falls back where asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.module_batches import NO_DROPOUT, quiet_trainer
+from support.packed_rows import CANNOT_PACK, EXPERTS, FAMILIES, LATENT, SIZES, small_model
+from support.ssc_pools import Pool
+from support.ssc_pools import fit as fit_recorder
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from selfcal_lightning.models.segment_attention import (
+    check_packed_equals_separate,
+    prefer_segments,
+    runs_packed_rows,
+    shared_prefix_problem,
+)
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+
+def config_of(family: str, **settings: object) -> PreTrainedConfig:
+    sizes = {**FAMILIES, **CANNOT_PACK}.get(family, SIZES)
+    return AutoConfig.for_model(family, **{"vocab_size": 90, **sizes, **settings})
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("nemotron", "fails on a packed row (Expected NemotronAttention to hand"),
+        ("doge", "fails on a packed row (RuntimeError: "),
+    ],
+)
+def test_an_architecture_that_cannot_pack_is_found_from_its_configuration(family: str, reason: str) -> None:
+    assert reason in str(shared_prefix_problem(config_of(family)))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "minicpm3"])
+def test_experts_and_compressed_keys_speak_against_nothing(family: str) -> None:
+    """Routing depends on values, which the device ``meta`` does not have."""
+    settings = {**EXPERTS, "num_experts": 4}
+    if family in ("deepseek_v3", "minicpm3"):
+        settings = {**SIZES, **LATENT, **EXPERTS}
+    assert shared_prefix_problem(config_of(family, **settings)) is None
+
+
+def test_looking_changes_neither_the_configuration_nor_the_random_numbers() -> None:
+    config = config_of("qwen2", num_hidden_layers=5)
+    before, state = config.to_dict(), torch.get_rng_state()
+    assert shared_prefix_problem(config) is None
+    assert config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, softcap=30.0))
+    assert "LlamaAttention asks for ['softcap'])" in str(shared_prefix_problem(config_of("llama")))
+
+
+def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    forward = LlamaAttention.forward
+
+    def only_the_first(self: LlamaAttention, hidden_states: torch.Tensor, **arguments: object) -> tuple:
+        return forward(self, hidden_states, **arguments) if self.layer_idx == 0 else (hidden_states, None)
+
+    monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
+    monkeypatch.setattr("selfcal_lightning.models.segment_attention._PROBED", {})
+    assert "layers that do not attend by the trees" in str(shared_prefix_problem(config_of("llama")))
+
+
+def test_float32_weights_under_autocast_take_the_masks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their fused kernels want queries, keys and values of one dtype, which autocast sees to only afterwards."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    from selfcal_lightning.models import segment_attention
+
+    monkeypatch.setattr(
+        segment_attention.TreeMasks, "branch_mask", lambda _, *lengths: causal_lower_right(*lengths[:2])
+    )
+    monkeypatch.setattr(segment_attention, "_attend_by_matmul", segment_attention._attend)
+    model = default_llama()
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            check_packed_equals_separate(model)
+
+
+# ---- the check before the first step
+
+
+def default_llama() -> torch.nn.Module:
+    """A Llama as transformers initialises it, whose logits hardly depend on positions."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **sizes)).float()
+    prefer_segments(model)
+    return model
+
+
+def test_ignored_positions_are_found_out_at_the_usual_initialisation() -> None:
+    model = default_llama()
+    check_packed_equals_separate(model)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ValueError, match="standard deviations in the mean"):
+        check_packed_equals_separate(model)
+
+
+def test_half_precision_passes_the_check() -> None:
+    check_packed_equals_separate(default_llama().bfloat16())
+
+
+def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("sizes of tensors must match")
+
+    model.model.layers[1].self_attn.forward = fail
+    with pytest.raises(ValueError, match=r"RuntimeError: sizes of tensors must match\. Set `packing: off`"):
+        check_packed_equals_separate(model)
+    assert model.training
+
+
+# ---- fit
+
+
+def model_folder(family: str, folder: Path, pool: Pool, **settings: object) -> str:
+    """Write a model of random weights with the pool's tokenizer."""
+    torch.manual_seed(0)
+    config = config_of(family, vocab_size=len(pool.chat.tokenizer), **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((Path(pool.model) / name).read_bytes())
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding window of 64"),
+        ("nemotron", {}, "Expected NemotronAttention to hand"),
+    ],
+)
+def test_auto_trains_models_that_cannot_pack(
+    family: str, settings: dict[str, int], reason: str, pool: Pool, store_dir: str, tmp_path: Path
+) -> None:
+    model = model_folder(family, tmp_path, pool, **settings)
+    module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_proj", "v_proj")))
+    data = pool.data(store_dir, packing="auto", base_model=model)
+    trainer = quiet_trainer(max_steps=2, limit_val_batches=1, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match=reason):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 2
+    assert not runs_packed_rows(module.model)
+    assert trainer.callback_metrics["train/speed/SharedShare"] <= 0.0
+
+
+@pytest.mark.parametrize("packing", ["auto", "shared_prefix"])
+def test_latent_attention_trains_packed(packing: str, pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    model = model_folder("deepseek_v3", tmp_path, pool)
+    module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_b_proj",)))
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(module, datamodule=pool.data(store_dir, packing=packing, batch_size=8, base_model=model))
+    assert trainer.global_step == 1
+    assert trainer.callback_metrics["train/speed/SharedShare"] > 0.1
+
+
+def test_a_mistyped_model_is_named_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
+    data = pool.data(str(tmp_path / "no-store-yet"), base_model="/no/such/model")
+    with pytest.raises(ValueError, match=r"Expected `base_model` to be a folder or a hub name .* '/no/such/model'"):
+        fit_recorder(data)
+
+
+def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
+    model = model_folder("nemotron", tmp_path / "model", pool)
+    data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=model)
+    with pytest.raises(ValueError, match=r"fails on a packed row .*\. Set `packing: auto` to fall back"):
+        fit_recorder(data)

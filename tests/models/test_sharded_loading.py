@@ -1,0 +1,180 @@
+"""Loading by rows: every process reads its own part, and has the weights that one process has, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm, local_rows
+from selfcal_lightning.models.weight_files import WeightFiles
+
+# 5 rows of A cannot be shared evenly by two processes; dropout draws nothing at the start.
+LORA = LoraSettings(r=5, alpha=8, dropout=0.1, target_modules=("q_proj", "v_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def untied(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled model with an output layer of its own, in bfloat16 and in several files."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = load_causal_lm(tiny_model, dtype="bfloat16")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return str(folder)
+
+
+def load_both(model: str, settings: dict[str, Any], lora: LoraSettings | None) -> Any:
+    """Hold every parameter and buffer against those of one process; say which rows were read."""
+    torch.distributed.init_process_group("gloo")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    loaded = load_sharded_causal_lm(model, mesh=mesh, device=torch.device("cpu"), lora=lora, seed=7, **settings)
+    torch.manual_seed(123)  # the adapter's start does not depend on what was drawn before
+    expected = load_causal_lm(model, **settings)
+    expected = expected if lora is None else attach_lora(expected, lora, seed=7)
+    wanted = dict(expected.named_parameters(remove_duplicate=False))
+    found = dict(loaded.model.named_parameters(remove_duplicate=False))
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert isinstance(parameter, DTensor), name
+        assert (parameter.dtype, parameter.requires_grad) == (wanted[name].dtype, wanted[name].requires_grad), name
+        start, stop = local_rows(len(parameter), rank, world)
+        assert torch.equal(parameter.to_local(), wanted[name][start:stop]), name
+        assert torch.equal(parameter.full_tensor(), wanted[name]), name
+    assert {id(p) for p in found.values()} == {id(p) for p in loaded.model.parameters()}
+    assert len(list(loaded.model.parameters())) == len(list(expected.parameters())), "tied weights are one parameter"
+    buffers, wanted_buffers = dict(loaded.model.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == wanted_buffers.keys()
+    assert buffers, "the rotary angles are buffers"
+    for name, buffer in buffers.items():
+        assert buffer.dtype == wanted_buffers[name].dtype, name
+        assert torch.equal(buffer, wanted_buffers[name]), name
+    assert loaded.model.generation_config.to_dict() == expected.generation_config.to_dict()
+    expected.eval(), loaded.model.eval()
+    tokens = torch.arange(1, 13).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(tokens).logits, expected(tokens).logits)
+    return {
+        "rows": {name: list(rows) for name, rows in loaded.files.rows_read.items()},
+        "bytes": loaded.files.bytes_read,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "lora"),
+    [("tied", "auto", LORA), ("tied", "bfloat16", None), ("untied", "auto", LORA), ("untied", "float32", LORA)],
+)
+def test_every_process_reads_its_rows(
+    tiny_model: str, untied: str, tmp_path: Path, kind: str, dtype: str, lora: LoraSettings | None
+) -> None:
+    model = tiny_model if kind == "tied" else untied
+    parts = run_processes(load_both, tmp_path, model, {"dtype": dtype}, lora)
+    files = WeightFiles.of_model(model)
+    names = {name for part in parts for name in part["rows"]}
+    assert names == set(files.names)
+    for name in names:
+        half = -(-files.shape(name)[0] // 2)
+        assert [part["rows"][name] for part in parts] == [[0, half], [half, files.shape(name)[0]]], name
+    assert sum(part["bytes"] for part in parts) == files.total_bytes
+    assert max(part["bytes"] for part in parts) < 0.51 * files.total_bytes
+
+
+SMALL = {
+    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "qwen2": {}, "qwen3": {"head_dim": 8}, "mistral": {"sliding_window": 16}, "phi3": {},
+    "gemma3_text": {"head_dim": 8},
+    "llama": {"rope_scaling": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    layers = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
+    lora = replace(LORA, target_modules=layers)
+    run_processes(load_both, tmp_path / "run", str(tmp_path / "model"), {"dtype": "float32"}, lora)
+
+
+def test_rows_are_those_of_chunk() -> None:
+    for rows in range(12):
+        for parts in range(1, 9):
+            chunks = [len(chunk) for chunk in torch.arange(rows).chunk(parts)] if rows else []
+            cut = [stop - start for start, stop in (local_rows(rows, part, parts) for part in range(parts))]
+            assert cut == chunks + [0] * (parts - len(chunks))
+
+
+def refuse(model: str) -> list[str]:
+    torch.distributed.init_process_group("gloo")
+    with pytest.raises(ValueError, match="Expected") as caught:
+        load_sharded_causal_lm(model, mesh=init_device_mesh("cpu", (2,)), device=torch.device("cpu"))
+    return [str(caught.value)]
+
+
+def changed_untied(untied: str, folder: Path) -> Path:
+    folder.mkdir()
+    for file in Path(untied).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_files_that_do_not_fit_the_model_are_refused(untied: str, tmp_path: Path) -> None:
+    index = "model.safetensors.index.json"
+    missing = changed_untied(untied, tmp_path / "missing")
+    document = json.loads((missing / index).read_text())
+    del document["weight_map"]["model.norm.weight"]
+    (missing / index).write_text(json.dumps(document))
+    other = changed_untied(untied, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 2}))
+    quantised = changed_untied(untied, tmp_path / "quantised")
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (quantised / "config.json").write_text(json.dumps(config))
+    for folder, message in {
+        missing: "to hold 'model.norm.weight', but they do not",
+        other: "to have shape",
+        quantised: "which is quantised",
+    }.items():
+        for found in run_processes(refuse, tmp_path / f"{folder.name}-run", str(folder)):
+            assert message in found[0]
+
+
+def test_missing_files_are_named(untied: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a folder with \*\.safetensors files, .* has none"):
+        WeightFiles.of_model(str(tmp_path / "other"))
+    shutil.copy(next(Path(untied).glob("*.safetensors")), tmp_path / "other" / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors or model\.safetensors\.index\.json, but got"):
+        WeightFiles.of_model(str(tmp_path / "other"))
+    folder = changed_untied(untied, tmp_path / "part")
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=rf"lacks \['{gone.name}'\]"):
+        WeightFiles.of_model(str(folder))
+
+
+def test_the_drawn_adapter_is_that_of_its_seed(tiny_model: str) -> None:
+    one = attach_lora(load_causal_lm(tiny_model), replace(LORA, dropout=0.0), seed=7)
+    other = attach_lora(load_causal_lm(tiny_model), replace(LORA, dropout=0.0), seed=8)
+    a = [name for name, p in one.named_parameters() if "lora_A" in name and torch.equal(p, other.get_parameter(name))]
+    assert not a, "another seed is another start: the equality above can fail"

@@ -1,0 +1,317 @@
+"""Packed rows give what sequences of their own give: logits, losses, gradients, and the adapter after training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.dispatch_modes import PeakBytes
+from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
+from support.packed_rows import FAMILIES, collated, small_model, stored_rows
+from support.training_runs import data_module, fill_store
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from selfcal_lightning.datamodules.ssc.collate import shares_prefix
+from selfcal_lightning.functional.prefix_trees import PrefixTree, tree_attention_mask, tree_position_ids
+from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.segment_attention import (
+    FLEX,
+    SEGMENTS,
+    TreeMasks,
+    check_packed_equals_separate,
+    check_shared_prefix,
+    packed_inputs,
+    segment_attention,
+    shared_prefix_problem,
+    tree_block_mask,
+)
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
+WIDTH = 40  # four tokens of padding
+
+
+def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of every token of TREES, each branch behind its prompt in a sequence of its own."""
+    logits = torch.full((WIDTH, model.config.vocab_size), torch.nan)
+    for tree in TREES:
+        prompt = ids[tree.start : tree.start + tree.prompt]
+        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            alone = model(torch.cat((prompt, ids[start : start + length]))[None]).logits[0]
+            logits[tree.start : tree.start + tree.prompt] = alone[: tree.prompt]
+            logits[start : start + length] = alone[tree.prompt :]
+    return logits
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 90, (WIDTH,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    model = small_model(family, tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_a_cpu_takes_another_kernel_and_gives_the_same(
+    dtype: torch.dtype, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = small_model("llama", tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        found = model.to(dtype)(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36].float()
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
+
+
+@pytest.mark.slow
+def test_flex_attention_gives_the_same_logits(ids: torch.Tensor, tmp_path: Path) -> None:
+    """Forward only: PyTorch has no backward of FlexAttention on CPUs."""
+    model = small_model("qwen2", tmp_path).eval()
+    with torch.no_grad():
+        wanted = separate_logits(model, ids)[:36]
+        model.set_attn_implementation(FLEX)
+        found = model(**packed_inputs(TREES, ids[None], FLEX), use_cache=False).logits[0, :36]
+    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
+
+
+def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
+    """A row of 640 tokens: blocks that see nothing, all and some; held against PyTorch's own function."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    trees = [PrefixTree(0, 300, (90, 40)), PrefixTree(430, 10, (150,))]
+    mask = tree_block_mask(trees, 640, torch.device("cpu"))
+    whole = tree_attention_mask(trees, 640)
+    theirs = create_block_mask(lambda b, h, q, k: whole[q, k], None, None, 640, 640, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(theirs, name)), name
+    for name in ("kv", "full_kv"):
+        for row in range(5):
+            count = getattr(mask, f"{name}_num_blocks")[0, 0, row]
+            ours, expected = (getattr(m, f"{name}_indices")[0, 0, row, :count] for m in (mask, theirs))
+            assert torch.equal(ours.sort().values, expected.sort().values)
+    q, k = torch.arange(640)[:, None], torch.arange(640)
+    zero = torch.zeros((), dtype=torch.long)
+    assert torch.equal(mask.mask_mod(zero, zero, q, k), whole)
+    with PeakBytes(least=1) as watch:
+        tree_block_mask(trees, 640, torch.device("cpu"))
+    assert watch.peak < 640 * 640
+
+
+@pytest.mark.parametrize("length", [1, 90, 92, 130])
+def test_only_a_block_mask_needs_a_row_of_whole_blocks(length: int) -> None:
+    tree = PrefixTree(0, 36, (length,))
+    row = torch.full((1, tree.stop), 5)
+    flex = packed_inputs([tree], row, FLEX)
+    assert flex["input_ids"].shape == flex["position_ids"].shape == (1, 128 * math.ceil(tree.stop / 128))
+    assert torch.equal(flex["input_ids"][:, : tree.stop], row)
+    segments = packed_inputs([tree], row, SEGMENTS)
+    assert segments["input_ids"].shape == segments["position_ids"].shape == row.shape
+
+
+def test_gradients_of_many_branches_add_up_in_float32() -> None:
+    """In half precision their sum was off by 1 % with 64 branches, and by more with more of them."""
+
+    def gradients(dtype: torch.dtype, branches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tree = PrefixTree(0, 40, (12,) * branches)
+        states = [torch.randn(1, 4, tree.stop, 32, generator=generator).bfloat16().to(dtype) for _ in range(3)]
+        query, key, value = (states.requires_grad_() for states in states)
+        weight = torch.randn(1, tree.stop, 4, 32, generator=generator).to(dtype)
+        output, _ = segment_attention(torch.nn.Module(), query, key, value, None, prefix_trees=TreeMasks([tree]))
+        (output * weight).sum().backward()
+        return key.grad[:, :, :40].double(), value.grad[:, :, :40].double()
+
+    for half, exact in zip(gradients(torch.bfloat16, 64), gradients(torch.float64, 64), strict=True):
+        assert (half - exact).norm() < 0.007 * exact.norm()
+
+
+def test_segments_equal_a_dense_mask(ids: torch.Tensor, tmp_path: Path) -> None:
+    """The rule written out as a mask of the whole row, through SDPA: an implementation that shares nothing."""
+    model = small_model("qwen3", tmp_path).eval()
+    arguments = {"input_ids": ids[None], "position_ids": tree_position_ids(TREES, WIDTH)[None], "use_cache": False}
+    with torch.no_grad():
+        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+        model.set_attn_implementation("sdpa")
+        dense = model(attention_mask=tree_attention_mask(TREES, WIDTH)[None, None], **arguments).logits[0, :36]
+    torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
+
+
+def test_no_mask_would_cut_responses_from_their_prompt(ids: torch.Tensor, tmp_path: Path) -> None:
+    """Without a mask transformers takes restarting positions for new sequences, in silence; hence ``packed_inputs``."""
+    model = small_model("llama", tmp_path).eval()
+    model.set_attn_implementation("sdpa")
+    trees = [PrefixTree(0, 30, (5, 5))]
+    positions = tree_position_ids(trees, WIDTH)[None]
+    with torch.no_grad():
+        alone = model(torch.cat((ids[:30], ids[35:40]))[None], use_cache=False).logits[0, 30:]
+        cut = model(input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False).logits[0, 35:40]
+        model.set_attn_implementation(SEGMENTS)
+        packed = model(**packed_inputs(trees, ids[None], SEGMENTS), use_cache=False).logits[0, 35:40]
+    assert (cut - alone).abs().max() > 0.05
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
+
+
+# ---- both losses and their gradients
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+def losses_and_gradients(module: SelfCalibrationModule, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    module.zero_grad()
+    calibration, generation, confidence = module._losses(batch)
+    (calibration + module.omega * generation).backward()
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return torch.cat((calibration[None], generation[None], confidence)).detach(), gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_losses_and_gradients_equal_those_of_separate_sequences(
+    family: str, checkpointing: bool, chat: ChatFormat, tmp_path: Path, tiny_model: str
+) -> None:
+    small_model(family, tmp_path, vocab_size=len(chat.tokenizer), tokenizer=tiny_model)
+    module = SelfCalibrationModule(
+        str(tmp_path), lora=NO_DROPOUT, omega=0.5, gradient_checkpointing=checkpointing, torch_dtype="float32"
+    )
+    module.configure_model()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():  # B starts at zero, which would leave A without a gradient
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2, generator=generator)
+    rows = stored_rows(chat)
+    packed, apart = collated(chat, rows, shared_prefix=True), collated(chat, rows, shared_prefix=False)
+    assert [len(tree.branches) for tree in packed.trees] == [3, 1, 2]
+    assert packed.attention_mask.sum() < 0.75 * apart.attention_mask.sum()
+    wanted, wanted_gradients = losses_and_gradients(module, apart)
+    found, gradients = losses_and_gradients(module, packed)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    assert gradients.keys() == wanted_gradients.keys()
+    largest = max(value.abs().max() for value in wanted_gradients.values())
+    assert largest > 1e-3
+    assert largest_difference(gradients, wanted_gradients) < 1e-5 * max(largest, 1.0)
+
+
+def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_model: str) -> None:
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, gradient_checkpointing=True)
+    module.configure_model()
+    calls: list[int] = []
+    module.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    losses_and_gradients(module, collated(chat, stored_rows(chat), shared_prefix=True))
+    assert len(calls) == 2
+
+
+def test_twenty_steps_give_the_same_adapter(tiny_model: str, tmp_path: Path) -> None:
+    store = fill_store(tiny_model, tmp_path / "store")
+    states, tokens = {}, {}
+    for packing in ("shared_prefix", "off"):
+        data = data_module(tiny_model, store, packing=packing, group_size=4, total_tuples=80, num_samples=4)
+        module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, lr=3e-4)
+        trainer = quiet_trainer(limit_val_batches=0, max_steps=20, log_every_n_steps=1)
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == 20
+        states[packing] = trained_state(module)
+        tokens[packing] = trainer.callback_metrics["train/speed/SharedShare"].item()
+    assert tokens["shared_prefix"] > 0.1 > tokens["off"]
+    assert max(value.abs().max() for name, value in states["off"].items() if "lora_B" in name) > 1e-3
+    assert largest_difference(states["shared_prefix"], states["off"]) < 1e-5
+
+
+# ---- what cannot be packed
+
+
+def test_sliding_windows_and_other_attention_are_refused_with_the_reason() -> None:
+    from transformers import Gemma2Config, LlamaConfig, MambaConfig, MistralConfig, Qwen2Config
+
+    assert shared_prefix_problem(LlamaConfig()) is None
+    assert shared_prefix_problem(MistralConfig(sliding_window=None)) is None
+    assert shared_prefix_problem(Qwen2Config()) is None  # has a window and does not use it
+    assert "sliding window of 4096" in str(shared_prefix_problem(MistralConfig(sliding_window=4096)))
+    windowed = Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2)
+    assert "sliding" in str(shared_prefix_problem(windowed))
+    assert shared_prefix_problem(Gemma2Config()) is not None
+    assert "attention" in str(shared_prefix_problem(MambaConfig()))
+    with pytest.raises(ValueError, match=r"sliding window of 4096 tokens\. Set `packing: auto`"):
+        check_shared_prefix(MistralConfig(sliding_window=4096), "org/mistral")
+
+
+def test_auto_falls_back_to_batches_of_like_length(tmp_path: Path, tiny_model: str) -> None:
+    AutoConfig.for_model("mistral", sliding_window=64).save_pretrained(tmp_path)
+    assert shares_prefix("auto", tiny_model)
+    assert not shares_prefix("off", tiny_model)
+    with pytest.warns(UserWarning, match="sliding window of 64"):
+        assert not shares_prefix("auto", str(tmp_path))
+    with pytest.raises(ValueError, match="sliding window of 64"):
+        shares_prefix("shared_prefix", str(tmp_path))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_that_does_not_know_trees_is_refused(attention: str, chat: ChatFormat, tiny_model: str) -> None:
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, attn_implementation=attention)
+    module.configure_model()
+    with pytest.raises(ValueError, match=f'"segments" or "flex_attention" for packed rows, but got {attention!r}'):
+        module.confidence(collated(chat, stored_rows(chat), shared_prefix=True))
+
+
+@pytest.fixture
+def deaf_model(tmp_path: Path) -> torch.nn.Module:
+    """A model whose layers do not hand on what they are given for their attention."""
+    model = small_model("llama", tmp_path).eval()
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, _f=forward, prefix_trees=None, **kwargs: _f(*args, **kwargs)
+    return model
+
+
+def test_a_model_that_loses_the_trees_is_refused(deaf_model: torch.nn.Module, ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="cannot run packed rows"):
+        deaf_model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False)
+
+
+def test_a_model_that_ignores_positions_is_found_out_before_training(tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path)
+    check_packed_equals_separate(model)
+    assert model.training
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ValueError, match=r"they differ by .* standard deviations in the mean. Set `packing: off`"):
+        check_packed_equals_separate(model)
+
+
+def test_fit_stops_before_a_step_of_such_a_model(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = fill_store(tiny_model, tmp_path / "store")
+    module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
+    module.configure_model()
+    rotary = module.model.get_base_model().model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(rotary, "forward", lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]))
+    trainer = quiet_trainer(limit_val_batches=0)
+    with pytest.raises(ValueError, match="standard deviations in the mean"):
+        trainer.fit(module, datamodule=data_module(tiny_model, store))
+    assert trainer.global_step == 0
+    quiet_trainer(limit_val_batches=0, max_steps=1).fit(
+        module, datamodule=data_module(tiny_model, store, packing="off")
+    )
+
+
+def test_logits_without_a_head_are_read_from_all(ids: torch.Tensor, tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path).eval()
+    positions, mask = torch.tensor([4, 20, 33]), torch.ones(1, WIDTH)
+    by_hook = logits_at(model, model.get_output_embeddings(), ids[None], mask, positions, trees=TREES)
+    torch.testing.assert_close(logits_at(model, None, ids[None], mask, positions, trees=TREES), by_hook)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), type(model))

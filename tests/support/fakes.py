@@ -1,0 +1,187 @@
+"""The one set of fakes: an engine, a chat format and a task without a model, deterministic and no more permissive."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from selfcal_lightning.records import ConfidenceQuery, Message, Question, Request, Response
+from selfcal_lightning.tasks.base import AnswerType
+
+
+class FakeChat:
+    """Token ids are the UTF-8 bytes of the text; 256 opens the assistant's turn, 257 ends a turn."""
+
+    pad_id = 258
+    end_of_turn_ids = frozenset({257})
+
+    def __init__(self, query: str = "Right? (Yes/No)") -> None:
+        self.query = ConfidenceQuery((257, *query.encode(), 256), yes_ids=(89,), no_ids=(78,))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (*"\n".join(f"{message.role}: {message.content}" for message in messages).encode(), 256)
+
+    def response_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(i for i in token_ids if i < 256).decode(errors="replace")
+
+    def describe(self) -> dict[str, Any]:
+        return {"suffix_ids": list(self.query.suffix_ids), "yes_ids": [89], "no_ids": [78], "template_sha256": "fake"}
+
+
+class FakeEngine:
+    """Answers with a number that follows from the request's seed; a fifth of the responses says nothing readable.
+
+    A request is begun by the first poll that finds it among the first ``slots`` in flight.
+
+    Args:
+        slots: Requests worked on at once; ``poll`` returns at most so many, in a scrambled order.
+        seconds_per_poll: Time that ``poll`` takes.
+        max_context: Longest prompt + response + query, in tokens.
+        weights: Stands for the hash of the weights.
+
+    Attributes:
+        requests: Every request ever submitted.
+        largest_queue: Most requests in flight at once.
+        drained: How often the queue fell below ``slots`` right before a submit (a slot stood idle).
+    """
+
+    def __init__(
+        self, *, slots: int = 4, seconds_per_poll: float = 0.0, max_context: int = 4096, weights: str = "0" * 64
+    ) -> None:
+        self.slots, self.seconds_per_poll, self.max_context, self.weights = (
+            slots,
+            seconds_per_poll,
+            max_context,
+            weights,
+        )
+        self.requests: list[Request] = []
+        self.largest_queue = self.drained = 0
+        self._waiting: dict[str, Request] = {}
+        self._begun: set[str] = set()
+        self._random = random.Random(0)
+        self._closed = False
+
+    @property
+    def batch_size(self) -> int:
+        return self.slots
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        self._ensure_open()
+        ids = [request.id for request in requests]
+        if len(set(ids)) < len(ids) or self._waiting.keys() & set(ids):
+            raise ValueError(f"Expected request ids to be unique, but got {ids}.")
+        for request in requests:
+            suffix = 0 if request.query is None else len(request.query.suffix_ids)
+            needed = len(request.prompt_ids) + request.sampling.max_new_tokens + suffix
+            if len(request.prefix_ids) >= request.sampling.max_new_tokens or 257 in request.prefix_ids:
+                raise ValueError(f"Expected `prefix_ids` of {request.id} to leave room and to end no turn.")
+            if not request.prompt_ids or needed > self.max_context:
+                raise ValueError(
+                    f"Expected requests of at most {self.max_context} tokens, but {request.id} needs {needed}."
+                )
+        self.drained += bool(self.requests) and len(self._waiting) < self.slots
+        self.requests += requests
+        self._waiting |= {request.id: request for request in requests}
+        self.largest_queue = max(self.largest_queue, len(self._waiting))
+        return ids
+
+    def poll(self) -> list[Response]:
+        self._ensure_open()
+        time.sleep(self.seconds_per_poll)
+        active = list(self._waiting)[: self.slots]
+        finished = self._random.sample(active, k=self._random.randint(1, len(active))) if active else []
+        self._begun = {name for name in active if name not in finished}
+        return [self._respond(self._waiting.pop(name)) for name in finished]
+
+    def cancel(self, ids: Iterable[str]) -> dict[str, int]:
+        dropped = {name: self._waiting.pop(name) for name in dict.fromkeys(ids) if name in self._waiting}
+        return {name: self.tokens_drawn(request) for name, request in dropped.items() if name in self._begun}
+
+    def tokens_drawn(self, request: Request) -> int:
+        """Return how far the response to a request is between two polls: half-way."""
+        return len(self._respond(request).token_ids) // 2
+
+    def next_token_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> list[list[float]]:
+        self._ensure_open()
+        return [[random.Random(f"{list(prompt)}/{token}").random() / 512 for token in token_ids] for prompt in prompts]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "fake",
+            "dtype": "float32",
+            "model": "fake",
+            "revision": None,
+            "weights_sha256": self.weights,
+            "adapter_sha256": None,
+        }
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("Expected the engine to be open, but it was closed.")
+
+    def _respond(self, request: Request) -> Response:
+        stream = random.Random(request.seed)
+        number = stream.choice([3, 3, 5, 7, None])
+        text = "I do not know." if number is None else f"Step {stream.random():.6f}. The answer is {number}."
+        ids = tuple(text.encode())
+        ids = ids[len(request.prefix_ids) :]
+        cut = ids[: request.sampling.max_new_tokens - 1 - len(request.prefix_ids)]
+        finish = "stop" if cut == ids else "length"
+        if (end := next((i for i, token in enumerate(cut) if token in request.step_ids), None)) is not None:
+            cut, finish = cut[: end + 1], "step"
+        yes = stream.random()
+        return Response(
+            request_id=request.id,
+            text=bytes(cut).decode(errors="replace"),
+            token_ids=cut,
+            finish=finish,
+            logprob=-stream.random() * len(cut),
+            yes_mass=None if request.query is None else yes,
+            no_mass=None if request.query is None else (1.0 - yes) * 0.5,
+        )
+
+
+class FakeTask:
+    """Reads "The answer is N."; "03" and "3" are one answer."""
+
+    answer_type: AnswerType = "number"
+
+    def __init__(self, name: str = "fake", size: int = 20) -> None:
+        self.name, self.size, self.verified = name, size, 0
+
+    def load(
+        self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
+    ) -> list[Question]:
+        return fake_questions(self.size if limit is None else limit, task=self.name, prefix=split)
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        found = re.search(r"The answer is (\d+)\.", text)
+        return found.group(1) if found else None
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        self.verified += 1
+        return answer is not None and int(answer) == int(reference)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        first: dict[int, str] = {}
+        return [None if answer is None else first.setdefault(int(answer), answer) for answer in answers]
+
+
+def fake_questions(count: int, *, task: str = "fake", prefix: str = "q", reference: str | None = "3") -> list[Question]:
+    """Return ``count`` questions whose ids hash to no particular order."""
+    names = [f"{prefix}-{hashlib.sha256(str(i).encode()).hexdigest()[:8]}" for i in range(count)]
+    return [
+        Question(name, task, (Message("user", f"What is {name}?"),), reference, f"What is {name}?") for name in names
+    ]

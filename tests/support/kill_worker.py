@@ -1,0 +1,64 @@
+"""A process to kill: samples with the fake engine into the store of argv[1]; argv[2:] are part, i, n, steps to die at.
+
+A fourth number counts calls of `os.replace` and of `os.fsync`; the process kills itself right before that one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+
+from selfcal_lightning.generation.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore
+
+NUM_SAMPLES, SEED, SAMPLING = 3, 7, SamplingSettings(max_new_tokens=64)
+QUESTIONS = fake_questions(40)
+
+
+def sample_share(path: Path, *, part: str, shard: tuple[int, int], seconds_per_poll: float = 0.0) -> GenerationReport:
+    engine, chat = FakeEngine(seconds_per_poll=seconds_per_poll), FakeChat()
+    fingerprint = store_fingerprint(engine, chat, SAMPLING, SEED)
+    store = SampleStore.create_or_open(path, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
+    return generate_samples(
+        QUESTIONS,
+        split="train",
+        engine=engine,
+        chat=chat,
+        store=store,
+        num_samples=NUM_SAMPLES,
+        sampling=SAMPLING,
+        seed=SEED,
+        tasks=lambda name: FakeTask(name),
+        part=part,
+        shard=shard,
+        questions_per_shard=2,
+        progress=False,
+    )
+
+
+def die_at(step: int) -> None:
+    """Kill this process right before its call number ``step`` of `os.fsync` or `os.replace`."""
+    calls = 0
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+
+        def counted(*arguments: object, original: object = original) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments)  # type: ignore[operator]
+
+        setattr(os, name, counted)
+
+
+if __name__ == "__main__":
+    folder, part_name, number, total, last_step = sys.argv[1:]
+    if int(last_step):
+        die_at(int(last_step))
+    sample_share(Path(folder), part=part_name, shard=(int(number), int(total)), seconds_per_poll=0.01)

@@ -1,0 +1,459 @@
+"""A server in this process that speaks as vLLM's does, and can be told to fail. No more permissive than the real one.
+
+What it knows of the protocol was read from vLLM 0.32's answers: streamed and whole completions, tokens as ids,
+log-probabilities of given ids, our EDT argument, the list of models, the tokenizer, HTTP statuses and error bodies.
+Unknown fields, which vLLM ignores, are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.functional.sampling import dynamic_temperature
+from selfcal_lightning.records import Request, SamplingSettings
+
+_FIELDS = {
+    "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
+    "stream", "stream_interval", "logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "vllm_xargs",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+}  # fmt: skip
+
+ADAPTER = "confidence"  # the server's name for an adapter, which is asked and samples nothing
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model said: ids with the one that ends the turn, their log-probabilities, and why it ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class Model(Protocol):
+    """What stands behind the server."""
+
+    def sample(self, body: dict[str, Any]) -> Future[Completion]: ...
+
+    def score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> Future[list[float]]: ...
+
+    def cancel(self, future: Future[Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Exchange:
+    """One request that came in, and the way to answer it."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    writer: asyncio.StreamWriter
+    begun: bool = field(default=False)
+
+    def head(self, status: int, headers: dict[str, str]) -> None:
+        lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in headers.items())]
+        self.writer.write("\r\n".join([*lines, "", ""]).encode())
+
+    def whole(self, status: int, content: bytes, *, kind: str = "application/json", **headers: str) -> None:
+        extra = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.head(status, {"Content-Type": kind, "Content-Length": str(len(content)), **extra})
+        self.writer.write(content)
+
+    def json(self, value: Any, status: int = 200, **headers: str) -> None:
+        self.whole(status, json.dumps(value).encode(), **headers)
+
+    def error(self, status: int, message: str, **headers: str) -> None:
+        self.json({"error": {"message": message, "type": "Error", "param": None, "code": status}}, status, **headers)
+
+    def event(self, data: Any) -> None:
+        """Write one event of a stream, the head before the first."""
+        if not self.begun:
+            self.begun = True
+            self.head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Transfer-Encoding": "chunked"})
+        text = data if isinstance(data, str) else json.dumps(data)
+        self.chunk(f"data: {text}\n\n".encode())
+
+    def chunk(self, content: bytes) -> None:
+        self.writer.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+
+
+Fault = Callable[[Exchange], Awaitable[None]]
+
+
+class FakeServer:
+    """Serves ``model`` on a free port of 127.0.0.1 until ``close``.
+
+    Attributes:
+        models: Names of the models that it says it has; it has the first, and the adapter where there is one.
+        faults: What to do instead of answering, for the next requests to /v1/completions.
+        exchanges: All requests that came in.
+        abandoned: How many requests the client gave up while they were worked on.
+        busiest: Most completions that were worked on at once.
+        base_url: Its address.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_model_len: int | None = 512,
+        key: str | None = None,
+        knows_edt: bool = True,
+        writes_ids: bool = True,
+        adapter: Model | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._model, self._tokenizer, self._max_model_len, self._key = model, tokenizer, max_model_len, key
+        self._knows_edt, self._writes_ids = knows_edt, writes_ids
+        self.models = ["tiny"] if adapter is None else ["tiny", ADAPTER]
+        self.faults: deque[Fault] = deque()
+        self.exchanges: list[Exchange] = []
+        self.abandoned = self.busy = self.busiest = 0
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._model.close()
+
+    def completions(self) -> list[Exchange]:
+        """Return the requests to /v1/completions."""
+        return [exchange for exchange in self.exchanges if exchange.path == "/v1/completions"]
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, "127.0.0.1", 0)
+
+    async def _stop(self) -> None:
+        self._server.close()
+        for task in self._handlers:
+            task.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        early = b""
+        try:
+            while not writer.is_closing():
+                head = early + await reader.readuntil(b"\r\n\r\n")
+                first, *lines = head.decode().rstrip().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
+                exchange = Exchange(first.split(" ")[1], headers, json.loads(content or b"{}"), writer)
+                self.exchanges.append(exchange)
+                early = await self._answer_or_notice(exchange, reader)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client has closed the connection
+        finally:
+            self._handlers.discard(task)
+            writer.close()
+
+    async def _answer_or_notice(self, exchange: Exchange, reader: asyncio.StreamReader) -> bytes:
+        """Answer, or give up where the client closes the connection meanwhile; return what it sent too early."""
+        answering = asyncio.ensure_future(self._answer(exchange))
+        gone = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                self.abandoned += 1
+                raise ConnectionResetError
+            answering.result()
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.gather(answering, gone, return_exceptions=True)
+        return b"" if gone.cancelled() else gone.result()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if self._key is not None and exchange.headers.get("authorization") != f"Bearer {self._key}":
+            exchange.error(401, "Unauthorized")
+        elif exchange.path == "/v1/models":
+            limit = {} if self._max_model_len is None else {"max_model_len": self._max_model_len}
+            cards = [{"id": name, "object": "model", "parent": None, **limit} for name in self.models]
+            if self._adapter is not None:
+                cards[-1] |= {"max_model_len": None, "parent": "tiny"}
+            exchange.json({"object": "list", "data": cards})
+        elif exchange.path == "/version":
+            exchange.json({"version": "0.fake"})
+        elif exchange.path == "/tokenize":
+            exchange.json({"tokens": self._tokenizer.encode(exchange.body["prompt"], add_special_tokens=False)})
+        elif exchange.path != "/v1/completions":
+            exchange.error(404, "Not Found")
+        elif self.faults:
+            await self.faults.popleft()(exchange)
+        elif (refusal := self._refusal(exchange.body)) is not None:
+            exchange.error(*refusal)
+        else:
+            await self._complete(exchange)
+
+    def _refusal(self, body: dict[str, Any]) -> tuple[int, str] | None:
+        """Return what vLLM says to a request that it does not take."""
+        ids, scored, edt = body.get("prompt"), body.get("logprob_token_ids"), body.get("vllm_xargs", {}).get("edt")
+        size, limit = len(self._tokenizer), self._max_model_len or 512
+        if body.get("model") not in {self.models[0], ADAPTER if self._adapter is not None else None}:
+            return 404, f"The model `{body.get('model')}` does not exist."
+        wrong = {
+            f"unknown fields {set(body) - _FIELDS}": bool(set(body) - _FIELDS),
+            "the prompt must be token ids": not ids or not all(type(i) is int and i >= 0 for i in ids),
+            "Token id is out of vocabulary": any(i >= size for i in (*(ids or ()), *(scored or ()))),
+            f"maximum context length is {limit}": len(ids or ()) + body.get("max_tokens", 16) > limit,
+            "max_tokens must be at least 1": body.get("max_tokens", 16) < 1,
+            "temperature must be in [0, 2]": not 0.0 <= body.get("temperature", 1.0) <= 2.0,
+            "seed must be an int64": not -(2**63) <= body.get("seed", 0) < 2**63,
+            "`logprobs` must be set": scored is not None and body.get("logprobs") is None,
+            "length of logprob_token_ids": len(scored or ()) > 128,
+            "Expected `temperature` to be 1.0 beside `edt`": (
+                self._knows_edt and edt is not None and body.get("temperature") != 1.0
+            ),
+        }
+        return next(((400, message) for message, is_wrong in wrong.items() if is_wrong), None)
+
+    async def _complete(self, exchange: Exchange) -> None:
+        body = exchange.body
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        try:
+            if "logprob_token_ids" in body:
+                await self._complete_score(exchange)
+            else:
+                await self._complete_sample(exchange)
+        finally:
+            self.busy -= 1
+
+    async def _complete_score(self, exchange: Exchange) -> None:
+        ids = tuple(exchange.body["logprob_token_ids"])
+        model = self._adapter if exchange.body["model"] == ADAPTER else self._model
+        logprobs = await self._wait(model.score(tuple(exchange.body["prompt"]), ids))
+        top = {self._write(token): logprob for token, logprob in zip(ids, logprobs, strict=True)}
+        token, logprob = max(top.items(), key=lambda item: item[1])
+        found = {"tokens": [token], "token_logprobs": [logprob], "top_logprobs": [top]}
+        exchange.json({"choices": [{"index": 0, "text": "", "logprobs": found, "finish_reason": "length"}]})
+
+    async def _complete_sample(self, exchange: Exchange) -> None:
+        body = exchange.body
+        assert body["model"] == self.models[0], "nothing is sampled by the adapter's name"
+        completion = await self._wait(self._model.sample(body))
+        size = len(completion.token_ids) if not body.get("stream") else body.get("stream_interval", 1)
+        for start in range(0, len(completion.token_ids), size):
+            piece = slice(start, start + size)
+            ids, last = completion.token_ids[piece], start + size >= len(completion.token_ids)
+            found = None
+            if body.get("logprobs") is not None:
+                tokens = [self._write(i) for i in ids]
+                found = {"tokens": tokens, "token_logprobs": list(completion.logprobs[piece])}
+            choice = {"index": 0, "text": "", "logprobs": found, "stop_reason": None}
+            choice["finish_reason"] = completion.finish_reason if last else None
+            if last and completion.finish_reason == "stop" and completion.token_ids:
+                choice["stop_reason"] = completion.token_ids[-1]
+            if not body.get("stream"):
+                exchange.json({"choices": [choice]})
+                return
+            exchange.event({"choices": [choice]})
+            await exchange.writer.drain()
+        exchange.event("[DONE]")
+        exchange.chunk(b"")
+
+    async def _wait(self, future: Future[Any]) -> Any:
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            self._model.cancel(future)
+            raise
+
+    def _write(self, token: int) -> str:
+        return f"token_id:{token}" if self._writes_ids else self._tokenizer.decode([token])
+
+
+class CannedModel:
+    """Says the same to everybody: ``token_ids``, every one with the log-probability -0.5; scores are 1/4."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = tuple(token_ids)
+
+    def sample(self, body: dict[str, Any]) -> Future[Completion]:
+        ids = self._token_ids[: body["max_tokens"]]
+        return _done(Completion(ids, (-0.5,) * len(ids), "stop" if ids == self._token_ids else "length"))
+
+    def score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> Future[list[float]]:
+        return _done([-1.3862943611198906] * len(token_ids))
+
+    def cancel(self, future: Future[Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RealModel:
+    """The transformers engine, in a thread that works on all requests together; what was asked before is remembered."""
+
+    def __init__(self, path: str, *, max_batch: int = 64, adapter: str | None = None) -> None:
+        self._engine = TransformersEngine(path, dtype="float32", device="cpu", max_batch=max_batch, adapter=adapter)
+        self._network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._ends = self._engine.chat.end_of_turn_ids
+        self._end_id = min(self._ends)
+        self._said: dict[Request, Completion] = {}
+        self._known: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
+        self._inbox: queue.SimpleQueue[tuple[str, Future[Any], Any] | None] = queue.SimpleQueue()
+        self._futures: dict[str, tuple[Future[Completion], Request]] = {}
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def sample(self, body: dict[str, Any]) -> Future[Completion]:
+        edt = body.get("vllm_xargs", {}).get("edt")
+        base, scale, theta = edt or (body["temperature"], None, 1.0)
+        sampling = SamplingSettings(base, scale, theta, body["top_p"], body["max_tokens"])
+        further = tuple(sorted(set(body["stop_token_ids"]) - self._ends))  # vLLM ends with any of them, and keeps it
+        return self._put("sample", Request("", tuple(body["prompt"]), sampling, body["seed"], step_ids=further))
+
+    def score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> Future[list[float]]:
+        return self._put("score", (prompt, token_ids))
+
+    def cancel(self, future: Future[Any]) -> None:
+        self._inbox.put(("cancel", future, None))
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join()
+        self._engine.close()
+
+    def _put(self, what: str, job: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._inbox.put((what, future, job))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            items = [] if self._futures else [self._inbox.get()]
+            while not self._inbox.empty():
+                items.append(self._inbox.get())
+            if None in items:
+                return
+            for what, future, job in items:
+                if what == "sample":
+                    self._begin(future, job)
+                elif what == "cancel" and self._futures.pop(name := str(id(future)), None):
+                    self._engine.cancel([name])
+            self._score_all([(future, *job) for what, future, job in items if what == "score"])
+            for response in self._engine.poll():
+                future, request = self._futures.pop(response.request_id)
+                ids = response.token_ids + ((self._end_id,) if response.finish == "stop" else ())
+                reason = "stop" if ids[-1] in self._ends | set(request.step_ids) else "length"
+                completion = Completion(ids, self._logprobs(request.prompt_ids, ids), reason)
+                self._said[request] = completion
+                future.set_result(completion)
+
+    def _begin(self, future: Future[Any], request: Request) -> None:
+        if request.sampling.max_new_tokens == 1:  # thousands of them have one prompt
+            future.set_result(self._draw_one(request))
+            return
+        if request in self._said:
+            future.set_result(self._said[request])
+            return
+        self._futures[str(id(future))] = (future, request)
+        self._engine.submit([replace(request, id=str(id(future)))])
+
+    def _draw_one(self, request: Request) -> Completion:
+        sampling = request.sampling
+        logits = self._next_logits(request.prompt_ids)
+        temperature: float | torch.Tensor = sampling.temperature or 1e-5
+        if sampling.edt_scale is not None:
+            temperature = dynamic_temperature(
+                logits, base=sampling.temperature, scale=sampling.edt_scale, theta=sampling.edt_theta
+            ).clamp(min=1e-5)
+        kept, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True, stable=True)
+        kept[kept.cumsum(-1) - kept >= sampling.top_p] = 0.0
+        generator = torch.Generator().manual_seed(request.seed)
+        token = int(order[torch.multinomial(kept, 1, generator=generator)])
+        reason = "stop" if token in self._ends | set(request.step_ids) else "length"
+        return Completion((token,), (float(logits.log_softmax(-1)[token]),), reason)
+
+    def _score_all(self, jobs: list[tuple[Future[Any], tuple[int, ...], tuple[int, ...]]]) -> None:
+        for ids in dict.fromkeys(ids for _, _, ids in jobs):
+            alike = [(future, prompt) for future, prompt, other in jobs if other == ids]
+            table = self._engine.next_token_probabilities([prompt for _, prompt in alike], ids)
+            for (future, _), row in zip(alike, table, strict=True):
+                future.set_result([math.log(p) if p else -9999.0 for p in row])
+
+    @torch.no_grad()
+    def _logprobs(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[float, ...]:
+        logits = self._network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
+        return tuple(logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist())
+
+    @torch.no_grad()
+    def _next_logits(self, prompt: tuple[int, ...]) -> torch.Tensor:
+        if self._known[0] != prompt:
+            self._known = (prompt, self._network(torch.tensor([prompt])).logits[0, -1].double())
+        return self._known[1]
+
+
+def status(code: int, message: str = "no", **headers: str) -> Fault:
+    """Answer with an HTTP status; ``Retry_After="1"`` becomes a header."""
+
+    async def fault(exchange: Exchange) -> None:
+        exchange.error(code, message, **headers)
+
+    return fault
+
+
+def says(content: bytes, *, kind: str = "application/json") -> Fault:
+    """Answer with status 200 and this body."""
+
+    async def fault(exchange: Exchange) -> None:
+        exchange.whole(200, content, kind=kind)
+
+    return fault
+
+
+def hangs_up(*, after: bytes = b"") -> Fault:
+    """Close the connection in the middle of an answer, or before it."""
+
+    async def fault(exchange: Exchange) -> None:
+        if after:
+            exchange.head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
+            exchange.chunk(after)
+        exchange.writer.close()
+
+    return fault
+
+
+def is_silent(*, after: bytes = b"") -> Fault:
+    """Never finish the answer."""
+
+    async def fault(exchange: Exchange) -> None:
+        if after:
+            exchange.head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
+            exchange.chunk(after)
+            await exchange.writer.drain()
+        await asyncio.Event().wait()
+
+    return fault
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

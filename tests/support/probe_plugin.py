@@ -1,0 +1,166 @@
+"""A plug-in as a user writes it: a linear probe of a frozen language model, with nothing of SelfCalibrationModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.identity import base_model_identity, same_base_model
+from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
+from selfcal_lightning.modules.self_calibration import ScoredRows
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.training.lightning_internals import trainer_of
+from selfcal_lightning.training.support import Support, Way, check_features
+
+FILE = "probe.safetensors"
+FEATURE = "probe"
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+REASONS: dict[tuple[str, Way], str] = {(FEATURE, "FSDP2"): "its trunk is loaded whole. Use `trainer.strategy: ddp`"}
+
+
+class LinearProbe(LightningModule):
+    """Reads a confidence from the last hidden state of the query, by a linear function under dropout.
+
+    Args:
+        base_model: Folder or hub name of the trunk.
+        revision: Of a hub model.
+        query: Text behind a response, at whose end the state is read.
+        lr: Learning rate.
+        dropout: Share of the features that are dropped, by the global random numbers.
+    """
+
+    activated, attn_implementation, export_kind = True, None, "module"
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        query: str = DEFAULT_QUERY,
+        lr: float = 0.05,
+        dropout: float = 0.3,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.strict_loading = False
+        self.base_model, self.revision, self.query, self.lr, self.dropout = base_model, revision, query, lr, dropout
+        self.prompt = None  # questions are put as their tasks do
+        self.identity: dict[str, Any] = {}
+        self.exported_from: Path | None = None
+        self.trunk: Any = None
+        self.head: Any = None
+        self.val_metrics = CalibrationMetrics()
+        self._checkpoint = TrainedCheckpoint()
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse FSDP2, by a row of the probe's own."""
+        trainer = trainer or trainer_of(self)
+        if trainer is not None:
+            check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
+
+    def configure_model(self) -> None:
+        """Load the trunk, once."""
+        if self.trunk is not None:
+            return
+        self.check_support()
+        self.identity = base_model_identity(self.base_model, revision=self.revision)
+        self.trunk = load_causal_lm(self.base_model, revision=self.revision, dtype="float32").requires_grad_(False)
+        self.head = nn.Linear(self.trunk.config.hidden_size, 1)
+        state = {name: torch.zeros_like(value) for name, value in self.head.state_dict().items()}
+        if self.exported_from is not None:
+            manifest = read_manifest(self.exported_from)
+            if not same_base_model(manifest["base_model"], self.identity):
+                raise InputError(f"Expected a probe of {self.base_model}, but got {self.exported_from}.")
+            state = load_file(self.exported_from / FILE)
+        self.head.load_state_dict(state)
+
+    def logits(self, batch: SSCBatch) -> Tensor:
+        with torch.no_grad():
+            outputs = self.trunk(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+            )
+        state = outputs.hidden_states[-1].flatten(0, 1)[batch.query_position]
+        return self.head(F.dropout(state, self.dropout, training=self.training)).squeeze(-1)
+
+    def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
+        weight = batch.calibration_weight
+        target = torch.where(weight > 0, batch.target, torch.zeros_like(batch.target))
+        loss = F.binary_cross_entropy_with_logits(self.logits(batch), target, reduction="none")
+        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        return scale * (weight * loss).sum() / batch.calibration_total
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.head.parameters(), lr=self.lr)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.reset()
+
+    def validation_step(self, batch: SSCBatch, batch_idx: int) -> None:
+        p = self.logits(batch).sigmoid()
+        facts = {"correct": batch.correct, "target": batch.target, "question_index": batch.question_index}
+        self.val_metrics.update(confidence=p, task=batch.task, yes_no_mass=torch.ones_like(p), **facts)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"val/{name}": value for name, value in self.val_metrics.compute().items()})
+
+    def predict_step(self, batch: SSCBatch, batch_idx: int) -> ScoredRows:
+        p = self.logits(batch).sigmoid()
+        return ScoredRows(batch.row, batch.question_index, p, p, 1.0 - p)
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint.load(self, checkpoint)
+
+    def on_train_start(self) -> None:
+        self._checkpoint.start(self)
+
+    # ---- exports
+
+    def describe(self) -> dict[str, Any]:
+        return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
+
+    def confidence_origin(self) -> dict[str, Any]:
+        return {"kind": "linear probe", "weights_sha256": self.identity["weights_sha256"], "query": self.query}
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        own = self.head.state_dict() if state is None else {n.removeprefix("head."): v for n, v in state.items()}
+        save_file({name: value.contiguous() for name, value in own.items()}, folder / FILE)
+
+    def load_export(self, folder: Path) -> None:
+        self.exported_from = folder
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        place = {} if base_model is None else {"base_model": base_model}
+        return cls.load_from_checkpoint(path, map_location="cpu", **place)
+
+
+class StopAt(Callback):
+    """Breaks a run in the middle of an epoch, before a step that has been given a checkpoint.
+
+    Args:
+        step: Optimiser steps taken.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ArithmeticError(f"stopped at step {self.step}")

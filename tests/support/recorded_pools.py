@@ -1,0 +1,71 @@
+"""A small store that the bundled model sampled, and its statistics by a naive float64 forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.records import QuestionSamples, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.registry import get_task
+
+NUM_QUESTIONS, NUM_SAMPLES = 4, 3
+SAMPLING = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=60)
+
+
+@dataclass(frozen=True)
+class Naive:
+    """What the naive pass gives for one response: the sum of log p, means over tokens, and P(True)."""
+
+    logprob: float
+    mean_logprob: float
+    certainty: float
+    entropy: float
+    p_true: float
+
+
+def sample_store(engine: TransformersEngine, folder: Path, *, num_questions: int = NUM_QUESTIONS) -> SampleStore:
+    """Sample the first questions of the calibration split into a joined store."""
+    fingerprint = store_fingerprint(engine, engine.chat, SAMPLING, 0)
+    store = SampleStore.create_or_open(folder, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
+    questions = get_task("word_problems").load("calibration", limit=num_questions)
+    generate_samples(
+        questions, split="calibration", engine=engine, chat=engine.chat, store=store, num_samples=NUM_SAMPLES,
+        sampling=SAMPLING, seed=0, progress=False,
+    )  # fmt: skip
+    store.join()
+    return store
+
+
+@torch.no_grad()
+def naive_statistics(model: str, engine: TransformersEngine, pool: Sequence[QuestionSamples]) -> list[list[Naive]]:
+    """Compute every response alone, in float64, from the probabilities themselves."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    query = engine.chat.query
+    rows = []
+    for entry in pool:
+        row = []
+        for sample in entry.samples:
+            start = len(entry.prompt_ids)
+            ids = [*entry.prompt_ids, *sample.token_ids]
+            p = network(torch.tensor([ids])).logits[0].softmax(-1)
+            logprobs, certainties, entropies = [], [], []
+            for position in range(start, len(ids)):
+                drawn_from = p[position - 1]
+                logprobs.append(drawn_from[ids[position]].log().item())
+                certainties.append(-(drawn_from * len(drawn_from)).log().mean().item())
+                entropies.append(-(drawn_from * drawn_from.log()).sum().item())
+            after = network(torch.tensor([[*ids, *query.suffix_ids]])).logits[0, -1].softmax(-1)
+            yes, no = after[list(query.yes_ids)].sum().item(), after[list(query.no_ids)].sum().item()
+            n = len(logprobs)
+            row.append(
+                Naive(sum(logprobs), sum(logprobs) / n, sum(certainties) / n, sum(entropies) / n, yes / (yes + no))
+            )
+        rows.append(row)
+    return rows

@@ -1,0 +1,77 @@
+"""A run of two epochs with a round between them, to be killed: model and folder, --kill_after questions, --resume.
+
+With --devices 2 it is the second process that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.training_runs import data_module, generation, module_of
+
+from selfcal_lightning.exports.writing import write_export
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.store.parts import ShardWriter
+
+
+def kill_after(questions: int) -> None:
+    """Make this process kill itself as soon as it has committed so many questions of round 1."""
+    commit = ShardWriter.commit
+
+    def counted(self: ShardWriter) -> int:
+        number = commit(self)
+        if self.round == 1 and self.committed >= questions:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    ShardWriter.commit = counted
+
+
+def main() -> None:
+    """Train, and write the hash of the adapter."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill_after", type=int)
+    parser.add_argument("--resume")
+    parser.add_argument("--devices", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.kill_after is not None and int(os.environ.get("LOCAL_RANK", "0")) == options.devices - 1:
+        kill_after(options.kill_after)
+    module = module_of(options.model, lora=LoraSettings(r=4, dropout=0.2, activated=False))
+    settings: dict[str, Any] = {"max_new_tokens": 60, "questions_per_shard": 1, "shard_by_shard": True}
+    checkpoints = ModelCheckpoint(options.folder / "checkpoints", filename="{step}", every_n_train_steps=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[generation(**settings), checkpoints],
+    )
+    data = data_module(options.model, options.folder / "store", regenerate_every_n_epochs=1, total_tuples=12)
+    trainer.fit(module, datamodule=data, ckpt_path=options.resume)
+    if not trainer.is_global_zero:
+        return
+    adapter = write_export(module, options.folder / "adapter")
+    (options.folder / "result.json").write_text(json.dumps({"adapter": weights_sha256(str(adapter))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Made-up samples and the ways in which the tests of the store write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+
+MODEL = ModelIdentity("m", weights_sha256="w")
+FINGERPRINT = StoreFingerprint(
+    model=MODEL,
+    prompt=PromptIdentity(query="Right?", suffix_ids=(1, 2)),
+    sampling=SamplingSettings(temperature=0.8, edt_scale=None),
+    seed=0,
+)
+NUM_SAMPLES = 4
+
+
+def make_store(path: Path, *, num_samples: int | None = NUM_SAMPLES, round: int = 0) -> SampleStore:
+    return SampleStore.create_or_open(
+        path, FINGERPRINT, num_samples=num_samples, engine={"engine": "fake"}, round=round
+    )
+
+
+def make_group(
+    question: Question, *, num_samples: int = NUM_SAMPLES, split: str = "train", round: int = 0, mark: str = ""
+) -> QuestionSamples:
+    samples = tuple(
+        Sample(
+            question_id=question.id,
+            index=index,
+            round=round,
+            text=f"{mark}{question.id} é {index}\n",
+            token_ids=tuple(range(index)),
+            finish="length" if index % 2 else "stop",
+            answer=None if index == 1 else str(index % 3),
+            correct=[True, None, False][index % 3],
+            logprob=-1.5 * index,
+            yes_mass=None if index == 2 else 0.3,
+            no_mass=None if index == 2 else 0.1 * index,
+            confidences={"length": index / 8} if index else {},
+        )
+        for index in range(num_samples)
+    )
+    return QuestionSamples(question, samples, split, tuple(range(7)))
+
+
+def write(
+    store: SampleStore,
+    questions: Sequence[Question],
+    *,
+    part: str = "a",
+    per_shard: int = 3,
+    round: int = 0,
+    **options: str,
+) -> None:
+    with store.writer(part, round=round, questions_per_shard=per_shard) as writer:
+        for question in questions:
+            writer.append(make_group(question, round=round, **options))
+
+
+def shards(store: SampleStore, part: str = "a") -> list[Path]:
+    return sorted((store.path / "parts" / part).glob("*.parquet"))
+
+
+def leftovers(store: SampleStore) -> list[Path]:
+    return list(store.path.rglob("*.tmp"))

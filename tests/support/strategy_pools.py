@@ -1,0 +1,66 @@
+"""Random pools for the property tests of strategies: ties, unreadable answers, zero mass, uneven lengths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.strategies.base import Strategy
+from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.vectorised.arrays import UNREADABLE, PoolArrays
+
+
+def make_entry(
+    answers: Sequence[str | None], confidences: Sequence[float | None], *, gold: str = "a", name: str = "q"
+) -> QuestionSamples:
+    """Return recorded samples with these answers and P(True) values; every token list is as long as its index + 1."""
+    samples = tuple(
+        Sample(
+            question_id=name, index=index, round=0, text=f"answer {answer}", token_ids=tuple(range(index + 1)),
+            finish="stop", answer=answer, correct=answer == gold, logprob=-1.0 - index,
+            yes_mass=confidence, no_mass=None if confidence is None else 1.0 - confidence,
+        )
+        for index, (answer, confidence) in enumerate(zip(answers, confidences, strict=True))
+    )  # fmt: skip
+    return QuestionSamples(Question(name, "local_text", (), gold), samples, "test")
+
+
+def random_pool(seed: int, *, num_questions: int = 25, most: int = 9) -> list[QuestionSamples]:
+    """Return a pool of uneven lengths; coarse confidences make ties, some are 0, some None, some answers unreadable."""
+    draw = random.Random(seed)
+    pool = []
+    for number in range(num_questions):
+        length = draw.randint(1, most)
+        silent = draw.random() < 0.1  # all confidences zero
+        mute = draw.random() < 0.1  # nothing readable
+        answers = [None if mute or draw.random() < 0.15 else draw.choice("abcd") for _ in range(length)]
+        confidences = [
+            0.0 if silent else None if draw.random() < 0.05 else draw.choice([0.0, 0.25, 0.5, 0.75, 1.0])
+            for _ in range(length)
+        ]
+        pool.append(make_entry(answers, confidences, name=f"q{number}"))
+    return pool
+
+
+def assert_curve_equals_solve(strategy: Strategy, grid: Sequence[float], *, seeds: Sequence[int] = range(20)) -> None:
+    """Hold ``strategy.curve`` equal to ``solve`` on random pools at every value of its ``grid_parameter``."""
+    for seed in seeds:
+        pool = random_pool(seed)
+        arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
+        outcome = strategy.curve(arrays, grid)  # type: ignore[attr-defined]
+        for row, value in enumerate(grid):
+            at_value = replace(strategy, **{strategy.grid_parameter: value})  # type: ignore[attr-defined, type-var]
+            for column, entry in enumerate(pool):
+                verdict = replay(at_value, entry)
+                code = int(outcome.answer[row, column])
+                codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
+                answer = None if code == UNREADABLE else codes[code]
+                found = (answer, int(outcome.used[row, column]), bool(outcome.stopped_early[row, column]))
+                wanted = (verdict.answer, verdict.samples_used, verdict.stopped_early)
+                where = f"seed {seed}, {entry.question.id}, {strategy.grid_parameter} {value}"  # type: ignore[attr-defined]
+                assert found == wanted, f"{where}: {[(s.answer, s.p_true) for s in entry.samples]}"
+    assert np.isfinite(outcome.used).all()

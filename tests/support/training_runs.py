@@ -1,0 +1,60 @@
+"""Small training runs that the tests of the callbacks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from support.options import nested
+
+from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+
+
+def data_module(tiny_model: str, store: Path, **settings: Any) -> SSCDataModule:
+    """Eight training and three validation questions with four samples each; four optimiser steps an epoch."""
+    arguments = {
+        "train": [QuestionSource("word_problems", split="train", limit=8)],
+        "validation": [QuestionSource("word_problems", split="validation", limit=3)],
+        "num_samples": 4,
+        "total_tuples": 16,
+        "batch_size": 4,
+        "max_length": 400,
+        **settings,
+    }
+    return SSCDataModule(tiny_model, str(store), **arguments)
+
+
+def generation(**settings: Any) -> SSCGeneration:
+    """Short responses."""
+    return SSCGeneration(**nested(**{"max_new_tokens": 60, **settings}))
+
+
+def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
+    """A small adapter that learns fast."""
+    return SelfCalibrationModule(tiny_model, **{"lora": LoraSettings(r=4, activated=False), "lr": 1e-2, **settings})
+
+
+def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
+    """A quiet trainer on the CPU."""
+    arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "num_sanity_val_steps": 0}
+    return Trainer(
+        **{**arguments, **settings},
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
+def fill_store(tiny_model: str, path: Path) -> Path:
+    """Fill the store at ``path`` by a run of one step, and return it."""
+    trainer_with(generation(), max_steps=1, limit_val_batches=0).fit(
+        module_of(tiny_model), datamodule=data_module(tiny_model, path)
+    )
+    return path

@@ -1,0 +1,204 @@
+"""QLoRA as it runs: trajectories, optimisers of bitsandbytes, checkpoints and resuming."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.module_batches import (
+    MIXED,
+    NO_DROPOUT,
+    Planned,
+    batch_of,
+    largest_difference,
+    module_of,
+    quiet_trainer,
+    trained_state,
+)
+from torch.utils.data import DataLoader
+
+from selfcal_lightning.models.quantization import build_optimizer, quantized_layers
+from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+WIDE = replace(NO_DROPOUT, r=32, alpha=16)  # tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj)
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
+    return module_of(tiny_model, **{"quantization": "nf4", **settings})
+
+
+# ---- trajectories
+
+
+def test_checkpointed_activations_change_nothing(tiny_model: str, chat: ChatFormat) -> None:
+    states = []
+    for gradient_checkpointing in (False, True):
+        module = qlora(tiny_model, gradient_checkpointing=gradient_checkpointing)
+        batch = batch_of(MIXED[:8], chat)
+        quiet_trainer(max_epochs=3).fit(module, DataLoader([batch], batch_size=None))
+        states.append(trained_state(module))
+    assert largest_difference(*states) < 1e-6
+    assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-2
+
+
+class KeepState(Callback):
+    """Write what each process trained to a file: with two processes the parent never sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(trained_state(pl_module), self.folder / f"{trainer.world_size}-{trainer.global_rank}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_two_processes_take_the_steps_of_one(tiny_model: str, chat: ChatFormat, tmp_path: Path, optimizer: Any) -> None:
+    for settings in ({}, {"devices": 2, "strategy": "ddp_fork"}):
+        trainer = quiet_trainer(callbacks=[KeepState(tmp_path)], **settings)
+        module = qlora(tiny_model, lora=WIDE, lr=1e-3, optimizer=optimizer)
+        trainer.fit(module, datamodule=Planned(chat, 8 // trainer.world_size))
+    one, first, second = (torch.load(tmp_path / name) for name in ("1-0", "2-0", "2-1"))
+    assert largest_difference(first, second) == 0.0
+    # In 8 bits, gradients that differ in the last bit of float32 may be rounded to neighbours.
+    assert largest_difference(one, first) < (1e-5 if optimizer == "adamw" else 2e-4)
+    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 2e-3
+
+
+# ---- the optimisers
+
+
+def steps(tiny_model: str, chat: ChatFormat, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    """Train on one batch; return the losses, the adapter and the optimiser."""
+    losses: list[float] = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+            losses.append(outputs["loss"].item())
+
+    module = qlora(tiny_model, lora=WIDE, **settings)
+    trainer = quiet_trainer(callbacks=[Record()], max_epochs=8)
+    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
+    return losses, trained_state(module), trainer.optimizers[0]
+
+
+@pytest.fixture(scope="module")
+def plain_steps(tiny_model: str, chat: ChatFormat) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    return steps(tiny_model, chat, optimizer="adamw")
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_optimisers_lower_the_loss(tiny_model: str, chat: ChatFormat, plain_steps: tuple, name: str) -> None:
+    losses, state, optimizer = steps(tiny_model, chat, optimizer=name)
+    plain_losses, plain_state, _ = plain_steps
+    assert losses[0] == plain_losses[0]
+    assert losses[-1] < 0.7 * losses[0]
+    moments = {value.numel(): optimizer.state[value]["state1"].dtype for value in optimizer.param_groups[0]["params"]}
+    if name == "paged_adamw":  # the same arithmetic as torch's
+        assert moments == {4096: torch.float32, 2048: torch.float32}
+        assert largest_difference(state, plain_state) < 1e-4
+    else:
+        assert moments == {4096: torch.uint8, 2048: torch.float32}
+        assert losses[-1] == pytest.approx(plain_losses[-1], rel=0.2)
+
+
+def test_weight_decay_and_learning_rate_reach_the_optimiser() -> None:
+    for name in ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
+        weight = torch.nn.Parameter(torch.full((4096,), 2.0))
+        weight.grad = torch.zeros_like(weight)
+        build_optimizer(name, [weight], lr=0.5, weight_decay=0.1).step()
+        torch.testing.assert_close(weight.data, torch.full((4096,), 2.0 * (1 - 0.5 * 0.1)))
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Two epochs with dropout; the checkpoint of each epoch's end, and the module."""
+    folder = tmp_path_factory.mktemp("qlora")
+    torch.manual_seed(1)
+    module = qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
+    keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(module, datamodule=Planned(chat, 8))
+    return folder, module
+
+
+def test_checkpoint_holds_the_adapter_and_8_bit_moments(checkpoints: tuple[Path, Any], tiny_model: str) -> None:
+    folder, module = checkpoints
+    path = folder / "epoch=1.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint["state_dict"]) == set(trained_state(module))
+    assert checkpoint["hyper_parameters"]["quantization"] == "nf4"
+    assert checkpoint["base_model_identity"]["model"] == tiny_model
+    elements = sum(value.numel() for value in checkpoint["state_dict"].values())
+    # Four bytes of weight an element, and two of moments where these are quantised; eight in 32 bits.
+    assert 6 * elements < path.stat().st_size < 8 * elements
+    loaded = SelfCalibrationModule.load_from_checkpoint(path)
+    assert len(quantized_layers(loaded)) == 42
+    assert largest_difference(trained_state(loaded), trained_state(module)) == 0.0
+
+
+def _tensors(value: Any, place: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {place: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {name: found for key, inner in items for name, found in _tensors(inner, f"{place}/{key}").items()}
+
+
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+    checkpoints: tuple[Path, Any], tiny_model: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    folder, _ = checkpoints
+    torch.manual_seed(2)
+    module = qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, datamodule=Planned(chat, 8), ckpt_path=folder / "epoch=0.ckpt")
+    trainer.save_checkpoint(tmp_path / "resumed.ckpt")
+    resumed, whole, half = (
+        torch.load(path, weights_only=True)
+        for path in (tmp_path / "resumed.ckpt", folder / "epoch=1.ckpt", folder / "epoch=0.ckpt")
+    )
+    assert (resumed["global_step"], half["global_step"]) == (6, 3)
+    for part in ("state_dict", "optimizer_states"):
+        here, there, before = (_tensors(checkpoint[part]) for checkpoint in (resumed, whole, half))
+        assert here.keys() == there.keys()
+        assert all(torch.equal(here[name], there[name]) for name in here)
+        assert any(not torch.equal(here[name], before[name]) for name in here)
+    assert torch.uint8 in {value.dtype for value in _tensors(resumed["optimizer_states"]).values()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": None}, "`quantization` to be 'nf4', as in the run that is resumed, but got None"),
+        (
+            {"optimizer": "adamw"},
+            "`optimizer` to be 'paged_adamw_8bit', as in the run that is resumed, but got 'adamw'",
+        ),
+    ],
+)
+def test_other_arithmetic_is_refused_when_resuming_only(
+    checkpoints: tuple[Path, Any], tiny_model: str, chat: ChatFormat, settings: dict[str, Any], message: str
+) -> None:
+    arguments = {"quantization": "nf4", "optimizer": "paged_adamw_8bit", "lora": replace(WIDE, dropout=0.2), **settings}
+    path, batch = checkpoints[0] / "epoch=0.ckpt", batch_of(MIXED[:4], chat)
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(max_epochs=2).fit(module_of(tiny_model, **arguments), datamodule=Planned(chat, 8), ckpt_path=path)
+    scored = quiet_trainer().validate(
+        module_of(tiny_model, **arguments), DataLoader([batch], batch_size=None), ckpt_path=path, verbose=False
+    )
+    assert scored[0]["val/count/Responses"] == 4

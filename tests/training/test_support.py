@@ -1,0 +1,123 @@
+"""The table of what runs how, and that what it refuses is refused before the long work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    XLAStrategy,
+)
+from support.module_batches import module_of, quiet_trainer
+from support.other_models import plain_copy
+from support.trainers import trainer_of
+from support.training_runs import data_module, generation
+from transformers import LlamaConfig
+
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
+
+
+def test_the_table_is_whole() -> None:
+    refused = {(feature, way) for feature, row in SUPPORT.items() for way in WAYS if row[way] == "no"}
+    assert refused == set(REASONS)
+    lines = support_table().splitlines()
+    assert len(lines) == 2 + len(SUPPORT)
+    assert "| QLoRA (nf4) | yes | yes | no |" in lines
+    assert all(line.count("|") == 2 + len(WAYS) for line in lines)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("feature", [name for name in SUPPORT if name not in {"CPU", "GPU"}])
+def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
+    precision = feature.removeprefix("precision ") if feature.startswith("precision ") else "32-true"
+    settings = {
+        "lora": feature != "full fine-tuning",
+        "gradient_checkpointing": feature == "gradient checkpointing",
+        "quantization": "nf4" if feature == "QLoRA (nf4)" else None,
+        "optimizer": "paged_adamw" if feature == "8-bit and paged optimisers" else "adamw",
+        "beside": feature == "adapters side by side",
+    }
+    if SUPPORT[feature][way] == "no":
+        with pytest.raises(ValueError, match=f"run that {way} supports, but got ") as caught:
+            check_support(trainer_of(way, precision), **settings)
+        assert REASONS[feature, way] in str(caught.value)
+    else:
+        check_support(trainer_of(way, precision), **settings)
+
+
+Untried = type("Untried", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (FSDPStrategy, "FSDPStrategy, which is FSDP1"),
+        (ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
+        (DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
+        (XLAStrategy, "XLAStrategy, which was never tried"),
+        (Untried, "Untried, which was never tried"),
+    ],
+)
+def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> None:
+    # DeepSpeed need not be installed to be refused.
+    with pytest.raises(ValueError, match=f"but got {message}.*AdapterModelParallelStrategy"):
+        way_of(kind.__new__(kind))
+    assert way_of(DDPStrategy()) == "DDP"
+
+
+def test_other_precisions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`trainer\.precision` to be one of .*, but got '16-true'"):
+        check_support(trainer_of("one process", "16-true"), lora=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(("q_proj", "qkv_proj"), r"\['qkv_proj'\], which match none.* has .*'q_proj'"), (("lm_head",), "shares its")],
+)
+def test_layers_that_the_model_has_not_are_refused_before_anything_is_sampled(
+    tiny_model: str, tmp_path: Path, targets: tuple[str, ...], message: str
+) -> None:
+    trainer = quiet_trainer(callbacks=[generation()])
+    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=targets, activated=False))
+    with pytest.raises(ValueError, match=rf"Expected `target_modules` .*{message}"):
+        trainer.fit(module, datamodule=data_module(tiny_model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+    assert module.model is None
+
+
+def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path) -> None:
+    model = plain_copy(tiny_model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{weights} to be a whole safetensors file"):
+        quiet_trainer(callbacks=[generation()]).fit(module_of(model), datamodule=data_module(model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
+    """A model of 70 billion parameters has shapes here and no weights at all."""
+    from selfcal_lightning.models.meta_models import check_architecture
+
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    check_architecture(str(tmp_path), LoraSettings())
+    assert torch.equal(torch.get_rng_state(), state), "what training draws does not depend on the look"
+    with pytest.raises(ValueError, match="which match none"):
+        check_architecture(str(tmp_path), LoraSettings(target_modules=("c_attn",)))
+
+
+def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(strategy=DDPStrategy(), precision="64-true", callbacks=[generation()])
+    with pytest.raises(ValueError, match="but got '64-true'"):
+        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+    with pytest.raises(ValueError, match="but got '64-true'"):
+        quiet_trainer(precision="64-true").validate(module_of(tiny_model), [])

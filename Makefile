@@ -51,9 +51,10 @@ report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x
 report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours)
 	$(BIN)/python benchmarks/real/report_real.py
 
-lint: $(VENV)/.ready  ## ruff, check and format
+lint: $(VENV)/.ready  ## ruff, check and format, and mypy on the files that pyproject.toml names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
 
 docs: $(VENV)/.ready  ## build the documentation into site/, every broken link an error
 	$(PIP) --editable ".[docs]"

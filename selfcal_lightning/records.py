@@ -143,9 +143,10 @@ class PromptIdentity:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PromptIdentity:
         """Return the identity that :meth:`as_json` or ``ChatFormat.describe`` gave."""
-        known = {name: content.get(name) for name in _names(cls)}
+        known: dict[str, Any] = {name: content.get(name) for name in _names(cls)}
         ids = {name: tuple(known[name]) for name in ("suffix_ids", "yes_ids", "no_ids") if known[name] is not None}
-        return cls(**known | ids, further={name: value for name, value in content.items() if name not in known})
+        further = {name: value for name, value in content.items() if name not in known}
+        return cls(**{**known, **ids, "further": further})
 
     def as_json(self) -> dict[str, Any]:
         """Return the identity as plain JSON types, without what is unknown."""

@@ -86,7 +86,7 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
         ['agreement']
     """
     # Asked each time: plug-ins add estimators.
-    needs = {one.name: one.needs_pool for one in (*ESTIMATORS.values(), *TARGETS)}
+    needs = {one.name: one.needs_pool for one in ESTIMATORS.values()} | {one.name: one.needs_pool for one in TARGETS}
     for one in known:
         needs[one.name] = one.needs_pool or any(needs.get(source, False) for source in one.requires)
     return [name for name in names if needs.get(name, False)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.engines.openai.wire import check_sampling
 from selfcal_lightning.engines.settings import EngineName, EngineOptions
@@ -33,7 +34,7 @@ def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engi
         InputError: If one of ``engine_args`` is not an argument of the engine, or has an option of its own.
     """
     kind = engine_class(options.name)
-    own = {"revision": options.revision, "adapter": options.adapter, "dtype": options.dtype}
+    own: dict[str, Any] = {"revision": options.revision, "adapter": options.adapter, "dtype": options.dtype}
     own |= {"max_batch": options.max_batch, "chat": chat}
     if options.base_url is not None:
         own["base_url"] = options.base_url
@@ -115,7 +116,7 @@ def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
         check_sampling(sampling, server_edt=options.engine_args.get("server_edt", False))
 
 
-def engine_class(name: EngineName) -> type[Engine]:
+def engine_class(name: EngineName) -> Callable[..., Engine]:
     """Return the class of an engine; it is imported here, with what it needs."""
     if name == "vllm":
         from selfcal_lightning.engines.vllm.engine import VLLMEngine

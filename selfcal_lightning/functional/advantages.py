@@ -52,9 +52,9 @@ def group_advantages(
     if not minimum_spread >= 0.0:
         raise InputError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
     known = [[reward for reward in group if reward is not None] for group in rewards]
-    for group in known:
-        if not all(map(math.isfinite, group)):
-            raise InputError(f"Expected `rewards` to be finite or None, but got {group}.")
+    for numbers in known:
+        if not all(map(math.isfinite, numbers)):
+            raise InputError(f"Expected `rewards` to be finite or None, but got {numbers}.")
     overall = _spread([reward for group in known for reward in group])
     advantages: list[list[float | None]] = []
     for group, values in zip(rewards, known, strict=True):

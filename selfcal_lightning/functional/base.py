@@ -179,4 +179,6 @@ def concordant_pairs(
     before_question = np.cumsum(question_negatives) - question_negatives
     below = np.cumsum(negatives) - negatives - before_question[question]
     concordant = np.bincount(question, weights=positives * (below + 0.5 * negatives), minlength=num_questions)
-    return concordant, question_positives * question_negatives
+    return np.asarray(concordant, dtype=np.float64), np.asarray(
+        question_positives * question_negatives, dtype=np.float64
+    )

@@ -213,10 +213,10 @@ def paired_bootstrap(
         )
     values = first.values(), second.values()
     draws = [_resampled(part, num_resamples=num_resamples, seed=seed) for part in (first, second)]
-    changes = {
-        metric: _change(metric, *(np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True)), level)
-        for metric in values[0]
+    columns = {
+        metric: [np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True)] for metric in values[0]
     }
+    changes = {metric: _change(metric, before, after, level) for metric, (before, after) in columns.items()}
     if ECE in changes:
         bounds = (_error_bounds(part, num_resamples=num_resamples, seed=seed) for part in (first, second))
         changes[ECE] = error_change(*bounds, level=level)
@@ -295,7 +295,8 @@ class _PerQuestion:
         """Return, per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs."""
         slot = codes * self.num_bins + bin_index(scores, uniform_edges(self.num_bins))
         size = len(self.questions) * self.num_bins
-        return np.bincount(slot, weights=labels - scores, minlength=size).reshape(-1, self.num_bins)
+        gaps: Floats = np.bincount(slot, weights=labels - scores, minlength=size).astype(np.float64)
+        return gaps.reshape(-1, self.num_bins)
 
     def gaps(self, counts: Floats) -> Floats:
         """Return the mean over all responses of (correct - confidence) in each bin [r, B]; see ``weighted``."""

@@ -99,7 +99,8 @@ def reliability_bins(
         edges = np.unique(np.concatenate([[0.0], np.quantile(probabilities, edges[1:-1]), [1.0]]))
     index = bin_index(probabilities, edges)
     count, confidence_sum, correct_sum = (
-        np.bincount(index, weights=weights, minlength=len(edges) - 1) for weights in (None, probabilities, labels)
+        np.bincount(index, weights=weights, minlength=len(edges) - 1).astype(np.float64)
+        for weights in (None, probabilities, labels)
     )
     return ReliabilityBins.from_sums(edges, count, confidence_sum, correct_sum)
 

@@ -121,4 +121,5 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
     if not len(values):
         return np.zeros(0)
     ranks = average_rank(values) if ties == "mean" else np.argsort(np.argsort(values, kind="stable")) + 1.0
-    return np.quantile(wanted, (ranks - 1.0) / (len(values) - 1) if len(values) > 1 else np.array([0.5]))
+    places = (ranks - 1.0) / (len(values) - 1) if len(values) > 1 else np.array([0.5])
+    return np.asarray(np.quantile(wanted, places), dtype=np.float64)

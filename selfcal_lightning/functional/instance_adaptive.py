@@ -105,4 +105,5 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
     scores = as_rates(np.asarray(kept_scores, dtype=np.float64), "kept_scores")
     if not scores.size:
         return 0
-    return int(min(required_samples(scores.min(), target=target, num_paths=num_paths), maximum))
+    wanted = float(required_samples(scores.min(), target=target, num_paths=num_paths))
+    return int(min(wanted, float(maximum)))

@@ -110,7 +110,9 @@ class _LogNormaliser(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             p = logits.sub_(result[:, None]).exp_()
             with torch.autocast(hidden.device.type, enabled=False):
-                slope = sum(p[:, tile] @ weight[tile].to(p.dtype) for tile in _tiles(weight))
+                slope = p.new_zeros(hidden.shape)
+                for tile in _tiles(weight):
+                    slope += p[:, tile] @ weight[tile].to(p.dtype)
             ctx.save_for_backward(slope.to(hidden.dtype))
         return result
 

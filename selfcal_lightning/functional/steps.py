@@ -240,7 +240,8 @@ def _ended_steps(text: str, rule: StepRule, marker: str) -> tuple[list[_Step], i
 
 def _headed_steps(text: str, is_over: bool) -> tuple[list[_Step], int]:
     """Return the steps that the next heading ends, and where the text behind the last heading starts."""
-    found, start = [], None
+    found: list[_Step] = []
+    start: int | None = None
     for heading in _headings(text, is_over=is_over):
         step = _stripped(text, start, heading.start) if start is not None else None
         start = heading.end

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -89,10 +90,11 @@ def drop_replaced(root: Path) -> int:
     """
     folders = part_folders(root)
     replaced = {entry.replaces for folder in folders for entry in read_part(folder).shards}
-    return sum(
-        drop_shards(folder, lambda entry, part=folder.name: f"parts/{part}/{entry.file}" in replaced)
-        for folder in folders
-    )
+
+    def is_replaced(entry: ShardEntry, part: str) -> bool:
+        return f"parts/{part}/{entry.file}" in replaced
+
+    return sum(drop_shards(folder, partial(is_replaced, part=folder.name)) for folder in folders)
 
 
 def remove_unfinished_rereads(root: Path) -> None:

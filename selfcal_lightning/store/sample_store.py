@@ -127,7 +127,8 @@ class SampleStore:
                 + "; ".join(differences)
                 + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
             )
-        if None not in (stored.num_samples, num_samples) and num_samples > stored.num_samples:
+        known = stored.num_samples
+        if known is not None and num_samples is not None and num_samples > known:
             raise InputError(
                 f"Expected `num_samples` to be at most {stored.num_samples}, the number of samples a question in "
                 f"{path}, but got {num_samples}. Use another `store_dir` for more samples, or ask for fewer."
@@ -324,9 +325,9 @@ class SampleStore:
             handle, starts = self._handle(file)
             table = handle.read_row_group(group, use_threads=False)
             rows = decode_rows(table.take([locators[position][1] - int(starts[group]) for position in positions]))
-            for position, row in zip(positions, rows, strict=True):
-                found[position] = row
-        return [row for row in found if row is not None]
+            for position, decoded in zip(positions, rows, strict=True):
+                found[position] = decoded
+        return [stored for stored in found if stored is not None]
 
     def _shards(self) -> tuple[ShardEntry, ...]:
         shards = self.manifest.shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from selfcal_lightning.confidence.base import RESERVED, STORED, Estimator
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
@@ -40,10 +40,11 @@ class EstimatorClass(Protocol):
         ...
 
 
-ESTIMATORS: dict[str, EstimatorClass] = {
-    estimator.name: estimator
-    for estimator in (PTrue, Verbalized, ResponseConsistency, SequenceLogprob, MeanLogprob, SelfCertainty, TokenEntropy)
-}
+_OWN = cast(  # a class whose attributes are class variables is one of them
+    "tuple[EstimatorClass, ...]",
+    (PTrue, Verbalized, ResponseConsistency, SequenceLogprob, MeanLogprob, SelfCertainty, TokenEntropy),
+)
+ESTIMATORS: dict[str, EstimatorClass] = {estimator.name: estimator for estimator in _OWN}
 READS = ("engine", "tokens", "pool")
 _PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
 

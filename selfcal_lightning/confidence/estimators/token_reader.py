@@ -122,7 +122,7 @@ class TokenReader:
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key]) -> list[ResponseStatistics]:
         """Run prompt + response of each of ``batch``, padded on the right, and reduce its tokens to sums and means."""
-        device = self.network.get_input_embeddings().weight.device
+        device = self.network.device
         shape = len(batch), max(len(prompt) + len(response) for prompt, response in batch)
         ids = torch.zeros(shape, dtype=torch.long)
         mask = torch.zeros(shape, dtype=torch.long)

@@ -147,10 +147,9 @@ class Fusion:
             ValueError: The numbers do not fit together.
         """
         lists = {name: tuple(float(x) for x in content[name]) for name in ("weights", "means", "stds")}
-        tables = {
-            name: tuple(ConfidenceScores.from_json(row) for row in content[name])
-            for name in ("scores", "held_out_scores")
-        }
+        scores, held_out = (
+            tuple(ConfidenceScores.from_json(row) for row in content[name]) for name in ("scores", "held_out_scores")
+        )
         return cls(
             name=content["name"],
             features=tuple(content["features"]),
@@ -159,8 +158,11 @@ class Fusion:
             l2=float(content["l2"]),
             needs_pool=bool(content["needs_pool"]),
             fitted_on=FittedOn.from_json(content["fitted_on"]),
-            **lists,
-            **tables,
+            weights=lists["weights"],
+            means=lists["means"],
+            stds=lists["stds"],
+            scores=scores,
+            held_out_scores=held_out,
         )
 
     def save(self, path: str | Path) -> None:

@@ -163,9 +163,10 @@ def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
         TemperatureMap(temperature=2.0)
     """
     if kind == "temperature":
-        map_: ScalerMap = TemperatureMap(**parameters)
-        if not map_.temperature > 0.0:
-            raise InputError(f"Expected `temperature` to be positive, but got {map_.temperature}.")
+        scaled = TemperatureMap(**parameters)
+        if not scaled.temperature > 0.0:
+            raise InputError(f"Expected `temperature` to be positive, but got {scaled.temperature}.")
+        map_: ScalerMap = scaled
     elif kind == "platt":
         map_ = PlattMap(**parameters)
         if not (math.isfinite(map_.slope) and math.isfinite(map_.intercept)):

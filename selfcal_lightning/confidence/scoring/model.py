@@ -173,7 +173,7 @@ class ScoringModel:
             return self._engine
         options = replace(self.settings.engine, revision=self.revision)
         if options.name == "transformers":  # one model in memory for this and for statistics of tokens
-            self._engine = serve_model(
+            opened: Engine = serve_model(
                 options,
                 self._open_network(),
                 chat=self.chat,
@@ -182,8 +182,9 @@ class ScoringModel:
                 query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
             )
         else:
-            self._engine = open_engine(options, self.source, chat=self.chat)
-        return self._engine
+            opened = open_engine(options, self.source, chat=self.chat)
+        self._engine = opened
+        return opened
 
     def _open_tokens(self) -> TokenReader:
         if self._tokens is None:

@@ -164,7 +164,7 @@ def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
     return np.where(winner < limit, winner % num_rows, UNREADABLE).astype(np.int32)
 
 
-def first_crossing(scores: Floats, grid: Sequence[float] | Floats) -> Integers:
+def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) -> Integers:
     """Return the first column whose score is at least each value of the grid [G, Q]; W where there is none.
 
     Args:

@@ -1,0 +1,81 @@
+"""How long a verb takes to its first line, and to its help: ``python benchmarks/speed/start_up.py [--passes 5]``.
+
+Each command runs in a process of its own; the clock stops at the first character on standard output or standard error.
+Medians of the passes, after one that warms the disk's cache. Figures go to ``benchmarks/results/start_up.{json,md}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+HELP_TARGET, LINE_TARGET = 1.5, 3.0
+HELPS = ("fit", "generate", "evaluate", "answer", "score", "export", "fit-threshold")
+LINES = {
+    "fit": ["fit", "--config", "CONFIGS/demo.yaml", "--check", "true"],
+    "generate": ["generate", "--model", "bundled", "--store_dir", "STORE", "--task", "word_problems", "--limit", "1"],
+    "answer": ["answer", "--model", "bundled", "--question", "What is 1+1?", "--max_samples", "1"],
+    "evaluate": ["evaluate", "--model", "bundled", "--output_dir", "STORE",
+                 "--tests", "[{name: t, task: word_problems, split: test_id, limit: 1}]"],
+}  # fmt: skip
+
+
+def main() -> int:
+    """Measure all, print and write the table. Exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows = [(f"{verb} --help", HELP_TARGET, [verb, "--help"]) for verb in HELPS]
+    rows += [(f"{verb}, first line", LINE_TARGET, arguments) for verb, arguments in LINES.items()]
+    found = {}
+    for name, target, arguments in rows:
+        seconds = [first_character(arguments) for _ in range(options.passes + 1)][1:]
+        found[name] = {"seconds": statistics.median(seconds), "target": target}
+        print(f"{name:<28}{found[name]['seconds']:6.2f} s (at most {target} s)", flush=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    command = f"python benchmarks/speed/start_up.py --passes {options.passes}"
+    (options.results / "start_up.json").write_text(json.dumps({"command": command, "rows": found}, indent=1) + "\n")
+    (options.results / "start_up.md").write_text(as_markdown(command, found))
+    return 0 if all(row["seconds"] <= row["target"] for row in found.values()) else 1
+
+
+def first_character(arguments: list[str]) -> float:
+    """Return the seconds until a command says something; it is stopped then."""
+    configs = str(Path(__file__).resolve().parents[2] / "configs")
+    with tempfile.TemporaryDirectory() as folder:
+        given = [one.replace("CONFIGS", configs).replace("STORE", f"{folder}/store") for one in arguments]
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "selfcal_lightning", *given],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, env={**os.environ, "COLUMNS": "100"},
+        )  # fmt: skip
+        with selectors.DefaultSelector() as selector:
+            for stream in (process.stdout, process.stderr):
+                selector.register(stream, selectors.EVENT_READ)  # type: ignore[arg-type]
+            selector.select(timeout=120.0)
+            seconds = time.monotonic() - started
+        process.kill()
+        process.communicate()
+    return seconds
+
+
+def as_markdown(command: str, found: dict[str, dict[str, float]]) -> str:
+    """Return the table."""
+    rows = [f"| `{name}` | {row['seconds']:.2f} | {row['target']} |" for name, row in found.items()]
+    return (
+        "\n".join([f"Command: `{command}` (two CPU cores).", "", "| | s | target |", "|---|---:|---:|", *rows]) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

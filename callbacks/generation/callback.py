@@ -33,7 +33,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.existing import is_complete, open_existing
 from selfcal_lightning.generation.process_share import part_name
 from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file, keep_adapter, serving
-from selfcal_lightning.generation.sampler import generate_samples, select_share, store_fingerprint
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.generation.shares import select_share
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, SamplingSettings

@@ -17,7 +17,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rounds.adapters import adapter_folder, check_same_training, serving
 from selfcal_lightning.generation.rounds.drift import describe_round, describe_shift, question_targets
 from selfcal_lightning.generation.rounds.engine_check import check_adapter, make_probes
-from selfcal_lightning.generation.sampler import select_share
+from selfcal_lightning.generation.shares import select_share
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.runtime.progress import say
 from selfcal_lightning.store.index import SampleIndex

@@ -13,6 +13,8 @@ __getattr__, __dir__, __all__ = face(
         "rounds.drift": ["describe_round", "describe_shift", "question_targets"],
         "rounds.engine_check": ["check_adapter", "make_probes"],
         "running": ["check_run", "parse_shard", "plan_run", "sample_questions"],
-        "sampler": ["GenerationReport", "generate_samples", "select_share", "store_fingerprint"],
+        "report": ["GenerationReport"],
+        "sampler": ["generate_samples", "store_fingerprint"],
+        "shares": ["select_share"],
     },
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.generation.sampler import missing_questions, select_share
+from selfcal_lightning.generation.shares import missing_questions, select_share
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder
 from selfcal_lightning.models.adapter_files import adapter_identity

@@ -11,7 +11,9 @@ from selfcal_lightning.engines.checking import check_engine
 from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.generation.sampler import GenerationReport, check_questions, generate_samples, store_fingerprint
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.generation.shares import check_questions
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store.manifest import check_place

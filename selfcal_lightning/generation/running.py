@@ -15,7 +15,8 @@ from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.existing import is_complete, open_existing
 from selfcal_lightning.generation.process_share import GenerationSettings, part_name, sample_share
-from selfcal_lightning.generation.sampler import GenerationReport, missing_questions, select_share
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.shares import missing_questions, select_share
 from selfcal_lightning.generation.workers import run_workers
 from selfcal_lightning.model_files.locations import BUNDLED_NAME, resolve_model
 from selfcal_lightning.plugins import loaded_plugins

@@ -19,6 +19,8 @@ from selfcal_lightning.engines.base import (
     RequestsFailedError,
 )
 from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.shares import check_questions, missing_questions, select_share
 from selfcal_lightning.records import (
     ModelIdentity,
     PromptIdentity,
@@ -27,15 +29,12 @@ from selfcal_lightning.records import (
     Request,
     Response,
     SamplingSettings,
-    duplicate_ids,
-    question_hash,
     sample_seed,
 )
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.runtime.stop_signals import Interrupt, never
 from selfcal_lightning.store.parts import ShardWriter
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
-from selfcal_lightning.store.shards import question_digest
 from selfcal_lightning.tasks.answers.math_processes import Undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge
@@ -44,62 +43,10 @@ from selfcal_lightning.tasks.registry import get_task
 if TYPE_CHECKING:
     from selfcal_lightning.prompts.chat_format import ChatFormat
 
+
 QUEUE_BATCHES = 2
 MODEL_FACTS = tuple(one.name for one in fields(ModelIdentity) if one.name != "further")
 COMMIT_SECONDS = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationReport:
-    """What a run did.
-
-    Attributes:
-        store_dir: Where the samples are.
-        questions: Questions of this share.
-        reused: Those of them that the store had already.
-        generated: Responses sampled.
-        unreadable: Sampled responses without a readable answer.
-        truncated: Sampled responses that the token limit cut.
-        refused: Requests that the engine refuses by itself; stored as empty, unfinished responses.
-        left_out: Questions of which other requests failed; they are not stored, and the next run samples them.
-        seconds: Wall-clock time.
-        cut_read: Those of the responses that the token limit cut that have an answer all the same.
-    """
-
-    store_dir: str
-    questions: int
-    reused: int
-    generated: int
-    unreadable: int
-    truncated: int
-    refused: int
-    left_out: int
-    seconds: float
-    cut_read: int = 0
-
-    def __str__(self) -> str:
-        sampled = max(self.generated, 1)
-        return (
-            f"{self.questions:,} questions ({self.reused:,} stored before), {self.generated:,} responses in "
-            f"{self.seconds:.0f} s ({self.generated / max(self.seconds, 1e-9):.1f} a second): "
-            f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit"
-            f"{self._reading_of_cut()}, "
-            f"{self.refused:,} refused, {self.left_out:,} questions left out. Samples in {self.store_dir}"
-        )
-
-    def _reading_of_cut(self) -> str:
-        if not self.truncated:
-            return ""
-        return f" (an answer was read in {self.cut_read / self.truncated:.1%} of these)"
-
-    def check_complete(self) -> None:
-        """Raise RuntimeError where questions were left out: the run is not done."""
-        if self.left_out:
-            raise RunError(
-                f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
-                f"failed and were left out. What is complete is kept in {self.store_dir}: start the same command again "
-                "to sample them."
-            )
 
 
 @dataclass(slots=True)
@@ -206,53 +153,6 @@ def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettin
     described = engine.describe()
     model = ModelIdentity(**{name: described.get(name) for name in MODEL_FACTS})
     return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed)
-
-
-def check_questions(questions: Sequence[Question]) -> None:
-    """Raise ValueError when there are no questions or an id occurs twice."""
-    if not questions:
-        raise InputError("Expected `questions` to hold at least one question, but got none.")
-    if repeated := duplicate_ids(questions):
-        raise InputError(
-            f"Expected question ids to be unique, but got {len(repeated)} more than once, the first of them "
-            f"{repeated[0]!r}. Give every question an id of its own, or name every task once."
-        )
-
-
-def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[Question]:
-    """Return the questions of share i of n, ``shard = (i, n)``.
-
-    Example:
-        >>> questions = [Question(str(i), "t", ()) for i in range(10)]
-        >>> sum(len(select_share(questions, (i, 3))) for i in range(3))
-        10
-    """
-    number, total = shard
-    if not 0 <= number < total:
-        raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
-    return [question for question in questions if question_hash(question.id) % total == number]
-
-
-def missing_questions(questions: Sequence[Question], store: SampleStore, *, split: str, round: int) -> list[Question]:
-    """Return the questions that no part of the store has committed.
-
-    Raises:
-        ValueError: A question lies there with another wording or reference, or in another split.
-    """
-    stored = store.stored_questions(round=round, include_parts=True)
-    for question in questions:
-        found = stored.get(question.id)
-        if found is not None and found.split != split:
-            raise InputError(
-                f"Expected question {question.id!r} to be in split {split!r}, but got {found.split!r} in the store "
-                f"{store.path}. A question belongs to one split: remove it from one, or use another `store_dir`."
-            )
-        if found is not None and found.digest != question_digest(question):
-            raise InputError(
-                f"Expected question {question.id!r} to be as it was when the store {store.path} was sampled, but got "
-                "another task, wording or reference. Use another `store_dir`, or go back to the earlier questions."
-            )
-    return [question for question in questions if question.id not in stored]
 
 
 class _Sampler:

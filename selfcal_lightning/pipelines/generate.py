@@ -7,8 +7,8 @@ import sys
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.generation.process_share import GenerationSettings
+from selfcal_lightning.generation.report import GenerationReport
 from selfcal_lightning.generation.running import check_run, plan_run, sample_questions
-from selfcal_lightning.generation.sampler import GenerationReport
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt

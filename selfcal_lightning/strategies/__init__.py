@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = face(
         "rules.pass_at_n": ["PassAtN"],
         "rules.self_consistency": ["SelfConsistency"],
         "rules.window_stopping": ["WindowStopping"],
+        "replay_source": ["ReplaySource"],
         "sources": ["EngineSource"],
         "thresholds.calibration_pool": ["CalibrationPool"],
         "thresholds.fitted": ["FittedThreshold"],

@@ -15,7 +15,8 @@ from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_share
 
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError, generate
-from selfcal_lightning.generation.sampler import QUEUE_BATCHES, GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sampler import QUEUE_BATCHES, generate_samples, store_fingerprint
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample, sample_seed
 from selfcal_lightning.runtime.progress import Progress
 from selfcal_lightning.store.sample_store import SampleStore, StoreCorruptError

@@ -24,7 +24,7 @@ from selfcal_lightning.generation import process_share as shares
 from selfcal_lightning.generation import running
 from selfcal_lightning.generation import workers as devices
 from selfcal_lightning.generation.running import parse_shard
-from selfcal_lightning.generation.sampler import select_share
+from selfcal_lightning.generation.shares import select_share
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, SamplingSettings

@@ -9,7 +9,8 @@ import pytest
 
 from selfcal_lightning.datamodules.questions import QuestionSource, load_questions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.generation.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.runtime.stop_signals import Interrupt, PreemptedError, never
 from selfcal_lightning.store.sample_store import SampleStore

@@ -34,12 +34,13 @@ from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.strategies.base import Ask, Solving, Strategy, leader, make_verdict, weighted_votes
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.replay_source import ReplaySource
 from selfcal_lightning.strategies.rules.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.strategies.rules.best_of_n import BestOfN
 from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
 from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.rules.window_stopping import WindowStopping
-from selfcal_lightning.strategies.sources import EngineSource, ReplaySource
+from selfcal_lightning.strategies.sources import EngineSource
 from selfcal_lightning.strategies.vectorised.arrays import PoolArrays
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import Judge, judge

@@ -15,8 +15,9 @@ from selfcal_lightning.records import Question, QuestionSamples, Sample, Samplin
 from selfcal_lightning.strategies.base import WHOLE, Ask, AskKind, Solving, make_verdict
 from selfcal_lightning.strategies.driver import Driver, run_strategy
 from selfcal_lightning.strategies.replay import replay
+from selfcal_lightning.strategies.replay_source import ReplaySource
 from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.sources import EngineSource, ReplaySource, Waste
+from selfcal_lightning.strategies.sources import EngineSource, Waste
 from selfcal_lightning.tasks.token_costs import sample_tokens
 
 CHAT = FakeChat()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
-from selfcal_lightning.generation.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.store.sample_store import SampleStore
 

@@ -229,7 +229,8 @@ def listening() -> Iterator[None]:
     """The handlers of signals that a process of the command line has."""
     from selfcal_lightning.runtime.interruptions import INTERRUPTION, NAMES
 
-    before = {number: signal.signal(number, signal.getsignal(number)) for number in NAMES}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in NAMES}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this in the background, deaf
     INTERRUPTION.listen()
     yield
     INTERRUPTION.received = None

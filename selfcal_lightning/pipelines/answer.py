@@ -72,7 +72,7 @@ def run_answer(
     Args:
         model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
         question: The question, or
-        questions: a file of questions: JSON lines {"question", "id"?, "reference"?, "task"?} where its name ends in
+        questions: a file of questions: JSON lines {"question", "answer"?, "id"?, "task"?} where its name ends in
             .jsonl, else one question a line.
         task: How prompts are written and answers are read: any task, such as local_number, local_choice,
             local_expression and local_text. Null is word_problems for the bundled model and local_number for others.

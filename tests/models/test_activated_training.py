@@ -257,11 +257,11 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
         path = tmp_path / f"{index}.pt"
         trainer = quiet_trainer(callbacks=[KeepState(path)], **options)
         micro_batch = 8 // (trainer.accumulate_grad_batches * trainer.world_size)
-        trainer.fit(module_of(tiny_model, lora=ACTIVATED), datamodule=Planned(chat, micro_batch))
+        trainer.fit(module_of(tiny_model, lora=ACTIVATED, lr=1e-3), datamodule=Planned(chat, micro_batch))
         states.append(torch.load(path)["state"])
     start = module_of(tiny_model, lora=ACTIVATED)
     start.configure_model()
-    assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-2
+    assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-3
     assert largest_difference(*states) < 1e-5
 
 

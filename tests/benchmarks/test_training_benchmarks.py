@@ -237,7 +237,7 @@ def test_a_job_that_fails_or_hangs_costs_only_itself(
 def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None:
     arguments = ["--engines", "transformers", "--questions", "4", "--samples", "8", "--repeats", "1"]
     output = run(
-        "engine_throughput.py", *arguments, "--reference-responses", "4", "--output", str(tmp_path),
+        "../speed/engine_throughput.py", *arguments, "--reference-responses", "4", "--output", str(tmp_path),
         folder=tmp_path,
     )  # fmt: skip
     report = json.loads((tmp_path / "engine_throughput.json").read_text())

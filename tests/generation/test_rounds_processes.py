@@ -63,7 +63,7 @@ def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
     )
     settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     started = time.monotonic()
-    trainer_with(Late(engine=engine, **SETTINGS), devices=2, strategy=strategy, **settings).fit(
+    trainer_with(Late(**nested(engine=engine, **SETTINGS)), devices=2, strategy=strategy, **settings).fit(
         module_of(tiny_model, lora=lora, lr=5e-4),
         datamodule=data_module(tiny_model, store, regenerate_every_n_epochs=1, batch_size=2),
     )

@@ -103,6 +103,7 @@ def configuration(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     folder = folder_of(options, seed)
     config["seed_everything"] = seed
     config["trainer"] |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    config["trainer"]["default_root_dir"] = str(folder)
     export = next(one for one in config["trainer"]["callbacks"] if one["class_path"].endswith(".AdapterExport"))
     export["init_args"]["output_dir"] = str(folder / "adapter")
     config["trainer"]["callbacks"] = [export]

@@ -181,11 +181,12 @@ def test_devices_and_shards_give_the_samples_of_one_process(arguments: dict, tmp
 def test_workers_end_with_their_parent_and_the_run_goes_on(arguments: dict, tmp_path: Path) -> None:
     """The parent of two workers is killed; nothing is left running, and the same command ends the run."""
     arguments |= {"limit": 400, "max_batch": 2, "questions_per_shard": 1}  # slow, so that the kill comes in the middle
-    code = "import json, sys; from selfcal_lightning.pipelines.generate import run_generate;"
+    code = "import json, sys; from support.options import nested;"
+    code += "from selfcal_lightning.pipelines.generate import run_generate;"
     command = [
         sys.executable,
         "-c",
-        f"{code} run_generate(**json.loads(sys.argv[1]), devices=2)",
+        f"{code} run_generate(**nested(**json.loads(sys.argv[1])), devices=2)",
         json.dumps(arguments),
     ]
     parent = subprocess.Popen(command)

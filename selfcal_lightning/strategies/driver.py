@@ -44,7 +44,7 @@ def run_strategy(
     Example:
         >>> from selfcal_lightning.records import QuestionSamples
         >>> from selfcal_lightning.strategies.base import make_verdict
-        >>> from selfcal_lightning.strategies.sources import ReplaySource
+        >>> from selfcal_lightning.strategies.replay_source import ReplaySource
         >>> class First:
         ...     name, max_samples, confidence = "first", 1, None
         ...
@@ -140,7 +140,7 @@ class Driver:
     Example:
         >>> from selfcal_lightning.records import QuestionSamples
         >>> from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-        >>> from selfcal_lightning.strategies.sources import ReplaySource
+        >>> from selfcal_lightning.strategies.replay_source import ReplaySource
         >>> pool = [
         ...     QuestionSamples(
         ...         Question(name, "local_number", ()), (Sample(name, 0, 0, name, (1,), "stop", name, None),), "test"

@@ -30,6 +30,9 @@ def confidence(messages, response):
 """
 
 
+LOCAL_BASE = "FOLDER_OF_THE_BASE_MODEL"  # where the base lies is not told: it may be a folder of another machine
+
+
 def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
     """Return the lines of Markdown.
 
@@ -38,7 +41,7 @@ def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
     """
     prompt, base = manifest["prompt"], manifest["base_model"]
     snippet = SNIPPET.format(
-        base=resolve_model(base["model"]),
+        base=LOCAL_BASE if base["model"] is None else resolve_model(base["model"]),
         revision=base.get("revision"),
         query_ids=prompt["suffix_ids"],
         yes_ids=prompt["yes_ids"],

@@ -328,7 +328,7 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
         "strategy": {"class_path": strategy},
         "enable_model_summary": True,
     }
-    trainer["callbacks"][0]["init_args"]["max_new_tokens"] = 30
+    trainer["callbacks"][0]["init_args"]["sampling"] = {"max_new_tokens": 30}
     keep = {"dirpath": "runs/demo-joint/checkpoints", "every_n_train_steps": 1, "save_last": True}
     trainer["callbacks"].append({"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep})
     data |= {"num_samples": 4, "total_tuples": 64, "batch_size": 8}

@@ -76,7 +76,7 @@ def both(*arguments: Any) -> Any:
 # Settings, options of the trainer, and how far two processes may be from one, as a part of the way that was trained.
 # In bfloat16 a difference in the last bit of a weight jumps to 2^-8 of an activation; Adam makes whole steps of that.
 CASES = {
-    "lora": ({"lora": NO_DROPOUT}, {}, 2e-4),
+    "lora": ({"lora": NO_DROPOUT, "lr": 1e-3}, {}, 1e-4),
     "activated": ({"lora": replace(NO_DROPOUT, activated=True)}, {}, 1e-4),
     # A rank that two processes cannot share evenly, in float32 on a base in bfloat16, with activations recomputed.
     "uneven-bfloat16-base": ({"lora": UNEVEN, "torch_dtype": "bfloat16", "gradient_checkpointing": True}, {}, 0.1),

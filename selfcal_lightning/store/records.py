@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from selfcal_lightning.runtime.files import to_json, write_atomically
@@ -58,6 +58,7 @@ class ShardEntry:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ShardEntry:
         """Return the entry that :meth:`as_json` gave."""
+        _check_inside(content["file"])
         return cls(**{**content, "dropped": tuple(content.get("dropped", ()))})
 
     def as_json(self) -> dict[str, Any]:
@@ -104,6 +105,9 @@ class PartManifest:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PartManifest:
         """Return the manifest that :meth:`as_json` gave."""
+        for shard in content["shards"]:
+            if "/" in shard["file"]:
+                raise ValueError(f"expected `file` to be a name in the folder of the part, but got {shard['file']!r}")
         reread = content.get("reread")
         return cls(
             part=content["part"],
@@ -144,6 +148,7 @@ class AnnotationRecord:
         names = ("file", "rows", "bytes", "sha256")
         parts = []
         for part in content["parts"]:
+            _check_inside(part["file"])
             loose = {name: value for name, value in part.items() if name not in (*names, "details")}
             parts.append(AnnotationPart(**{name: part[name] for name in names}, details=part.get("details", loose)))
         return cls(content["name"], content["origin"], content["rows"], tuple(parts))
@@ -151,6 +156,13 @@ class AnnotationRecord:
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
         return asdict(self)
+
+
+def _check_inside(file: str) -> None:
+    """Refuse a path that leads out of its folder: records come with stores of others, and their files are moved."""
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or "\\" in file:
+        raise ValueError(f"expected `file` to be a path inside the store, but got {file!r}")
 
 
 def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = False) -> None:

@@ -16,6 +16,8 @@ from support.fakes import fake_questions
 from support.kill_worker import die_at
 from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
+from selfcal_lightning.store.parts import read_part
+from selfcal_lightning.store.records import write_record
 from selfcal_lightning.store.sample_store import SampleStore, StoreCorruptError
 
 
@@ -211,6 +213,25 @@ def test_a_part_has_one_writer(tmp_path: Path) -> None:
 def test_part_names(tmp_path: Path, part: str) -> None:
     with pytest.raises(ValueError, match="Expected `part`"):
         make_store(tmp_path).writer(part)
+
+
+@pytest.mark.parametrize("file", ["../../../outside.parquet", "/outside.parquet", "..", "sub/outside.parquet"])
+def test_a_record_that_names_files_outside_the_store_moves_and_reads_none(tmp_path: Path, file: str) -> None:
+    store = make_store(tmp_path / "store")
+    write(store, fake_questions(3))
+    outside = tmp_path / "outside.parquet"
+    outside.write_bytes(shards(store)[0].read_bytes())
+    named = str(outside) if file.startswith("/") else file
+    part = read_part(store.path / "parts" / "a")
+    write_record(
+        store.path / "parts" / "a" / "part.json",
+        {**part.as_json(), "shards": [{**shard.as_json(), "file": named, "bytes": 1} for shard in part.shards]},
+    )
+    for look in (store.join, lambda: store.question_ids(include_parts=True)):
+        with pytest.raises(StoreCorruptError, match="expected `file` to be a"):
+            look()
+    assert SampleStore(tmp_path / "store").repair().moved == ("parts/a",), "the part goes aside as a whole"
+    assert outside.exists()
 
 
 def test_a_later_format_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 from support.options import nested
 from support.ssc_pools import Pool
+from support.strategy_pools import make_entry
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
@@ -18,6 +19,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.runtime.plan import Place, Plan, Sampling, check_places, existing_folder, merge_plans
+from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.thresholds.fitting import fit_risk_threshold
 
 FAILED = 1
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
@@ -244,6 +247,24 @@ def test_settings_of_an_evaluation_are_refused_before_it_samples(
     assert engines == [], "it was sampled before the mistake was found"
     assert message in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_fitted_threshold_that_needs_more_samples_is_refused_before_it_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engines: list[str]
+) -> None:
+    sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
+    fitted = fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2)
+    fitted.save(tmp_path / "risk.json")
+    output = tmp_path / "out"
+    arguments = ["evaluate", "--model", "bundled", "--tests", TESTS, "--output_dir", str(output)]
+    given = ["--fitted_thresholds", str([str(tmp_path / "risk.json")])]
+    assert run([*arguments, *given, "--num_samples", "2"]) == FAILED
+    said = capsys.readouterr().err
+    assert "`num_samples` to be at least 4, the budget of" in said
+    assert "but got 2" in said
+    assert engines == []
+    assert not output.exists()
+    assert run([*arguments, *given, "--num_samples", "4", "--check", "true"]) == 0
 
 
 # ---- disks and folders

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -17,29 +18,42 @@ from selfcal_lightning.models.memory_needs import (
 )
 from selfcal_lightning.runtime.plan import Memory, Plan
 
-if TYPE_CHECKING:
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-
 MEMORY_FILE = Path("/proc/meminfo")
 KIB = 1024
 
 
-def plan_module(module: SelfCalibrationModule, verb: str, device: torch.device) -> Plan:
-    """Return what the model takes in memory.
+def plan_model(
+    base_model: str,
+    revision: str | None,
+    lora: LoraSettings | None,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    optimizer: str,
+    nf4: bool,
+    trains: bool,
+    device: torch.device,
+    beside: Sequence[str],
+) -> Plan:
+    """Return what a module's model takes in memory, checked and not loaded; see the module.
 
     Args:
-        module: The module, its model checked and not loaded.
-        verb: Verb of the Trainer.
+        base_model: Folder or hub name of the model.
+        revision: Revision of a hub model.
+        lora: The adapter; None trains all weights.
+        dtype: Of the frozen weights.
+        optimizer: Name of the optimiser.
+        nf4: Whether the frozen layers are held in four bits.
+        trains: Whether there is an optimiser.
         device: Where the model will be.
+        beside: Names of the adapters that are trained beside the first one.
     """
-    lora = module.lora
     memory = plan_memory(
-        module.base_model, module.revision, lora, dtype=module.torch_dtype, optimizer=module.optimizer_name,
-        nf4=module.quantization is not None, trains=verb == "fit", device=device, adapters=1 + len(module.beside),
+        base_model, revision, lora, dtype=dtype, optimizer=optimizer, nf4=nf4, trains=trains, device=device,
+        adapters=1 + len(beside),
     )  # fmt: skip
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-    what += f", and {', '.join(module.beside)} beside it" if module.beside else ""
-    return Plan(model=(f"{module.base_model}, {what}",), memory=(memory,))
+    what += f", and {', '.join(beside)} beside it" if beside else ""
+    return Plan(model=(f"{base_model}, {what}",), memory=(memory,))
 
 
 def plan_memory(

@@ -26,8 +26,9 @@ from selfcal_lightning.confidence.scoring import store_target as score_store
 from selfcal_lightning.confidence.scoring.model import ModelSettings, ScoringModel
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.pipelines.interchange import import_pool, run_export_pool
+from selfcal_lightning.pipelines.export_pool import run_export_pool
 from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
 from selfcal_lightning.store.annotations import Annotation, annotation_names
 from selfcal_lightning.store.sample_store import SampleStore

@@ -11,7 +11,7 @@ from support.house import ORDER, PACKAGE, ROOT, layers_table
 
 FLOOR = {room: number for number, room in enumerate(ORDER)}
 # Files of one floor below all rooms: each stands alone.
-SINGLE = {"faces", "errors", "plugins", "records", "locations", "presets", "cli", "front", "__main__"}
+SINGLE = {"faces", "errors", "plugins", "identities", "records", "locations", "presets", "cli", "front", "__main__"}
 MOST_FILES = 16  # an __init__.py among them
 FLAT = {
     "selfcal_lightning/functional",

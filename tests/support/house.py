@@ -15,7 +15,10 @@ PACKAGE = "selfcal_lightning"
 ADAPTERS = ("datamodules", "callbacks", "configs")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("faces errors", "what a package shows; errors of the user's"),
-    ("runtime plugins records", "files, progress, signals, plans, late imports; plug-ins; frozen record types"),
+    (
+        "runtime plugins identities records",
+        "files, progress, signals, plans, late imports; plug-ins; frozen record types",
+    ),
     ("model_files locations functional prompts", "files of models; pure maths; chats and the confidence query"),
     ("tasks store models metrics", "questions, reading and judging; samples on disk; networks; torchmetrics"),
     ("pools engines", "recorded responses and their formats; who samples"),

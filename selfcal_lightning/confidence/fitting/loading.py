@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selfcal_lightning.confidence.base import STORED
-from selfcal_lightning.confidence.fitting.files import load_fitted
+from selfcal_lightning.confidence.dependence import KnownConfidence
+from selfcal_lightning.confidence.fitting.earlier_files import load_confidence
 from selfcal_lightning.confidence.fitting.fusion import KIND, Fusion
 from selfcal_lightning.confidence.fitting.scaling import SCALER_KINDS, Scaler
 from selfcal_lightning.errors import InputError
@@ -18,14 +19,18 @@ from selfcal_lightning.store.annotations import annotation_names
 FittedScorer = Scaler | Fusion
 
 
-def load_scorer(path: str | Path) -> FittedScorer:
-    """Read a scaler or a fusion from the JSON file that its ``save`` wrote.
+def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> FittedScorer:
+    """Read a scaler or a fusion from the JSON file that its ``save`` wrote, or that of the version before did.
+
+    Args:
+        path: The file.
+        known: Scorers that add what it may read; only of a file of the version before these are asked.
 
     Raises:
         FileNotFoundError: There is no such file.
         InputError: It is no such file, of another version or kind, or damaged.
     """
-    kind, content = load_fitted(path, (*SCALER_KINDS, KIND))
+    kind, content = load_confidence(path, (*SCALER_KINDS, KIND), known=known)
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -39,7 +44,9 @@ def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
     Raises:
         InputError: Two have one name, or one reads what a later one adds.
     """
-    scorers = [load_scorer(path) for path in paths]
+    scorers: list[FittedScorer] = []
+    for path in paths:
+        scorers.append(load_scorer(path, known=scorers))
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
         raise InputError(f"Expected fitted confidences of different names, but got {names}.")

@@ -18,8 +18,8 @@ from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
-from selfcal_lightning.confidence.estimators.self_certainty import SelfCertainty, TokenEntropy
 from selfcal_lightning.confidence.estimators.token_reader import TokenReader
+from selfcal_lightning.confidence.estimators.token_statistics import SelfCertainty, TokenEntropy
 from selfcal_lightning.confidence.scoring import model as scoring_model
 from selfcal_lightning.confidence.scoring import running
 from selfcal_lightning.confidence.scoring import store_target as score_store

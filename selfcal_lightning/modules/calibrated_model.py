@@ -28,7 +28,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.beside import BesideSettings, adapter_name, read_queries
-from selfcal_lightning.modules.plan import plan_model
+from selfcal_lightning.modules.plan import name_model, plan_memory
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.runtime.plan import Plan
@@ -101,11 +101,12 @@ class CalibratedModel(LightningModule):
         """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
-        return plan_model(
+        memory = plan_memory(
             self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer=self.optimizer_name,
             nf4=self.quantization is not None, trains=verb == "fit", device=trainer.strategy.root_device,
-            beside=tuple(self.beside),
+            adapters=1 + len(self.beside),
         )  # fmt: skip
+        return Plan(model=(name_model(self.base_model, self.lora, tuple(self.beside)),), memory=(memory,))
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""

@@ -16,44 +16,26 @@ from selfcal_lightning.models.memory_needs import (
     files_on_this_disk,
     frozen_bytes,
 )
-from selfcal_lightning.runtime.plan import Memory, Plan
+from selfcal_lightning.runtime.plan import Memory
 
 MEMORY_FILE = Path("/proc/meminfo")
 KIB = 1024
 
 
-def plan_model(
-    base_model: str,
-    revision: str | None,
-    lora: LoraSettings | None,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16"],
-    optimizer: str,
-    nf4: bool,
-    trains: bool,
-    device: torch.device,
-    beside: Sequence[str],
-) -> Plan:
-    """Return what a module's model takes in memory, checked and not loaded; see the module.
+def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
+    """Return what is trained, in a line.
 
     Args:
         base_model: Folder or hub name of the model.
-        revision: Revision of a hub model.
         lora: The adapter; None trains all weights.
-        dtype: Of the frozen weights.
-        optimizer: Name of the optimiser.
-        nf4: Whether the frozen layers are held in four bits.
-        trains: Whether there is an optimiser.
-        device: Where the model will be.
-        beside: Names of the adapters that are trained beside the first one.
+        beside: Names of the adapters that are trained beside it.
+
+    Example:
+        >>> name_model("org/m", LoraSettings(r=4, target_modules=("q_proj",)), ["votes"])
+        'org/m, LoRA of rank 4 on q_proj, and votes beside it'
     """
-    memory = plan_memory(
-        base_model, revision, lora, dtype=dtype, optimizer=optimizer, nf4=nf4, trains=trains, device=device,
-        adapters=1 + len(beside),
-    )  # fmt: skip
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-    what += f", and {', '.join(beside)} beside it" if beside else ""
-    return Plan(model=(f"{base_model}, {what}",), memory=(memory,))
+    return f"{base_model}, {what}" + (f", and {', '.join(beside)} beside it" if beside else "")
 
 
 def plan_memory(

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = face(
     __name__,
     {
         "answer": ["run_answer"],
-        "demo": ["run_demo", "run_step"],
+        "demo": ["run_demo"],
         "drop_rounds": ["run_drop_rounds"],
         "evaluate": ["run_evaluate"],
         "export": ["run_export"],

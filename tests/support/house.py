@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("datamodules callbacks", "Lightning adapters, which meet at the store"),
     (
         "presets command_line cli front __main__",
-        "settings behind a model and questions; the only place that parses\n     arguments; the verbs from Python",
+        "settings behind a model and questions; the only place that parses arguments; the verbs from Python",
     ),
 )
 ORDER = [room for rooms, _ in FLOORS for room in rooms.split()]

@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "batch": ["SSCBatch"],
         "exported": ["ExportedAdapter"],
-        "pool_scoring": ["ScoredRows"],
+        "scored": ["ScoredRows"],
         "self_calibration": ["SelfCalibrationModule"],
     },
 )

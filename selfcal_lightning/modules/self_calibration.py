@@ -25,7 +25,7 @@ from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
 from selfcal_lightning.modules.exported import ExportedModel
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
-from selfcal_lightning.modules.pool_scoring import PoolScoring, ScoredRows
+from selfcal_lightning.modules.scored import ScoredModel, ScoredRows
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt
@@ -46,7 +46,7 @@ __all__ = ["DEFAULT_LORA", "ScoredRows", "SelfCalibrationModule"]
 DEFAULT_LORA = LoraSettings()
 
 
-class SelfCalibrationModule(PoolScoring, ExportedModel):
+class SelfCalibrationModule(ScoredModel, ExportedModel):
     """A causal language model trained to state its soft self-consistency.
 
     Over one optimiser step, for responses y to x with target c:

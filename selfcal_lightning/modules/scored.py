@@ -23,8 +23,8 @@ class ScoredRows(NamedTuple):
     no_mass: Tensor
 
 
-class PoolScoring(CalibratedModel):
-    """Scores the fixed pools of the base model's samples, and logs ``val/...`` and ``test/...``.
+class ScoredModel(CalibratedModel):
+    """A calibrated model that is scored on fixed pools of the base model's samples; logs ``val/...`` and ``test/...``.
 
     Attributes:
         val_metrics: Metrics of the validation pool; they keep their points until the next pass.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.self_calibration import ScoredRows
+from selfcal_lightning.modules.scored import ScoredRows
 from selfcal_lightning.runtime.plan import Place, Plan
 from selfcal_lightning.runtime.progress import say
 from selfcal_lightning.store.annotations import Annotation

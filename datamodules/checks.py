@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from selfcal_lightning.modules.beside import BesideSettings
 
 
-def check_at_least(least: int, **settings: int) -> None:
-    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message."""
-    for name, value in settings.items():
-        if value < least:
-            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
-
-
 def check_shares(**settings: float) -> None:
     """Raise InputError unless every setting lies in [0, 1]; keywords are the names in the message."""
     for name, value in settings.items():

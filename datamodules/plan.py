@@ -87,7 +87,7 @@ def check_room(data: SSCDataModule, verb: str) -> None:
 def check_sources(splits: Iterable[Sequence[QuestionSource]]) -> None:
     """Refuse a task, a split or a file that there is not, in the sources of any split."""
     for source in chain.from_iterable(splits):
-        check_source(source.task, source.split, path=source.path, offset=source.offset, limit=source.limit)
+        check_source(source, source.task)
 
 
 def are_local(splits: Iterable[Sequence[QuestionSource]]) -> bool:
@@ -112,18 +112,7 @@ def count_sources(
         if known is not None:
             rows = [QuestionCount(split, question.task, 1) for question in known[split]]
         else:
-            rows = [
-                count_source(
-                    one.task,
-                    one.split,
-                    path=one.path,
-                    limit=one.limit,
-                    offset=one.offset,
-                    part=one.part,
-                    role=split,
-                )
-                for one in sources[split]
-            ]
+            rows = [count_source(one, one.task, role=split) for one in sources[split]]
         counts += [_add([row for row in rows if row.task == task]) for task in dict.fromkeys(row.task for row in rows)]
     return tuple(counts)
 

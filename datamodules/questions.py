@@ -12,7 +12,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import Question, duplicate_ids
 from selfcal_lightning.tasks.parts import Part
-from selfcal_lightning.tasks.registry import check_slice, load_some
+from selfcal_lightning.tasks.registry import check_slice
+from selfcal_lightning.tasks.sources import load_source
 
 WAY_OUT = (
     "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
@@ -67,16 +68,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prom
     questions: list[Question] = []
     for source in sources:
         try:
-            questions += load_some(
-                source.task,
-                source.split,
-                path=source.path,
-                chain_of_thought=source.chain_of_thought,
-                part=source.part,
-                offset=source.offset,
-                limit=source.limit,
-                prompt=prompt,
-            )
+            questions += load_source(source, source.task, prompt=prompt)
         except ValueError as error:
             raise InputError(f"The `{role}` source {source} cannot be read: {error}") from error
     repeated = duplicate_ids(questions)

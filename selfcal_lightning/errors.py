@@ -28,6 +28,19 @@ class MissingPackageError(UserError, ImportError):
     """An optional dependency is not installed."""
 
 
+def check_at_least(least: float, **settings: float) -> None:
+    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message.
+
+    Example:
+        >>> check_at_least(1, batch_size=8, num_samples=0)
+        Traceback (most recent call last):
+        selfcal_lightning.errors.InputError: Expected `num_samples` to be at least 1, but got 0.
+    """
+    for name, value in settings.items():
+        if value < least:
+            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the most similar of ``known``, with a space before it, or "".
 

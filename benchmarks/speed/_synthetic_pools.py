@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from selfcal_lightning.records import IMPORTED, Message, ModelIdentity, PromptIdentity, Question
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
+from selfcal_lightning.records import IMPORTED, Message, Question
 from selfcal_lightning.store.parts import shard_metadata, shard_name, write_part
 from selfcal_lightning.store.records import PartManifest, ShardEntry
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint

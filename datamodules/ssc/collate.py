@@ -17,7 +17,7 @@ from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.models.causal_lm import load_config
-from selfcal_lightning.models.segment_attention import check_shared_prefix, shared_prefix_problem
+from selfcal_lightning.models.packing_support import check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.store.sample_store import StoredRow

@@ -3,68 +3,51 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
-from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import numpy as np
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from selfcal_lightning.datamodules.checks import (
     check_agreement,
-    check_at_least,
     check_beside,
     check_choice,
     check_generation_ratio,
     check_shares,
 )
 from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
-from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.datamodules.signals import outlive_signals
-from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
+from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
+from selfcal_lightning.datamodules.ssc.collate import shares_prefix
 from selfcal_lightning.datamodules.ssc.dealing import Packing, make_dealer
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.order import TrainingOrder, rows_per_step
-from selfcal_lightning.datamodules.ssc.reading import check_stored_splits, keep_targets
+from selfcal_lightning.datamodules.ssc.reading import keep_targets
 from selfcal_lightning.datamodules.ssc.rounds import (
     RoundRule,
     check_round_of,
     check_round_settings,
     epoch_to_read,
-    read_rounds,
     round_of_epoch,
     rounds_to_read,
 )
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, OneByOne, steps_per_epoch, validation_batches
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, steps_per_epoch
+from selfcal_lightning.datamodules.ssc.stored_rows import Split, StoredRows
 from selfcal_lightning.datamodules.ssc.summary import describe_epoch
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe, check_teacher, read_recipe
-from selfcal_lightning.datamodules.ssc.tuples import (
-    AGREEMENT,
-    PTrueName,
-    TargetName,
-    TupleDataset,
-    TupleTable,
-    build_table,
-)
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetName, TupleDataset
+from selfcal_lightning.errors import check_at_least
 from selfcal_lightning.model_files.fingerprints import files_sha256
 from selfcal_lightning.models.segment_attention import check_attention
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import Question
 from selfcal_lightning.runtime.plan import Plan
-from selfcal_lightning.store.index import SampleIndex
-from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.store.shards import question_digest
 from selfcal_lightning.training.trained_modules import ReadingModule, SideBySide, reading_module
 
-Split = Literal["train", "validation", "test"]
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 # Arguments that leave the rows of an optimiser step and their targets as they are; `train` and `batch_size` count
 # otherwise (`training_settings`), and the model is in the fingerprint of every round.
@@ -74,7 +57,7 @@ NOT_OF_THE_TRAINING = {
 }  # fmt: skip
 
 
-class SSCDataModule(LightningDataModule):
+class SSCDataModule(StoredRows):
     """Tuples (question, response, target, weights) for self-calibration, split by question.
 
     The store is opened only when a loader is asked for, since ``SSCGeneration`` writes it after the data module's
@@ -210,7 +193,6 @@ class SSCDataModule(LightningDataModule):
             "test": list(test or []),
         }
         self.predict_split: Split = predict_split
-        self.predict_index: SampleIndex | None = None
         self.num_samples = num_samples
         self.generation_ratio = generation_ratio
         self.total_tuples = total_tuples
@@ -238,26 +220,8 @@ class SSCDataModule(LightningDataModule):
         self.regenerate_every_n_epochs = regenerate_every_n_epochs
         self.round_rule: RoundRule = round_rule
         self.num_workers = num_workers
-        # A process without validation questions still gets a batch, of no rows.
-        self.allow_zero_length_dataloader_with_multiple_devices = True
-        self._questions: dict[Split, list[Question]] = {}
         self._order = TrainingOrder()
         self._planned: ReadingModule | None = None
-
-    def questions(self, split: Split) -> list[Question]:
-        """Return the questions of a split, loaded once.
-
-        Raises:
-            InputError: A source is empty, ids repeat, or two splits share a question.
-        """
-        if not self._questions:
-            loaded: dict[Split, list[Question]] = {
-                role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
-            }
-            for one, other in combinations(loaded, 2):
-                check_disjoint(loaded[one], loaded[other], roles=(one, other))
-            self._questions = loaded
-        return self._questions[split]
 
     def setup(self, stage: str) -> None:
         """Refuse what would fail after hours of sampling: trainer settings, and models that cannot run packed rows.
@@ -408,75 +372,6 @@ class SSCDataModule(LightningDataModule):
         rank_zero_info(describe_epoch(table, pools, sampler, epoch))
         return self._loader(TupleDataset(store, table), sampler, collator)
 
-    def val_dataloader(self) -> LateDataLoader | list[Any]:
-        """Open the store and return the loader of this process's part of the fixed validation pool.
-
-        All responses are in it, the unreadable ones as wrong and without target. Without validation sources and
-        without validation samples in the store there is nothing to validate on: an empty list.
-
-        Raises:
-            InputError: The store lacks questions of the split.
-        """
-        if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
-            return []
-        return self._pool_loader("validation")
-
-    def test_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``.
-
-        Raises:
-            InputError: The store lacks questions of the split.
-        """
-        return self._pool_loader("test")
-
-    def predict_dataloader(self) -> OneByOne:
-        """Open the store and return the loader of this process's part of all responses of ``predict_split``.
-
-        From then on ``predict_index`` says which response stands behind a batch's ``row``.
-
-        Raises:
-            InputError: The store lacks questions of the split.
-        """
-        loader = self._pool_loader(self.predict_split)
-        self.predict_index = loader.dataset.table.index
-        return OneByOne(loader)
-
-    def _pool_loader(self, split: Split) -> LateDataLoader:
-        """Return the loader of this process's questions of a split: every response once, unweighted by any draw."""
-        store, collator = self._store(), self.collator()
-        # Confidences are held against the target itself, without its teacher.
-        rounds, recipes = (self.round if split == "train" else 0,), (TargetRecipe(self.target),)
-        table, _ = self._build(store, collator, split, rounds, recipes)
-        if table.num_cut or table.dropped:
-            rank_zero_info(
-                f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
-                f"{sum(table.dropped.values()):,} dropped for their prompt's length."
-            )
-        if self.num_samples < 2 and self.target in AGREEMENT:
-            table = replace(table, target=np.full(len(table), np.nan))  # one response always agrees with itself
-        weights = (~np.isnan(table.target)).astype(np.float64), table.confident(self.eta).astype(np.float64)
-        batches = validation_batches(
-            table.index.question_index,
-            table.length,
-            weights,
-            batch_size=self.validation_batch_size,
-            rank=self.trainer.global_rank if self.trainer else 0,
-            world_size=self.trainer.world_size if self.trainer else 1,
-            by_question=collator.shared_prefix,
-        )
-        return self._loader(TupleDataset(store, table), batches, collator)
-
-    def collator(self) -> SSCCollator:
-        """Return the collator of this model's chat format."""
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        return SSCCollator(
-            chat,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of rows depends on; the position itself is counted by the trainer."""
         return self._order.state_dict()
@@ -487,52 +382,3 @@ class SSCDataModule(LightningDataModule):
 
     def _shares(self) -> dict[str, float]:
         return task_shares(self.sources["train"])
-
-    def _store(self) -> SampleStore:
-        return SampleStore(self.store_dir, num_samples=self.num_samples)
-
-    def _build(
-        self,
-        store: SampleStore,
-        collator: SSCCollator,
-        split: Split,
-        rounds: Sequence[int],
-        recipes: Sequence[TargetRecipe],
-    ) -> tuple[TupleTable, np.ndarray]:
-        """Return the split's rows that fit, and for each the reason why it has no target ("" where it has one)."""
-        questions = self.questions(split) if self.sources[split] else None
-        if questions is None:
-            stored = {role: self.round if role == "train" else 0 for role in self.sources if not self.sources[role]}
-            known = {role: self.questions(role) for role in self.sources if self.sources[role]}
-            check_stored_splits(store, stored, known=known)
-        index = read_rounds(
-            store,
-            split=split,
-            rounds=rounds,
-            questions=questions,
-            chat=collator.chat,
-            confidences=sorted({name for recipe in recipes for name in recipe.annotations}),
-        )
-        first, *beside = recipes
-        table, reasons = build_table(
-            store, index, collator, recipe=first, beside=beside, p_true=self.p_true, drop_none=self.drop_none
-        )
-        if not len(table):
-            raise InputError(
-                "Expected `max_length` to leave room for prompt, response and confidence query, but got "
-                f"{self.max_length}, too short for every question of the split {split!r}. Raise `max_length`."
-            )
-        return table, reasons
-
-    def _loader(self, dataset: TupleDataset, batches: Any, collator: Callable[..., SSCBatch]) -> LateDataLoader:
-        return LateDataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=collator,
-            num_workers=self.num_workers,
-            worker_init_fn=outlive_signals,
-            # Loaders draw the seeds of their workers from a generator: not from the global one, whose state would then
-            # depend on how often a run was resumed.
-            generator=torch.Generator(),
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-        )

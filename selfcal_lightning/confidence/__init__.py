@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selfcal_lightning.confidence.fitting import __all__ as fitting_names
 from selfcal_lightning.faces import face
 
 __getattr__, __dir__, __all__ = face(
@@ -16,22 +17,7 @@ __getattr__, __dir__, __all__ = face(
             "how_to_get",
         ],
         "dependence": ["KnownConfidence", "check_name_tells", "recorded_confidences", "refuse_looking_ahead"],
-        "fitting.calibration_split": ["FittedOn", "check_disjoint", "check_not_fitted_on", "halve_pool", "leading_ids"],
-        "fitting.features": ["ResponseTable", "required_confidences"],
-        "fitting.files": ["check_fitted_target", "load_fitted", "save_fitted"],
-        "fitting.fusion": ["Fusion", "FusionTarget", "fit_fusion"],
-        "fitting.loading": ["FittedScorer", "load_scorers", "scorer_digests"],
-        "fitting.scaling": ["Scaler", "fit_scaler"],
-        "fitting.scores": ["ConfidenceScores", "score_confidence", "scores_text"],
-        "fitting.weighed_pool": [
-            "WeighedPool",
-            "carried_confidences",
-            "default_confidences",
-            "fit_confidences",
-            "is_probability",
-            "save_scorers",
-            "weigh_pool",
-        ],
+        "fitting": fitting_names,
         "scoring.model": ["ModelSettings"],
         "scoring.running": ["PoolScoring", "ScoreReport", "StoreScoring", "score_pool", "score_store"],
     },

@@ -19,7 +19,7 @@ from selfcal_lightning.pools.texts import texts_digest
 from selfcal_lightning.records import Question, question_hash
 from selfcal_lightning.runtime.path_names import check_path_name
 from selfcal_lightning.tasks.parts import Part
-from selfcal_lightning.tasks.registry import load_some
+from selfcal_lightning.tasks.sources import load_source
 
 CALIBRATION = "calibration"
 DISJOINT = (
@@ -347,15 +347,7 @@ def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
 
 
 def _questions(test: TestSet) -> list[Question]:
-    return load_some(
-        test.task,
-        test.split,
-        path=test.path,
-        part=test.part,
-        chain_of_thought=test.chain_of_thought,
-        offset=test.offset,
-        limit=test.limit,
-    )
+    return load_source(test, test.task)
 
 
 def _read(source: PoolSource, *, texts: bool) -> RecordedPool:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.generation.shares import missing_questions, select_share
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder
 from selfcal_lightning.models.adapter_files import adapter_identity
-from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, SamplingSettings
+from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store.manifest import round_file
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 

@@ -19,8 +19,7 @@ from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store.manifest import check_place
 from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.tasks.parts import Part
-from selfcal_lightning.tasks.registry import load_some
-from selfcal_lightning.tasks.sources import check_source
+from selfcal_lightning.tasks.sources import check_source, load_source
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts.chat_format import ChatFormat
@@ -73,26 +72,13 @@ class GenerationSettings:
         if self.path is not None and len(self.task) > 1:
             raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
         for name in self.task:
-            check_source(name, self.split, path=self.path, offset=self.offset, limit=self.limit)
+            check_source(self, name)
         check_place(Path(self.store_dir))
         check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
         """Load the questions of all tasks."""
-        questions = [
-            question
-            for name in self.task
-            for question in load_some(
-                name,
-                self.split,
-                path=self.path,
-                part=self.part,
-                chain_of_thought=self.chain_of_thought,
-                offset=self.offset,
-                limit=self.limit,
-                prompt=self.prompt,
-            )
-        ]
+        questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
         check_questions(questions)
         return questions
 

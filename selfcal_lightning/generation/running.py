@@ -117,18 +117,7 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         settings: The run.
         questions: Its questions; None counts those of the hub by the limit that was set, without asking it.
     """
-    counts = [
-        count_source(
-            name,
-            settings.split,
-            path=settings.path,
-            part=settings.part,
-            limit=settings.limit,
-            offset=settings.offset,
-            role=settings.store_split,
-        )
-        for name in settings.task
-    ]
+    counts = [count_source(settings, name, role=settings.store_split) for name in settings.task]
     known = questions
     if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):
         known = settings.questions()

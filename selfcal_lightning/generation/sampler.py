@@ -21,16 +21,8 @@ from selfcal_lightning.engines.base import (
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.generation.report import GenerationReport
 from selfcal_lightning.generation.shares import check_questions, missing_questions, select_share
-from selfcal_lightning.records import (
-    ModelIdentity,
-    PromptIdentity,
-    Question,
-    QuestionSamples,
-    Request,
-    Response,
-    SamplingSettings,
-    sample_seed,
-)
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
+from selfcal_lightning.records import Question, QuestionSamples, Request, Response, SamplingSettings, sample_seed
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.runtime.stop_signals import Interrupt, never
 from selfcal_lightning.store.parts import ShardWriter

@@ -19,7 +19,6 @@ __getattr__, __dir__, __all__ = face(
             "recompute_layers",
             "register_segment_attention",
         ],
-        "identity": ["base_model_identity", "same_base_model"],
         "lora": [
             "LoraSettings",
             "adapter_difference",
@@ -34,6 +33,12 @@ __getattr__, __dir__, __all__ = face(
         "memory_needs": ["adapter_numbers", "all_numbers", "files_on_this_disk", "frozen_bytes"],
         "meta_models": ["check_architecture"],
         "model_outputs": ["ModelOutputs", "read_outputs"],
+        "packing_support": [
+            "check_packed_equals_separate",
+            "check_shared_prefix",
+            "runs_packed_rows",
+            "shared_prefix_problem",
+        ],
         "quantization": [
             "OptimizerName",
             "Quantization",
@@ -43,14 +48,7 @@ __getattr__, __dir__, __all__ = face(
             "keep_quantized_gradients",
             "load_nf4_causal_lm",
         ],
-        "segment_attention": [
-            "TreeMasks",
-            "check_attention",
-            "check_packed_equals_separate",
-            "check_shared_prefix",
-            "runs_packed_rows",
-            "shared_prefix_problem",
-        ],
+        "segment_attention": ["TreeMasks", "check_attention"],
         "sharded_loading": ["load_sharded_causal_lm"],
         "weight_files": ["WeightFiles"],
     },

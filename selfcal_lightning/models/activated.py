@@ -21,14 +21,9 @@ from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.causal_lm import selected_logits
 from selfcal_lightning.models.evaluation_mode import evaluation_mode
 from selfcal_lightning.models.model_outputs import ModelOutputs, run_outputs
+from selfcal_lightning.models.packing_support import logit_tolerance, spread_ids
 from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
-from selfcal_lightning.models.segment_attention import (
-    SEGMENTS,
-    PackingError,
-    logit_tolerance,
-    packed_inputs,
-    spread_ids,
-)
+from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, packed_inputs
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:

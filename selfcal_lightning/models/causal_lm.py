@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.models.segment_attention import packed_inputs, prefer_segments, register_segment_attention
+from selfcal_lightning.models.packing_support import prefer_segments
+from selfcal_lightning.models.segment_attention import packed_inputs, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery, Dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.locations import model_folder, resolve_model
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
-from selfcal_lightning.models.segment_attention import prefer_segments, register_segment_attention
+from selfcal_lightning.models.packing_support import prefer_segments
+from selfcal_lightning.models.segment_attention import register_segment_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from selfcal_lightning.errors import RunError
 from selfcal_lightning.functional.output_layer import float32_logits, log_normaliser, negative_log_likelihood
 from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, forward_arguments, query_ids
-from selfcal_lightning.models.segment_attention import two_layers_on_meta
+from selfcal_lightning.models.packing_support import two_layers_on_meta
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "batch": ["SSCBatch"],
         "exported": ["ExportedAdapter"],
-        "self_calibration": ["ScoredRows", "SelfCalibrationModule"],
+        "scored": ["ScoredRows"],
+        "self_calibration": ["SelfCalibrationModule"],
     },
 )

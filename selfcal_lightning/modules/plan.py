@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -15,31 +16,26 @@ from selfcal_lightning.models.memory_needs import (
     files_on_this_disk,
     frozen_bytes,
 )
-from selfcal_lightning.runtime.plan import Memory, Plan
-
-if TYPE_CHECKING:
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.runtime.plan import Memory
 
 MEMORY_FILE = Path("/proc/meminfo")
 KIB = 1024
 
 
-def plan_module(module: SelfCalibrationModule, verb: str, device: torch.device) -> Plan:
-    """Return what the model takes in memory.
+def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
+    """Return what is trained, in a line.
 
     Args:
-        module: The module, its model checked and not loaded.
-        verb: Verb of the Trainer.
-        device: Where the model will be.
+        base_model: Folder or hub name of the model.
+        lora: The adapter; None trains all weights.
+        beside: Names of the adapters that are trained beside it.
+
+    Example:
+        >>> name_model("org/m", LoraSettings(r=4, target_modules=("q_proj",)), ["votes"])
+        'org/m, LoRA of rank 4 on q_proj, and votes beside it'
     """
-    lora = module.lora
-    memory = plan_memory(
-        module.base_model, module.revision, lora, dtype=module.torch_dtype, optimizer=module.optimizer_name,
-        nf4=module.quantization is not None, trains=verb == "fit", device=device, adapters=1 + len(module.beside),
-    )  # fmt: skip
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-    what += f", and {', '.join(module.beside)} beside it" if module.beside else ""
-    return Plan(model=(f"{module.base_model}, {what}",), memory=(memory,))
+    return f"{base_model}, {what}" + (f", and {', '.join(beside)} beside it" if beside else "")
 
 
 def plan_memory(

@@ -6,81 +6,47 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.model_files.attention_backends import exclude_cudnn
-from selfcal_lightning.model_files.folders import check_model_folder
-from selfcal_lightning.model_files.locations import model_folder
-from selfcal_lightning.model_files.names import check_model
-from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
+from selfcal_lightning.models.activated import Contexts, ask
 from selfcal_lightning.models.activation import adapter_in_use
-from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm, recompute_layers
-from selfcal_lightning.models.identity import base_model_identity
-from selfcal_lightning.models.lora import LoraSettings, add_lora, attach_lora, merge_adapter
-from selfcal_lightning.models.meta_models import check_architecture
-from selfcal_lightning.models.model_outputs import ModelOutputs, read_outputs
-from selfcal_lightning.models.quantization import (
-    OptimizerName,
-    Quantization,
-    build_optimizer,
-    check_installed,
-    check_settings,
-    keep_quantized_gradients,
-    load_nf4_causal_lm,
-)
-from selfcal_lightning.models.segment_attention import check_packed_equals_separate, runs_packed_rows
+from selfcal_lightning.models.causal_lm import recompute_layers
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.quantization import OptimizerName, Quantization, build_optimizer, check_settings
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain_beside, read_beside, read_queries
+from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain_beside, read_beside
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
-from selfcal_lightning.modules.exported import ExportedAdapter, origin_of, write_beside, write_weights
+from selfcal_lightning.modules.exported import ExportedModel
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
-from selfcal_lightning.modules.plan import plan_module
+from selfcal_lightning.modules.scored import ScoredModel, ScoredRows
 from selfcal_lightning.modules.step_log import StepLog, bar_values
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt
-from selfcal_lightning.runtime.plan import Plan
 from selfcal_lightning.training.checkpoint_checks import (
     check_loss_settings,
     check_optimizer_settings,
     check_recomputation,
     generation_settings,
 )
-from selfcal_lightning.training.lightning_internals import trainer_of
-from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward
 from selfcal_lightning.training.random_states import dropout_stream
-from selfcal_lightning.training.sampled_data import RowData, row_data
-from selfcal_lightning.training.support import check_support
-from selfcal_lightning.training.trained_modules import ExportKind
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
-    from transformers import PreTrainedModel
+
+__all__ = ["DEFAULT_LORA", "ScoredRows", "SelfCalibrationModule"]
 
 DEFAULT_LORA = LoraSettings()
 
 
-class ScoredRows(NamedTuple):
-    """Confidences of a batch and where they belong: ``row`` in the pool's table and ``question_index``, int64 [B]."""
-
-    row: Tensor
-    question_index: Tensor
-    p_true: Tensor
-    yes_mass: Tensor
-    no_mass: Tensor
-
-
-class SelfCalibrationModule(LightningModule):
+class SelfCalibrationModule(ScoredModel, ExportedModel):
     """A causal language model trained to state its soft self-consistency.
 
     Over one optimiser step, for responses y to x with target c:
@@ -198,154 +164,19 @@ class SelfCalibrationModule(LightningModule):
         self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
         self.save_hyperparameters(plain)
         self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
-        self.model: Any = None
-        self.chat: ChatFormat | None = None
-        self.chats: dict[str, ChatFormat] = {}  # of the adapters beside the first one
-        self.exported: ExportedAdapter | None = None  # whose weights the adapter starts with, set before it is built
-        self.identity: dict[str, Any] = {}
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
-        self._packing_is_checked = False
         self._step_log = StepLog()
         self._checkpoint = TrainedCheckpoint()
-
-    # ---- the model
-
-    def check_support(self, trainer: Trainer | None = None) -> None:
-        """Raise InputError where the Trainer runs in a way that does not work, or the model is not one to train.
-
-        To be asked before long work too: nothing but configurations and the headers of files is read.
-        """
-        trainer = trainer or trainer_of(self)
-        check_support(
-            trainer,
-            lora=self.lora is not None,
-            gradient_checkpointing=self.gradient_checkpointing,
-            quantization=self.quantization,
-            optimizer=self.optimizer_name,
-            beside=bool(self.beside),
-        )
-        if trainer is not None:  # an export needs neither the quantised base nor the optimiser
-            check_installed(quantization=self.quantization, optimizer=self.optimizer_name)
-        check_model_folder(self.base_model, option="base_model")
-        if self.model is None:
-            found = {"revision": self.revision, "attn_implementation": self.attn_implementation}
-            check_architecture(self.base_model, self.lora, **found)
-
-    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
-        """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
-        check_model(self.base_model, revision=self.revision, option="base_model")
-        self.check_support(trainer)
-        return plan_module(self, verb, trainer.strategy.root_device)
-
-    def configure_model(self) -> None:
-        """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
-        if self.model is not None:
-            return
-        self.check_support()
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        self.chats = read_queries(self.beside, self.chat)
-        dtype = self.torch_dtype
-        # The module itself still says that it is on the CPU: it is moved after this hook.
-        strategy = None if trainer_of(self) is None else self.trainer.strategy
-        device = self.device if strategy is None else strategy.root_device
-        if dtype == "auto" and (self.lora is None or device.type == "cpu"):
-            dtype = "float32"
-        exclude_cudnn(device)  # here, where the module meets its device, and not where it is made or imported
-        model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
-        # Hashing reads the files: one process does it for all.
-        first = strategy is None or strategy.is_global_zero
-        identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
-        self.identity = identity if strategy is None else strategy.broadcast(identity)
-        loading = {"revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation}
-        if isinstance(strategy, AdapterModelParallelStrategy):
-            self.model = strategy.load_model(
-                self.base_model,
-                lora=self.lora,
-                seed=self.seed,
-                gradient_checkpointing=self.gradient_checkpointing,
-                **loading,
-            )
-        else:
-            # Straight to the GPU, as 4-bit weights go: otherwise every process of a machine would hold the whole model
-            # in host memory at the same time.
-            load = partial(load_causal_lm, device=device if device.type == "cuda" else None)
-            if self.quantization is not None:
-                load = partial(load_nf4_causal_lm, device=device)
-            model = load(self.base_model, **loading)
-            if self.gradient_checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                model.enable_input_require_grads()
-            self.model = model if self.lora is None else attach_lora(model, self.lora, seed=self.seed)
-            for name in self.beside:
-                add_lora(self.model, self.lora, adapter_name(name), seed=self.seed)
-            keep_quantized_gradients(self.model)
-        if self.exported is not None:
-            self.exported.load_into(self)
-        # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
-        self.model.train()
-
-    def _check_packing(self) -> None:
-        """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
-        data = self._row_data()
-        packed = data is not None and data.packing != "off" and runs_packed_rows(self.model)
-        if self._packing_is_checked or not (packed or self.activated):
-            return
-        with self.trainer.precision_plugin.forward_context():
-            if packed:
-                check_packed_equals_separate(self.model)
-            if self.activated:
-                check_two_passes(self.model, packed=packed)
-        self._packing_is_checked = True
-
-    def _row_data(self) -> RowData | None:
-        """Return the data module; None where loaders were given without one, whose rows are taken to be unpacked."""
-        return row_data(self.trainer.datamodule, who=type(self).__name__)
 
     def on_fit_start(self) -> None:
         """Refuse a model that packed rows would train on wrong logits."""
         self._check_packing()
 
     def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly, and leave the time of validation out of the speed."""
+        """Leave the time of validation out of the speed."""
         self._step_log.pause()
-        self._check_packing()
-
-    def on_test_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def on_predict_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def confidence(self, batch: SSCBatch) -> Confidence:
-        """Return P(True) and its masses, read at the last token of the query."""
-        outputs = self._query_outputs(batch)
-        return outputs.confidence(self.chat.query, normalised=self.p_true == "normalised")
-
-    def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
-        """Return what the model says after every row's query, in two passes where the adapter is activated."""
-        if not self.activated:
-            return self._outputs(batch, batch.label_position[:0])
-        return ask(self.model, self._contexts(batch), self.chat.query)
-
-    def _contexts(self, batch: SSCBatch) -> Contexts:
-        tail = len(self.chat.query.suffix_ids)
-        return read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
-
-    def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
-        return read_outputs(
-            self.model,
-            batch.input_ids,
-            batch.attention_mask,
-            queries=batch.query_position,
-            labels=labels,
-            query=self.chat.query,
-            trees=batch.trees,
-            position_ids=batch.position_ids,
-        )
+        super().on_validation_start()
 
     # ---- training
 
@@ -453,58 +284,6 @@ class SelfCalibrationModule(LightningModule):
             self.log_dict(logged)
             self.log_dict(bar_values(logged), prog_bar=True, logger=False)
 
-    # ---- validation, test, predict
-
-    def on_validation_epoch_start(self) -> None:
-        """Forget the last pass; not at the end of it, so that callbacks can still read its points."""
-        self.val_metrics.reset()
-
-    def validation_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Score a batch of the fixed pool of base-model samples with the current weights."""
-        self._update_metrics(self.val_metrics, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/...``; the metrics synchronise themselves."""
-        self._log_metrics("val", self.val_metrics)
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the last pass."""
-        self.test_metrics.reset()
-
-    def test_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Score a batch of the test pool."""
-        self._update_metrics(self.test_metrics, batch)
-
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/...``."""
-        self._log_metrics("test", self.test_metrics)
-
-    def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
-        """Return the confidence of every row."""
-        if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device, passes=2 if self.activated else 1)
-            nothing = torch.empty(0, device=self.device)
-            return ScoredRows(batch.row, batch.question_index, nothing, nothing, nothing)
-        return ScoredRows(batch.row, batch.question_index, *self.confidence(batch))
-
-    def _update_metrics(self, metrics: CalibrationMetrics, batch: SSCBatch) -> None:
-        if batch.batch_size == 0:  # a process with fewer questions than the others
-            join_forward(self.model, self.device, passes=2 if self.activated else 1)
-            return
-        confidence = self.confidence(batch)
-        metrics.update(
-            confidence=confidence.p_true,
-            correct=batch.correct,
-            target=batch.target,
-            question_index=batch.question_index,
-            task=batch.task,
-            yes_no_mass=confidence.yes_mass + confidence.no_mass,
-        )
-
-    def _log_metrics(self, stage: str, metrics: CalibrationMetrics) -> None:
-        # Every process computes the same values; `sync_dist` would weigh uneven processes wrongly (Lightning #21859).
-        self.log_dict({f"{stage}/{name}": value for name, value in metrics.compute().items()}, sync_dist=False)
-
     # ---- checkpoints: only what is trained, and which model it was trained on
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -524,66 +303,3 @@ class SelfCalibrationModule(LightningModule):
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
-
-    # ---- exports
-
-    @property
-    def export_kind(self) -> ExportKind:
-        """What is exported: the adapter, or all weights where all were trained."""
-        return "model" if self.lora is None else "adapter"
-
-    @property
-    def exported_from(self) -> Path | None:
-        """Folder of the export that the adapter starts from."""
-        return None if self.exported is None else self.exported.folder
-
-    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write a PEFT adapter, or the whole model where all weights were trained, and the tokenizer."""
-        write_weights(self, folder, state=state)
-
-    def save_beside(self, name: str, folder: Path) -> None:
-        """Write an adapter that was trained beside the first one, and the tokenizer."""
-        write_beside(self, name, folder)
-
-    def load_export(self, folder: Path) -> None:
-        """Start from the adapter in ``folder``, as soon as the model is loaded."""
-        self.exported = ExportedAdapter.of(folder)
-
-    @classmethod
-    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint over its base model as it is stored, also where that was quantised."""
-        place = {} if base_model is None else {"base_model": base_model, "revision": None}
-        return cls.load_from_checkpoint(
-            path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
-        )
-
-    def merged(self) -> PreTrainedModel:
-        """Return the model with its adapter merged into it; it is of no further use here."""
-        return self.model if self.lora is None else merge_adapter(self.model)
-
-    def confidence_origin(self) -> dict[str, Any]:
-        """Return what confidences depend on beside the trained weights."""
-        identity = self.describe()
-        return origin_of(identity, quantization=self.quantization)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what identifies the calibrated model, JSON-able: the manifest of an export."""
-        return self._described(None)
-
-    def describe_beside(self, name: str) -> dict[str, Any]:
-        """Return the same of an adapter beside the first one, as if it had been trained alone."""
-        return self._described(name)
-
-    def _described(self, beside: str | None) -> dict[str, Any]:
-        own = {"query": self.query, "loss": self.loss, "ranking": self.ranking}
-        if beside is not None:
-            settings = plain_beside(self.beside)[beside]
-            own |= {name: settings[name] for name in own if settings[name] is not None}
-        return {
-            "base_model": dict(self.identity),
-            "prompt": (self.chat if beside is None else self.chats[beside]).describe(),
-            "p_true": self.p_true,
-            "activated": self.activated,
-            "quantization": self.quantization,
-            "hyper_parameters": {name: value for name, value in self.hparams.items() if name != "beside"} | own,
-        }

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from selfcal_lightning.errors import RunError
 from selfcal_lightning.model_files.locations import BUNDLED_NAME, config_path
-from selfcal_lightning.pipelines.step_process import run_step
 from selfcal_lightning.runtime.plan import free_bytes, show_bytes
+from selfcal_lightning.runtime.step_process import run_step
 
 NEEDED_BYTES = 100 * 2**20
 LARGER = "train/qwen2.5-7b-instruct.yaml"

@@ -156,8 +156,8 @@ def _from_adapter(
     Raises:
         InputError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
     """
+    from selfcal_lightning.model_files.identity import base_model_identity, same_base_model
     from selfcal_lightning.models.causal_lm import load_causal_lm
-    from selfcal_lightning.models.identity import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
     config, manifest = check_adapter(adapter), read_manifest(Path(adapter))

@@ -12,11 +12,11 @@ from typing import Any
 
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.model_files.manifests import read_manifest
-from selfcal_lightning.pipelines.stage_settings import ADAPTER, CONFIG, check_modes, lay_out, model_of, read_stage
-from selfcal_lightning.pipelines.step_process import run_step
 from selfcal_lightning.runtime.files import write_atomically
 from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.runtime.step_process import run_step
 from selfcal_lightning.store.manifest import flatten
+from selfcal_lightning.training.stage_settings import ADAPTER, CONFIG, check_modes, lay_out, model_of, read_stage
 
 TUNED, MERGED, CALIBRATED = "tuned", "merged", "calibrated"
 Settings = Mapping[str, Any]

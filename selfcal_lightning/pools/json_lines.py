@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
+from selfcal_lightning.records import IMPORTED
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 
 BLOCK_BYTES = 1 << 20

@@ -37,6 +37,7 @@ __getattr__, __dir__, __all__ = face(
         ],
         "progress": ["Progress", "Stage", "counted", "say"],
         "rendezvous": ["Rendezvous"],
+        "step_process": ["run_step"],
         "stop_signals": ["Interrupt", "PreemptedError", "StopSignals", "never"],
     },
 )

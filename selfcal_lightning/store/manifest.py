@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
+from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.store.records import Reread, ShardEntry, read_record
 
 # All that lies in the folder of a store, also where a run was stopped before its first sample.

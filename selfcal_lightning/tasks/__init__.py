@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = face(
         "judging": ["Judge", "is_failed", "judge", "judge_anew"],
         "registry": ["check_slice", "get_task", "load_some"],
         "rows": ["load_file_rows"],
-        "sources": ["check_source", "count_source"],
+        "sources": ["QuestionPlace", "check_source", "count_source", "load_source"],
         "token_costs": ["sample_tokens", "total_tokens"],
         "versions": ["reader_version"],
     },

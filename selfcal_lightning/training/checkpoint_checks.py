@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.models.identity import same_base_model
+from selfcal_lightning.model_files.identity import same_base_model
 
 DEFAULT_OMEGA = 0.1  # of the paper
 # Where the model lies, and how its layers are computed: not what is learned.

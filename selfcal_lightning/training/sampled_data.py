@@ -50,8 +50,8 @@ class SampledData(Protocol):
         ...
 
 
-class QuestionData(SampledData, Protocol):
-    """What ``SSCGeneration`` reads: which questions are asked, how often, and where their responses go."""
+class StoredData(Protocol):
+    """Where the responses lie, how many there are, and which of them are scored."""
 
     @property
     def store_dir(self) -> str:
@@ -67,6 +67,10 @@ class QuestionData(SampledData, Protocol):
     def predict_split(self) -> str:
         """Split that the verb ``predict`` scores."""
         ...
+
+
+class QuestionData(StoredData, SampledData, Protocol):
+    """What ``SSCGeneration`` reads: which questions are asked, how often, and where their responses go."""
 
     @property
     def regenerate_every_n_epochs(self) -> int | None:
@@ -96,27 +100,12 @@ class QuestionData(SampledData, Protocol):
         ...
 
 
-class ScoredData(Protocol):
+class ScoredData(StoredData, Protocol):
     """What ``ConfidenceWriter`` reads: which responses were scored."""
-
-    @property
-    def store_dir(self) -> str:
-        """Folder of the sample store."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Responses to a question that are read."""
-        ...
 
     @property
     def max_length(self) -> int:
         """Longest sequence in tokens; a confidence may depend on what was cut."""
-        ...
-
-    @property
-    def predict_split(self) -> str:
-        """Split that is scored."""
         ...
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from selfcal_lightning.cli import TRAINER_VERBS, run
 from selfcal_lightning.command_line.lightning_cli import DATA_MODULE, LIGHTNING_LOGGER, MODULE, silence_lightning
-from selfcal_lightning.models.identity import base_model_identity
+from selfcal_lightning.model_files.identity import base_model_identity
 
 
 class Evil:

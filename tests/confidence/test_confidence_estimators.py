@@ -11,11 +11,15 @@ from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics, sample_store
 
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.estimators.likelihood import MeanLogprob, SequenceLogprob
 from selfcal_lightning.confidence.estimators.p_true import PTrue
-from selfcal_lightning.confidence.estimators.self_certainty import SelfCertainty, TokenEntropy
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
 from selfcal_lightning.confidence.estimators.token_reader import TokenReader
+from selfcal_lightning.confidence.estimators.token_statistics import (
+    MeanLogprob,
+    SelfCertainty,
+    SequenceLogprob,
+    TokenEntropy,
+)
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer

@@ -18,8 +18,9 @@ from selfcal_lightning.confidence.fitting.fusion import fit_fusion
 from selfcal_lightning.confidence.fitting.loading import load_scorer
 from selfcal_lightning.confidence.fitting.scaling import fit_scaler
 from selfcal_lightning.confidence.fitting.weighed_pool import carried_confidences, weigh_pool
-from selfcal_lightning.pipelines.interchange import import_pool, run_export_pool
+from selfcal_lightning.pipelines.export_pool import run_export_pool
 from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
 from selfcal_lightning.strategies.sources import EngineSource

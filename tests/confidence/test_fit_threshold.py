@@ -23,8 +23,8 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.strategies.settings import StrategySettings
 from selfcal_lightning.evaluation.strategies.thresholds import evaluate_given
 from selfcal_lightning.pipelines.answer import run_answer
-from selfcal_lightning.pipelines.calibrate_confidence import run_fit_threshold
 from selfcal_lightning.pipelines.evaluate import run_evaluate
+from selfcal_lightning.pipelines.fit_threshold import run_fit_threshold
 from selfcal_lightning.pools.recorded import RecordedPool, load_pool, load_recorded_pool
 from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
 

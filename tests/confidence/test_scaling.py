@@ -193,7 +193,7 @@ def test_what_cannot_be_fitted_says_why() -> None:
     ("change", "message"),
     [
         ({"format": "other"}, "format 'selfcal_lightning.fitted', but got 'other'"),
-        ({"version": 1}, "version 2, but got 1"),
+        ({"version": 3}, "version 2, but got 3"),
         ({"kind": "threshold"}, "one of temperature, platt, isotonic, fusion, but got 'threshold'"),
         ({"parameters": {"temperature": 0.0}}, "`temperature` to be positive"),
         ({"parameters": {}}, "whole temperature"),

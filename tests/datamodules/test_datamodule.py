@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import Question
 
 

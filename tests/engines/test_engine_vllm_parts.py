@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from selfcal_lightning.engines.vllm import engine as vllm
+from selfcal_lightning.engines.vllm import start_order
 from selfcal_lightning.engines.vllm.channel import Channel
 from selfcal_lightning.engines.vllm.flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm.model_files import lora_rank
@@ -165,15 +166,15 @@ def start(
     monkeypatch.setenv("SELFCAL_TEST_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr("selfcal_lightning.engines.vllm.process.WORKER_MODULE", "fake_vllm_child")
     monkeypatch.setattr(vllm, "is_installed", lambda module: True)
-    monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(start_order, "is_cpu_build", lambda: True)
 
     def download(model: str, *, revision: str | None) -> Path:
         time.sleep(0.3)
         (tmp_path / "weights").touch()
         return tmp_path
 
-    monkeypatch.setattr(vllm, "model_folder", download)
-    monkeypatch.setattr(vllm, "weights_bytes", lambda model, revision: 200_000_000)
+    monkeypatch.setattr(start_order, "model_folder", download)
+    monkeypatch.setattr(start_order, "weights_bytes", lambda model, revision: 200_000_000)
     chat = ChatFormat(load_tokenizer(tiny_model))
 
     def make(plan: str, **options: object) -> tuple[vllm.VLLMEngine, Callable[[], int]]:
@@ -201,7 +202,7 @@ def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], mon
     monkeypatch.setattr(WorkerProcess, "start", watch)
     engine, _ = start("is ready")
     assert engine.max_context == 64
-    assert waited == [vllm.START_SECONDS + 2.0]
+    assert waited == [start_order.START_SECONDS + 2.0]
     engine.close()
 
 

@@ -14,7 +14,7 @@ from selfcal_lightning.confidence.fitting.features import feature_value
 from selfcal_lightning.confidence.fitting.weighed_pool import carried_confidences
 from selfcal_lightning.evaluation.inputs import PoolSource
 from selfcal_lightning.pipelines.evaluate import run_evaluate
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.records import Sample
 

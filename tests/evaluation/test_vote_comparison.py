@@ -13,7 +13,7 @@ import pytest
 from selfcal_lightning.evaluation.calibration.votes import compare_votes, vote_hits
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.recorded import RecordedPool
 from selfcal_lightning.pools.texts import texts_digest
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample

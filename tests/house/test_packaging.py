@@ -34,7 +34,7 @@ def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
         f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
         "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.store.sample_store\n"
         "import selfcal_lightning.pipelines.generate, selfcal_lightning.pipelines.evaluate\n"
-        "import selfcal_lightning.pipelines.export, selfcal_lightning.pipelines.interchange\n"
+        "import selfcal_lightning.pipelines.export, selfcal_lightning.pipelines.import_pool\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "import selfcal_lightning.datamodules.ssc.datamodule, selfcal_lightning.callbacks.generation.callback\n"
         "import selfcal_lightning.modules.self_calibration, selfcal_lightning.engines.vllm.engine\n"

@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, tuple[in
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     # PyTorch's own masks know the function by its identity: what a look at a model finds here must not outlive the spy.
-    monkeypatch.setattr("selfcal_lightning.models.segment_attention._PROBED", {})
+    monkeypatch.setattr("selfcal_lightning.models.packing_support._PROBED", {})
     cuda.enable_cudnn_sdp(True)
     yield seen
     cuda.enable_cudnn_sdp(allowed)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
 from selfcal_lightning.models.activation import adapter_asleep
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.segment_attention import logit_tolerance, prefer_segments, spread_ids
+from selfcal_lightning.models.packing_support import logit_tolerance, prefer_segments, spread_ids
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer

@@ -13,7 +13,7 @@ from support.ssc_pools import Pool
 from support.ssc_pools import fit as fit_recorder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from selfcal_lightning.models.segment_attention import (
+from selfcal_lightning.models.packing_support import (
     check_packed_equals_separate,
     prefer_segments,
     runs_packed_rows,
@@ -72,7 +72,7 @@ def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.Mo
         return forward(self, hidden_states, **arguments) if self.layer_idx == 0 else (hidden_states, None)
 
     monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
-    monkeypatch.setattr("selfcal_lightning.models.segment_attention._PROBED", {})
+    monkeypatch.setattr("selfcal_lightning.models.packing_support._PROBED", {})
     assert "layers that do not attend by the trees" in str(shared_prefix_problem(config_of("llama")))
 
 

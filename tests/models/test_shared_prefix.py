@@ -17,15 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from selfcal_lightning.datamodules.ssc.collate import shares_prefix
 from selfcal_lightning.functional.prefix_trees import PrefixTree, tree_attention_mask, tree_position_ids
 from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.packing_support import (
+    check_packed_equals_separate,
+    check_shared_prefix,
+    shared_prefix_problem,
+)
 from selfcal_lightning.models.segment_attention import (
     FLEX,
     SEGMENTS,
     TreeMasks,
-    check_packed_equals_separate,
-    check_shared_prefix,
     packed_inputs,
     segment_attention,
-    shared_prefix_problem,
     tree_block_mask,
 )
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule

@@ -215,7 +215,7 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
         asked.append(dtype)
         raise InterruptedError
 
-    monkeypatch.setattr("selfcal_lightning.modules.self_calibration.load_causal_lm", stop)
+    monkeypatch.setattr("selfcal_lightning.modules.calibrated_model.load_causal_lm", stop)
     module = module_of(tiny_model, lora=lora, torch_dtype="auto")
     module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
     with pytest.raises(InterruptedError):
@@ -234,7 +234,7 @@ def test_weights_are_read_straight_onto_the_gpu_of_the_process(
         asked.append(device)
         raise InterruptedError
 
-    monkeypatch.setattr("selfcal_lightning.modules.self_calibration.load_causal_lm", stop)
+    monkeypatch.setattr("selfcal_lightning.modules.calibrated_model.load_causal_lm", stop)
     module = module_of(tiny_model)
     module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
     with pytest.raises(InterruptedError):

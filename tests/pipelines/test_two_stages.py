@@ -22,11 +22,11 @@ from selfcal_lightning.model_files.manifests import MANIFEST, read_manifest
 from selfcal_lightning.models.adapter_files import read_invocation_ids
 from selfcal_lightning.pipelines import two_stages
 from selfcal_lightning.pipelines.answer import run_answer
-from selfcal_lightning.pipelines.stage_settings import lay_out, read_stage
 from selfcal_lightning.pipelines.two_stages import run_tune_and_calibrate
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.runtime.config_files import read_config
 from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.stage_settings import lay_out, read_stage
 
 SMALL: dict[str, Any] = {
     "num_samples": 4,
@@ -247,7 +247,7 @@ def test_the_generation_loss_alone_draws_nothing_else(pool: Pool, store_dir: str
 def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     code = (
         "import threading, time\n"
-        "from selfcal_lightning.pipelines.step_process import _watch_parent\n"
+        "from selfcal_lightning.runtime.step_process import _watch_parent\n"
         "threading.Thread(target=_watch_parent, daemon=True).start()\n"
         "print('there', flush=True)\n"
         "time.sleep(300)"

@@ -13,14 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.fakes import FakeTask
 
-from selfcal_lightning.pipelines.interchange import (
-    export_pool,
-    import_pool,
-    import_training_records,
-    run_export_pool,
-    run_import_pool,
-    run_import_records,
-)
+from selfcal_lightning.pipelines.export_pool import run_export_pool
+from selfcal_lightning.pipelines.import_pool import run_import_pool
+from selfcal_lightning.pipelines.import_records import run_import_records
+from selfcal_lightning.pools.exporting import export_pool
+from selfcal_lightning.pools.importing import import_pool
+from selfcal_lightning.pools.published_records import import_training_records
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 from selfcal_lightning.store.sample_store import SampleStore

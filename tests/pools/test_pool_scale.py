@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.recorded import load_recorded_pool
 from selfcal_lightning.runtime import progress
 from selfcal_lightning.runtime.progress import Progress, Stage, counted

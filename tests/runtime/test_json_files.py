@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.store.sample_store import SampleStore
 
 DEEP = "[" * 100_000 + "]" * 100_000

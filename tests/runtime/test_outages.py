@@ -18,6 +18,7 @@ from selfcal_lightning.confidence.estimators.verbalized import Verbalized
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError, generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm import engine as vllm
+from selfcal_lightning.engines.vllm import start_order
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.pipelines.score import run_score
@@ -184,7 +185,7 @@ def test_a_broken_gpu_is_not_taken_for_poison_prompts(
 ) -> None:
     """Each prompt was once quarantined in its turn, so that a whole run became empty responses."""
     monkeypatch.setattr(vllm, "is_installed", lambda module: True)
-    monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(start_order, "is_cpu_build", lambda: True)
     monkeypatch.setattr(vllm, "WorkerProcess", BrokenWorker)
     engine = VLLMEngine(tiny_model, chat=chat, max_restarts=5)
     plain = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=8)

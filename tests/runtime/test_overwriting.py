@@ -13,7 +13,7 @@ from support.other_models import plain_copy
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.runtime.overwriting import check_replaceable
 from selfcal_lightning.store.sample_store import SampleStore
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.runtime.path_names import check_path_name, file_name
 
 ELSEWHERE = [

@@ -18,9 +18,9 @@ from support.kill_worker import die_at
 from support.store_samples import leftovers, make_group, make_store, write
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.pipelines.interchange import import_pool
 from selfcal_lightning.pipelines.reread import reread_answers
 from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.store.annotations import Annotation, annotation_names
 from selfcal_lightning.store.sample_store import SampleStore, StoreCorruptError

@@ -18,7 +18,7 @@ from selfcal_lightning.confidence.base import MissingConfidenceError, confidence
 from selfcal_lightning.engines.base import Engine, EngineStoppedError, Failure, RequestsFailedError
 from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.pipelines.interchange import import_pool
+from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.recorded import load_recorded_pool
 from selfcal_lightning.records import (
     Message,

@@ -24,7 +24,7 @@ from support.simulated_questions import PoolWriter, Population
 from selfcal_lightning.confidence.base import add_scores
 from selfcal_lightning.confidence.fitting.loading import FittedScorer, load_scorers
 from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.pipelines.calibrate_confidence import run_fit_threshold
+from selfcal_lightning.pipelines.fit_threshold import run_fit_threshold
 from selfcal_lightning.records import QuestionSamples, Verdict
 from selfcal_lightning.serving.choices import choose_strategy
 from selfcal_lightning.strategies.registry import STRATEGIES

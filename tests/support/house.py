@@ -15,7 +15,10 @@ PACKAGE = "selfcal_lightning"
 ADAPTERS = ("datamodules", "callbacks", "configs")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("faces errors", "what a package shows; errors of the user's"),
-    ("runtime plugins records", "files, progress, signals, plans, late imports; plug-ins; frozen record types"),
+    (
+        "runtime plugins identities records",
+        "files, progress, signals, plans, late imports; plug-ins; frozen record types",
+    ),
     ("model_files locations functional prompts", "files of models; pure maths; chats and the confidence query"),
     ("tasks store models metrics", "questions, reading and judging; samples on disk; networks; torchmetrics"),
     ("pools engines", "recorded responses and their formats; who samples"),
@@ -27,7 +30,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("datamodules callbacks", "Lightning adapters, which meet at the store"),
     (
         "presets command_line cli front __main__",
-        "settings behind a model and questions; the only place that parses\n     arguments; the verbs from Python",
+        "settings behind a model and questions; the only place that parses arguments; the verbs from Python",
     ),
 )
 ORDER = [room for rooms, _ in FLOORS for room in rooms.split()]

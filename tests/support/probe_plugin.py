@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.model_files.identity import base_model_identity, same_base_model
 from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.models.causal_lm import load_causal_lm
-from selfcal_lightning.models.identity import base_model_identity, same_base_model
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
 from selfcal_lightning.modules.self_calibration import ScoredRows

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
 from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
-from selfcal_lightning.pipelines.interchange import export_pool, import_pool, import_training_records
+from selfcal_lightning.pools.exporting import export_pool
+from selfcal_lightning.pools.importing import import_pool
+from selfcal_lightning.pools.published_records import import_training_records
 from selfcal_lightning.pools.recorded import load_recorded_pool
 from selfcal_lightning.records import Message, Question, Response, Sample, SamplingSettings
 from selfcal_lightning.store.sample_store import SampleStore

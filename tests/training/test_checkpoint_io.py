@@ -15,7 +15,7 @@ from support.kill_worker import die_at
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.command_line.lightning_cli import DATA_MODULE, MODULE
-from selfcal_lightning.models.identity import base_model_identity
+from selfcal_lightning.model_files.identity import base_model_identity
 from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
 
 

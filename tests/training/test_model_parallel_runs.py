@@ -24,7 +24,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.models.identity import base_model_identity
+from selfcal_lightning.model_files.identity import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 from selfcal_lightning.store.sample_store import SampleStore
@@ -255,11 +255,11 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
 
 
 def identify(tiny_model: str) -> dict[str, Any]:
-    from selfcal_lightning.modules import self_calibration
+    from selfcal_lightning.modules import calibrated_model
     from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
-    hashed, real = [], self_calibration.base_model_identity
-    self_calibration.base_model_identity = lambda *args, **more: hashed.append(args) or real(*args, **more)
+    hashed, real = [], calibrated_model.base_model_identity
+    calibrated_model.base_model_identity = lambda *args, **more: hashed.append(args) or real(*args, **more)
     module = module_of(tiny_model)
     module.trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2)
     module.trainer.strategy.connect(module)

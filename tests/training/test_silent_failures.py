@@ -82,7 +82,7 @@ def test_the_guard_of_qlora_is_what_keeps_them(
     """A1.1: where this fails, bitsandbytes has changed, and the guard may go."""
     if not repacks_in_evaluation():
         pytest.skip("needs a CPU with AVX512-BF16: on others bitsandbytes does not repack")
-    monkeypatch.setattr("selfcal_lightning.modules.self_calibration.keep_quantized_gradients", lambda model: None)
+    monkeypatch.setattr("selfcal_lightning.modules.calibrated_model.keep_quantized_gradients", lambda model: None)
     gradients = fit_after("sanity check", module_of(tiny_model, quantization="nf4"), chat)
     assert all(not value for step in gradients.seen for value in step.values())
 

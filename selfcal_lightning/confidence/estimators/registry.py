@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from selfcal_lightning.confidence.base import RESERVED, STORED, Estimator
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
-from selfcal_lightning.confidence.estimators.likelihood import MeanLogprob, SequenceLogprob
 from selfcal_lightning.confidence.estimators.p_true import PTrue
-from selfcal_lightning.confidence.estimators.self_certainty import SelfCertainty, TokenEntropy
+from selfcal_lightning.confidence.estimators.token_statistics import (
+    MeanLogprob,
+    SelfCertainty,
+    SequenceLogprob,
+    TokenEntropy,
+)
 from selfcal_lightning.confidence.estimators.verbalized import Verbalized
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.errors import InputError, unknown_name

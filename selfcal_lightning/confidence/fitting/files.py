@@ -15,6 +15,10 @@ FORMAT = "selfcal_lightning.fitted"
 # 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
 VERSION = 2
 THRESHOLD = "threshold"  # all other kinds are confidences
+OLD_THRESHOLD = (
+    " by `selfcal fit-threshold`: a threshold of version 1 does not say on how many samples it was tested, nor which "
+    "files its confidence is computed by, so that nobody can hold what it promises"
+)
 
 
 def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
@@ -51,7 +55,7 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
 
     Raises:
         FileNotFoundError: There is no such file.
-        InputError: It is no such JSON file, of another version, or of another kind.
+        InputError: It is no such JSON file, of a version that cannot be read, or of another kind.
     """
     path = Path(path)
     if not path.is_file():
@@ -63,9 +67,11 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
             f"Expected {path} to have the format {FORMAT!r}, but got {found!r}. "
             "`selfcal fit-confidence` and `selfcal fit-threshold` write such files."
         )
-    if record.get("version") != VERSION:
-        raise InputError(f"Expected {path} to have version {VERSION}, but got {record.get('version')!r}. Fit it again.")
-    kind = record.get("kind")
+    kind, version = record.get("kind"), record.get("version")
+    is_old_threshold = kind == THRESHOLD and version == 1
+    if version not in (1, VERSION) or is_old_threshold:
+        why = OLD_THRESHOLD if is_old_threshold else ""
+        raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again{why}.")
     if kind not in kinds:
         raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record

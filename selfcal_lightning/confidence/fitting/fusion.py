@@ -17,8 +17,9 @@ import numpy as np
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, check_confidence, confidence_of
 from selfcal_lightning.confidence.dependence import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.fitting.calibration_split import FittedOn, check_not_fitted_on
+from selfcal_lightning.confidence.fitting.earlier_files import load_confidence
 from selfcal_lightning.confidence.fitting.features import LOGIT, ResponseTable, feature_value, required_confidences
-from selfcal_lightning.confidence.fitting.files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitting.files import save_fitted
 from selfcal_lightning.confidence.fitting.logistic import fit_logistic, sigmoid
 from selfcal_lightning.confidence.fitting.scaling import check_labels, check_new_name
 from selfcal_lightning.confidence.fitting.scores import ConfidenceScores, score_confidence, scores_text
@@ -172,7 +173,7 @@ class Fusion:
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
         """Read a fusion from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
-        return cls.from_json(load_fitted(path, (KIND,))[1])
+        return cls.from_json(load_confidence(path, (KIND,))[1])
 
 
 def fit_fusion(

@@ -15,8 +15,9 @@ import numpy as np
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, RESERVED
 from selfcal_lightning.confidence.dependence import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.fitting.calibration_split import FittedOn, check_not_fitted_on
+from selfcal_lightning.confidence.fitting.earlier_files import load_confidence
 from selfcal_lightning.confidence.fitting.features import ResponseTable, feature_value
-from selfcal_lightning.confidence.fitting.files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitting.files import save_fitted
 from selfcal_lightning.confidence.fitting.scaling_maps import IsotonicMap, PlattMap, ScalerMap, TemperatureMap, read_map
 from selfcal_lightning.confidence.fitting.scores import ConfidenceScores, score_confidence
 from selfcal_lightning.errors import InputError
@@ -108,7 +109,7 @@ class Scaler:
     @classmethod
     def load(cls, path: str | Path) -> Scaler:
         """Read a scaler from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
-        return cls.from_json(*load_fitted(path, SCALER_KINDS))
+        return cls.from_json(*load_confidence(path, SCALER_KINDS))
 
 
 def fit_scaler(

@@ -12,12 +12,13 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.identities import ModelIdentity, PromptIdentity
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder, resolve_model
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
-from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+from selfcal_lightning.records import IMPORTED
 from selfcal_lightning.store.sample_store import StoreFingerprint
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = face(
     __name__,
     {
         "address": ["check_base_url"],
-        "engine": ["OpenAIEngine", "T"],
+        "engine": ["OpenAIEngine"],
         "reach": ["check_reachable"],
         "wire": ["check_sampling"],
     },

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from selfcal_lightning.engines.activated_probe import make_probe, query_settings
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
@@ -17,19 +17,14 @@ from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.openai.adapter import try_adapter
 from selfcal_lightning.engines.openai.address import check_base_url, presentable, read_key
+from selfcal_lightning.engines.openai.completions import draw, score
 from selfcal_lightning.engines.openai.facts import ServerFacts, inspect_server
 from selfcal_lightning.engines.openai.jobs import BackgroundJobs
 from selfcal_lightning.engines.openai.records import Flight, OpenAIStatistics
 from selfcal_lightning.engines.openai.retries import ServerError
-from selfcal_lightning.engines.openai.transport import Transport, is_refusal
-from selfcal_lightning.engines.openai.wire import (
-    MAX_SCORED_IDS,
-    check_sampling,
-    read_probabilities,
-    sample_body,
-    score_body,
-)
-from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.engines.openai.transport import Transport, is_refusal, presentably
+from selfcal_lightning.engines.openai.wire import check_sampling
+from selfcal_lightning.errors import InputError, RunError, check_at_least
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
@@ -38,7 +33,6 @@ from selfcal_lightning.records import Request, Response
 from selfcal_lightning.runtime.imports import is_installed, require
 
 _DEFAULT_BATCH = 64
-T = TypeVar("T")
 
 
 class OpenAIEngine:
@@ -120,16 +114,9 @@ class OpenAIEngine:
         if not is_installed("aiohttp"):
             require("aiohttp", extra="openai")
         max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
-        limits = (
-            ("max_batch", max_batch, 1),
-            ("max_retries", max_retries, 0),
-            ("stream_interval", stream_interval, 1),
-            ("first_wait", first_wait, 0.0),
-            ("longest_wait", longest_wait, 0.0),
-        )
-        for name, value, least in limits:
-            if value < least:
-                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        check_at_least(1, max_batch=max_batch, stream_interval=stream_interval)
+        check_at_least(0, max_retries=max_retries)
+        check_at_least(0.0, first_wait=first_wait, longest_wait=longest_wait)
         if adapter is not None and served_model is None:
             raise InputError(
                 f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "
@@ -310,7 +297,7 @@ class OpenAIEngine:
         )
         jobs, started = BackgroundJobs(limit=self._max_batch), False
         try:
-            self._facts = jobs.run(self._presentably(self._inspect(transport)))
+            self._facts = jobs.run(presentably(self._inspect(transport), key=self._key))
             if self._query_ids is not None:
                 self._try_adapter(jobs, transport)
             started = True
@@ -333,13 +320,6 @@ class OpenAIEngine:
             deadline=self._time_limit(),
         )
 
-    async def _presentably(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        except (ServerError, ValueError) as error:  # what the server wrote may stand in it
-            kind = ServerError if isinstance(error, ServerError) else ValueError
-            raise kind(presentable(str(error), key=self._key)) from None
-
     def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
         """Hold an activated adapter against the base model, and where that can be against the training module."""
         settings = query_settings(self._chat.query, self._query_ids)
@@ -349,9 +329,9 @@ class OpenAIEngine:
 
         async def ask(prompt: tuple[int, ...], by_adapter: bool) -> list[float]:
             name = self._facts.adapter if by_adapter else self._facts.served_model
-            return await self._ask(transport, name, prompt, probe.token_ids, self._time_limit())
+            return await score(transport, name, prompt, probe.token_ids, self._time_limit())
 
-        awake = jobs.run(self._presentably(try_adapter(ask, probe, exact=exact)))
+        awake = jobs.run(presentably(try_adapter(ask, probe, exact=exact), key=self._key))
         if exact and weights is not None:
             from selfcal_lightning.engines.transformers.sleep import hold_against_module
 
@@ -365,12 +345,8 @@ class OpenAIEngine:
         """Sample a response and put the query to it."""
         request, deadline = flight.request, self._time_limit()
         stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
-        body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
-        reader = await self._transport.stream(
-            "completions",
-            {"model": self._facts.served_model, **body},
-            deadline=deadline,
-            read=lambda: flight.begin(stops, max_tokens=room, vocabulary=self._facts.vocabulary),
+        reader = await draw(
+            self._transport, self._facts, flight, stops=stops, room=room, interval=self._interval, deadline=deadline
         )
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:
@@ -388,17 +364,7 @@ class OpenAIEngine:
     ) -> list[float]:
         awake = with_adapter and ends_with_query(prompt, self._query_ids)
         name = self._facts.adapter if awake else self._facts.served_model
-        return await self._ask(self._transport, name, prompt, token_ids, deadline)
-
-    async def _ask(
-        self, transport: Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
-    ) -> list[float]:
-        found: list[float] = []
-        for start in range(0, len(token_ids), MAX_SCORED_IDS):
-            chunk = token_ids[start : start + MAX_SCORED_IDS]
-            body = {"model": name, **score_body(prompt, chunk)}
-            found += read_probabilities(await transport.post("completions", body, deadline=deadline), chunk)
-        return found
+        return await score(self._transport, name, prompt, token_ids, deadline)
 
     def _work(self) -> None:
         """Wait for one job to finish and take it in."""

@@ -73,6 +73,15 @@ class StatusError(ServerError):
 _OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 
 
+async def presentably(work: Awaitable[T], *, key: str | None) -> T:
+    """Return what ``work`` gives; what the server wrote may stand in its errors, and is told without the key."""
+    try:
+        return await work
+    except (ServerError, ValueError) as error:
+        kind = ServerError if isinstance(error, ServerError) else ValueError
+        raise kind(presentable(str(error), key=key)) from None
+
+
 def is_refusal(error: ServerError) -> bool:
     """Return whether a server refused a request for what it asks, so that asking once more is in vain."""
     return isinstance(error, StatusError) and error.status in _OWN_FAULTS

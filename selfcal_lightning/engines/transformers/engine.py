@@ -12,7 +12,9 @@ import torch
 
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.transformers.contexts import chunks_of, encode_contexts
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.engines.transformers.queries import read_queries
 from selfcal_lightning.engines.transformers.rows import SlotRows
 from selfcal_lightning.engines.transformers.sleep import check_sleep
 from selfcal_lightning.errors import InputError, RunError
@@ -29,7 +31,6 @@ _LOG = logging.getLogger(__name__)
 _DEFAULT_BATCH = 64
 _HARVEST_SHARE = 8  # rows are answered, and new ones admitted, when one in eight of the batch has finished
 _COMPACT_SHARE = 0.75  # rows are moved together when fewer than this share of the slots in use are live
-_FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
 
 
 class TransformersEngine:
@@ -234,7 +235,7 @@ class TransformersEngine:
         with torch.no_grad(), model.evaluation(), bare:
             for awake in (False, True):
                 members = [i for i in order if (i in asked) == awake]
-                for chunk in _chunks(members, [len(prompts[i]) for i in members], self.max_batch):
+                for chunk in chunks_of(members, [len(prompts[i]) for i in members], self.max_batch):
                     logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
                     p = logits.double().softmax(-1)[:, wanted].tolist()
                     table.update(zip(chunk, p, strict=True))
@@ -313,53 +314,11 @@ class TransformersEngine:
         requests = list(self._waiting.values())[: self.max_batch - len(rows.live())]
         if not requests:
             return
-        holders = {rows.prompts[slot]: slot for slot in rows.live()}
         slots = rows.choose(requests)
-        kept = {slot: request.prompt_ids for slot, request in zip(slots, requests, strict=True)}
-        holders |= {prompt: slot for slot, prompt in kept.items() if rows.prompts[slot] == prompt}
-        new = {prompt: slot for slot, prompt in kept.items() if prompt not in holders and len(prompt) > 1}
-        prompts = sorted(new, key=len)
-        model.reserve(max(slots) + 1, max(len(request.context_ids) for request in requests))
-        for chunk in _chunks(prompts, [len(prompt) for prompt in prompts], self.max_batch):
-            width = len(chunk[-1]) - 1
-            ids = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in chunk], device=model.device)
-            where = torch.tensor([new[prompt] for prompt in chunk], device=model.device)
-            model.extend(where, torch.zeros_like(where), ids, width)
-        holders |= new
-        copies = [(holders[p], slot) for slot, p in kept.items() if len(p) > 1 and holders[p] != slot]
-        if copies:
-            longest = max(len(kept[target]) for _, target in copies)
-            model.copy_slots([source for source, _ in copies], [target for _, target in copies], longest - 1)
-        self._read_prefixes(model, dict(zip(slots, requests, strict=True)))
+        encode_contexts(model, rows, dict(zip(slots, requests, strict=True)), most=self.max_batch)
         rows.admit(slots, requests, [self._limit(request) for request in requests])
         for request in requests:
             del self._waiting[request.id]
-
-    def _read_prefixes(self, model: CachedModel, requests: dict[int, Request]) -> None:
-        """Encode the prefixes of the requests in their slots, which hold the prompts; each distinct one once."""
-        readers: dict[tuple[int, ...], int] = {}
-        for slot, request in requests.items():
-            if request.prefix_ids:
-                readers.setdefault(request.context_ids, slot)
-        chosen = sorted(readers.values(), key=lambda slot: len(requests[slot].prefix_ids))
-        for chunk in _chunks(chosen, [len(requests[slot].prefix_ids) for slot in chosen], self.max_batch):
-            longest = len(requests[chunk[-1]].prefix_ids)
-            # Of the prompt all but the last token is there, and of the context the last one is to come.
-            tails = [(requests[slot].prompt_ids[-1:] + requests[slot].prefix_ids)[:-1] for slot in chunk]
-            ids = torch.tensor([[*tail, *[0] * (longest - len(tail))] for tail in tails], device=model.device)
-            starts = torch.tensor([len(requests[slot].prompt_ids) - 1 for slot in chunk], device=model.device)
-            width = int(starts.max()) + longest
-            model.reserve(max(chunk) + 1, width)
-            model.extend(torch.tensor(chunk, device=model.device), starts, ids, width)
-        copies = {
-            slot: readers[request.context_ids]
-            for slot, request in requests.items()
-            if request.prefix_ids and readers[request.context_ids] != slot
-        }
-        if copies:
-            model.copy_slots(
-                list(copies.values()), list(copies), max(len(requests[slot].context_ids) for slot in copies) - 1
-            )
 
     def _harvest(self, model: CachedModel, width: int) -> list[Response]:
         """Answer the requests that are done and free their slots."""
@@ -368,7 +327,8 @@ class TransformersEngine:
         where = torch.tensor(finished, device=model.device)
         counts, stopped, stepped = (each[where].tolist() for each in (rows.count, rows.stopped, rows.stepped))
         tokens, logprobs = rows.tokens[where].tolist(), rows.logprob[where].tolist()
-        masses = self._read_queries(model, [slot for slot in finished if rows.requests[slot].query is not None])
+        asked = [slot for slot in finished if rows.requests[slot].query is not None]
+        masses = read_queries(model, rows, asked, awake=self._query_ids is not None)
         responses = []
         for i, slot in enumerate(finished):
             token_ids = tuple(tokens[i][len(rows.requests[slot].prefix_ids) : counts[i]])
@@ -391,52 +351,6 @@ class TransformersEngine:
             rows.gather(live)
         return responses
 
-    def _read_queries(self, model: CachedModel, slots: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Return the Yes and No masses after the query of each slot, in one forward pass over the slots' own caches."""
-        if not slots:
-            return {}
-        rows = self._rows
-        where = torch.tensor(slots, device=model.device)
-        pending, stopped = rows.pending[where].tolist(), rows.stopped[where].tolist()
-        queries = [rows.requests[slot].query for slot in slots]
-        awake = self._query_ids is not None
-        if awake:
-            rows.position[where] += self._read_last_tokens(model, where)
-            stopped = [True] * len(slots)
-        inputs = [
-            list(query.suffix_ids) if ended else [last, *query.suffix_ids]
-            for query, last, ended in zip(queries, pending, stopped, strict=True)
-        ]
-        longest = max(map(len, inputs))
-        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in inputs], device=model.device)
-        starts = rows.position[where]
-        width = int(starts.max()) + longest
-        model.reserve(max(slots) + 1, width)
-        lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
-        logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
-        p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
-        masses = {}
-        for query in dict.fromkeys(queries):
-            members = [i for i, other in enumerate(queries) if other == query]
-            yes = p[members][:, list(query.yes_ids)].sum(1).tolist()
-            no = p[members][:, list(query.no_ids)].sum(1).tolist()
-            masses |= {slots[i]: pair for i, pair in zip(members, zip(yes, no, strict=True), strict=True)}
-        return masses
-
-    def _read_last_tokens(self, model: CachedModel, where: torch.Tensor) -> torch.Tensor:
-        """Let the base model read the last tokens of responses that were cut, and return how many each has, [rows].
-
-        They are not in the cache yet, where those of a response that ended are, and are no tokens of the query.
-        """
-        rows = self._rows
-        cut = where[~rows.stopped[where]]
-        if len(cut):
-            starts = rows.position[cut]
-            width = int(starts.max()) + 1
-            model.reserve(int(cut.max()) + 1, width)
-            model.extend(cut, starts, rows.pending[cut][:, None], width)
-        return (~rows.stopped[where]).long()
-
     def _restart_with_half(self) -> None:
         """Put what is in flight back into the queue, give the cache back and go on with half the slots."""
         flying = [self._rows.requests[slot] for slot in self._rows.live()]
@@ -450,13 +364,3 @@ class TransformersEngine:
 
 def _query_length(request: Request) -> int:
     return 0 if request.query is None else len(request.query.suffix_ids)
-
-
-def _chunks(items: Sequence[Any], lengths: Sequence[int], most: int) -> list[list[Any]]:
-    """Split ``items``, sorted by length, into chunks of at most ``most`` items and few enough padded tokens."""
-    chunks: list[list[Any]] = []
-    for item, length in zip(items, lengths, strict=True):
-        if not chunks or len(chunks[-1]) == most or (len(chunks[-1]) + 1) * length > _FORWARD_TOKENS:
-            chunks.append([])
-        chunks[-1].append(item)
-    return chunks

@@ -7,6 +7,7 @@ from selfcal_lightning.faces import face
 __getattr__, __dir__, __all__ = face(
     __name__,
     {
-        "engine": ["MAX_SCORED_IDS", "VLLMEngine"],
+        "engine": ["VLLMEngine"],
+        "flights": ["MAX_SCORED_IDS"],
     },
 )

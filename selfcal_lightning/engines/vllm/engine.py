@@ -13,15 +13,15 @@ from selfcal_lightning.engines.activated_queries import check_query
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
-from selfcal_lightning.engines.vllm.flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm.model_files import lora_rank
-from selfcal_lightning.engines.vllm.process import (
-    StartRefusedError,
-    WorkerProcess,
-    is_cpu_build,
-    way_out,
-    worker_environment,
+from selfcal_lightning.engines.vllm.flights import (
+    CrashesInARow,
+    Flight,
+    FlightBook,
+    check_ids,
+    check_scored,
+    score_flights,
 )
+from selfcal_lightning.engines.vllm.process import StartRefusedError, WorkerProcess, way_out
 from selfcal_lightning.engines.vllm.records import (
     EngineCrashedError,
     Tally,
@@ -29,17 +29,16 @@ from selfcal_lightning.engines.vllm.records import (
     read_response,
     wire_messages,
 )
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.model_files.fingerprints import weights_bytes, weights_sha256
+from selfcal_lightning.engines.vllm.start_order import make_order
+from selfcal_lightning.errors import RunError, check_at_least
+from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.folders import check_model_folder
-from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts.chat_format import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
 from selfcal_lightning.runtime.imports import is_installed, require
 
-MAX_SCORED_IDS = 128
-START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
 _logger = logging.getLogger(__name__)
 
 
@@ -114,14 +113,8 @@ class VLLMEngine:
     ) -> None:
         if not is_installed("vllm"):
             require("vllm", extra="vllm")
-        limits = (
-            ("max_batch", 1 if max_batch is None else max_batch, 1),
-            ("max_attempts", max_attempts, 1),
-            ("max_restarts", max_restarts, 0),
-        )
-        for name, value, least in limits:
-            if value < least:
-                raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+        check_at_least(1, max_batch=1 if max_batch is None else max_batch, max_attempts=max_attempts)
+        check_at_least(0, max_restarts=max_restarts)
         model = resolve_model(model)
         self.model, self.revision, self.adapter = model, revision, adapter
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
@@ -137,7 +130,7 @@ class VLLMEngine:
             "engine_args": dict(engine_args or {}),
         }
         self._devices, self._num_threads = devices, num_threads
-        self._max_restarts, self._max_attempts = max_restarts, max_attempts
+        self._max_attempts = max_attempts
         self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._log_path = None if log_path is None else Path(log_path)
         self._chat = chat
@@ -149,8 +142,7 @@ class VLLMEngine:
         self._drawn: dict[int, int] = {}
         self._book = FlightBook()
         self._in_flight = InFlight()
-        self._crashes_in_a_row = 0
-        self._quarantined_in_a_row: set[tuple[int, ...]] = set()
+        self._crashes = CrashesInARow(most=max_restarts)
         self._tally = Tally()
 
     @property
@@ -173,10 +165,11 @@ class VLLMEngine:
         """
         self._ensure_started()
         self._in_flight.check_new(requests)
+        vocabulary = self._limits["vocabulary"]
         for request in requests:
             if self._query_ids is not None and request.query is not None:
                 check_query(request.query.suffix_ids, self._query_ids)
-            self._check_ids(f"the prompt of request {request.id!r}", request.context_ids)
+            check_ids(f"the prompt of request {request.id!r}", request.context_ids, vocabulary=vocabulary)
             check_prefix(request, self._settings["stop_token_ids"])
             self._room(request)
         numbers = self._book.add(
@@ -223,28 +216,15 @@ class VLLMEngine:
             ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
         """
         self._ensure_started()
-        self._check_ids("`token_ids`", token_ids)
-        for index, prompt in enumerate(prompts):
-            self._check_ids(f"prompt {index}", prompt)
-            if not 1 <= len(prompt) <= self.max_context:
-                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
-        chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
-        flights = [
-            Flight(
-                f"prompt {index} of next_token_probabilities",
-                tuple(map(int, prompt)),
-                token_ids=chunk,
-                with_adapter=with_adapter,
-            )
-            for index, prompt in enumerate(prompts)
-            for chunk in chunks
-        ]
+        check_scored(prompts, token_ids, vocabulary=self._limits["vocabulary"], max_context=self.max_context)
+        flights = score_flights(prompts, token_ids, with_adapter=with_adapter)
         numbers = self._book.add(flights, first=True)
         self._in_flight.expect_scores(numbers)
         while self._in_flight.awaits_any(numbers):
             self._work()
         answers = self._in_flight.take_scores(numbers)
-        return read_scores([answers[i * len(chunks) : (i + 1) * len(chunks)] for i in range(len(prompts))])
+        each = len(flights) // max(len(prompts), 1)
+        return read_scores([answers[i * each : (i + 1) * each] for i in range(len(prompts))])
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model, and beside it what runs it."""
@@ -279,11 +259,6 @@ class VLLMEngine:
     def _room(self, request: Request) -> int:
         return response_room(request, self._limits["max_context"])
 
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        size = self._limits["vocabulary"]
-        if len(ids) and not 0 <= min(ids) <= max(ids) < size:
-            raise InputError(f"Expected {what} to hold ids of 0 to {size - 1}, but got {min(ids)} to {max(ids)}.")
-
     def _ensure_started(self) -> None:
         if self._closed:
             raise RunError("Expected the engine to be open, but it was closed.")
@@ -297,37 +272,26 @@ class VLLMEngine:
         if self._settings["stop_token_ids"] is None:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self.model, revision=self.revision)
             self._settings["stop_token_ids"] = sorted(ends)
-        # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
-        folder = model_folder(self.model, revision=self.revision)
-        rank = None if self.adapter is None else lora_rank(self.adapter)
-        settings = {**self._settings, "model": str(folder), "adapter": self.adapter, "lora_rank": rank}
-        activated = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
-        settings["activated"] = activated
-        timeout = self._start_timeout
-        if timeout is None:
-            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / START_BYTES_A_SECOND
-        environment = worker_environment(
-            os.environ,
-            on_cpu=is_cpu_build(),
-            devices=self._devices,
-            num_threads=self._num_threads,
-            activated_adapter=self.adapter if self._query_ids else None,
-        )
+        query = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
+        order = make_order(
+            self._settings, model=self.model, revision=self.revision, adapter=self.adapter, activated=query,
+            devices=self._devices, num_threads=self._num_threads, timeout=self._start_timeout,
+        )  # fmt: skip
         self._owner = os.getpid()
         self._tally.add(starts=1)
-        self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
+        self._process = WorkerProcess(order.environment, send_timeout=self._stall_timeout, log_path=self._log_path)
         is_first = not self._limits
         try:
-            self._limits = self._process.start(settings, timeout=timeout)
+            self._limits = self._process.start(order.settings, timeout=order.timeout)
         except (EOFError, OSError) as error:
-            in_vain = isinstance(error, StartRefusedError) or self._crashes_in_a_row > 0
+            in_vain = isinstance(error, StartRefusedError) or self._crashes.number > 0
             self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
             _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)
         self._settings["max_context"] = self._limits["max_context"]  # the same after a restart
-        if is_first and activated is not None and self._limits["dtype"] == "float32":
-            self._check_against_module(activated)
+        if is_first and query is not None and self._limits["dtype"] == "float32":
+            self._check_against_module(query)
 
     def _check_against_module(self, activated: dict[str, Any]) -> None:
         """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
@@ -407,8 +371,7 @@ class VLLMEngine:
     def _finish(self, number: int) -> Flight | None:
         flight = self._book.finish(number)
         if flight is not None:
-            self._crashes_in_a_row = 0
-            self._quarantined_in_a_row.clear()
+            self._crashes.forget()
         return flight
 
     def _refuse(self, number: int, flight: Flight, reason: str) -> None:
@@ -423,19 +386,14 @@ class VLLMEngine:
         process, self._process = self._process, None
         report = process.bury()
         self._tally.add(crashes=1)
-        self._crashes_in_a_row += 1
+        self._crashes.count()
         for number, flight in self._book.crash(max_attempts=self._max_attempts):
-            self._crashes_in_a_row = 0
+            self._crashes.quarantine(flight.prompt)
             self._tally.add(quarantined=1)
-            self._quarantined_in_a_row.add(flight.prompt)
             told = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
             self._refuse(number, flight, told)
-        prompts = len(self._quarantined_in_a_row)
-        if fatal or max(self._crashes_in_a_row, prompts) > self._max_restarts:
+        if fatal or self._crashes.are_too_many:
             self._closed = True
-            times = f"failed {self._crashes_in_a_row} time(s) in a row"
-            if prompts > self._max_restarts:
-                times = f"crashed over {prompts} different prompts in a row"
             last = f"the last time because {reason}. {way_out(report)}{report}"
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {times}, {last}")
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {self._crashes.told()}, {last}")
         _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)

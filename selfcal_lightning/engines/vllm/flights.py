@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Request
 
 SHRINK = 8
+MAX_SCORED_IDS = 128
 
 
 @dataclass(slots=True)
@@ -108,3 +110,92 @@ class FlightBook:
             del accused[number]
         self._waiting = {**accused, **self._waiting}
         return guilty
+
+
+class CrashesInARow:
+    """Counts crashes, and prompts that were quarantined, without a finished request in between.
+
+    Args:
+        most: Most of either; an engine that crashes over whatever it is given is broken.
+
+    Example:
+        >>> crashes = CrashesInARow(most=1)
+        >>> crashes.count()
+        >>> crashes.are_too_many
+        False
+        >>> crashes.count()
+        >>> crashes.are_too_many, crashes.told()
+        (True, 'failed 2 time(s) in a row')
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        self._quarantined: set[tuple[int, ...]] = set()
+        self.number = 0
+
+    def count(self) -> None:
+        """Take in a crash."""
+        self.number += 1
+
+    def quarantine(self, prompt: tuple[int, ...]) -> None:
+        """Take in whom the crashes are put down to."""
+        self.number = 0
+        self._quarantined.add(prompt)
+
+    def forget(self) -> None:
+        """Take in that a request was finished."""
+        self.number = 0
+        self._quarantined.clear()
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the engine is broken."""
+        return max(self.number, len(self._quarantined)) > self._most
+
+    def told(self) -> str:
+        """Return what the engine did, for a message."""
+        if len(self._quarantined) > self._most:
+            return f"crashed over {len(self._quarantined)} different prompts in a row"
+        return f"failed {self.number} time(s) in a row"
+
+
+def check_ids(what: str, ids: Sequence[int], *, vocabulary: int) -> None:
+    """Raise InputError where ids are not in a vocabulary of that size; ``what`` holds them."""
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise InputError(f"Expected {what} to hold ids of 0 to {vocabulary - 1}, but got {min(ids)} to {max(ids)}.")
+
+
+def check_scored(
+    prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, vocabulary: int, max_context: int
+) -> None:
+    """Raise InputError where prompts cannot be scored for ``token_ids``, by their ids or their lengths."""
+    check_ids("`token_ids`", token_ids, vocabulary=vocabulary)
+    for index, prompt in enumerate(prompts):
+        check_ids(f"prompt {index}", prompt, vocabulary=vocabulary)
+        if not 1 <= len(prompt) <= max_context:
+            raise InputError(f"Expected prompts of 1 to {max_context} tokens, but got {len(prompt)}.")
+
+
+def score_flights(prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool) -> list[Flight]:
+    """Return the flights that score prompts: the same number for each prompt, one after the other.
+
+    Args:
+        prompts: Token ids of each.
+        token_ids: The ids to score, of which vLLM takes so many at a time.
+        with_adapter: Whether the adapter takes part.
+
+    Example:
+        >>> [(flight.name, len(flight.token_ids)) for flight in score_flights([[5, 6]], range(130), with_adapter=True)]
+        [('prompt 0 of next_token_probabilities', 128), ('prompt 0 of next_token_probabilities', 2)]
+    """
+    chunks = [tuple(map(int, token_ids[i : i + MAX_SCORED_IDS])) for i in range(0, len(token_ids), MAX_SCORED_IDS)]
+    return [
+        Flight(
+            f"prompt {index} of next_token_probabilities",
+            tuple(map(int, prompt)),
+            token_ids=chunk,
+            with_adapter=with_adapter,
+        )
+        for index, prompt in enumerate(prompts)
+        for chunk in chunks
+    ]

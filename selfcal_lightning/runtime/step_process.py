@@ -25,7 +25,7 @@ def run_step(arguments: Sequence[str]) -> int:
 
     It is waited for at Ctrl-C and SIGTERM too: it writes what is complete before it ends.
     """
-    command = [sys.executable, "-m", "selfcal_lightning.pipelines.step_process", *arguments]
+    command = [sys.executable, "-m", "selfcal_lightning.runtime.step_process", *arguments]
     step = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
     try:
         return step.wait()

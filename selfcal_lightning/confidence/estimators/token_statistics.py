@@ -1,0 +1,100 @@
+"""Statistics of a response's tokens under the model that is asked: how likely they were, and how sure it was of each.
+
+The model is untempered, however the response was drawn, and the end-of-turn token is no part of the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB
+from selfcal_lightning.records import QuestionSamples
+
+if TYPE_CHECKING:
+    from selfcal_lightning.confidence.estimators.token_reader import ResponseStatistics, TokenReader
+
+
+class _TokenStatistic:
+    """What the statistics have in common; a member adds its name and how it is read.
+
+    Args:
+        tokens: Reads the tokens' statistics.
+    """
+
+    name: ClassVar[str]
+    is_probability: ClassVar[bool] = False
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+
+    def __init__(self, tokens: TokenReader) -> None:
+        self._tokens = tokens
+
+    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the statistic of every sample, [question][sample]; None where it has none, or no room is left."""
+        return self._tokens.scores(pool, self.read)
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return the statistic of a response; nan where it has no token to take a mean over."""
+        raise NotImplementedError
+
+
+class SequenceLogprob(_TokenStatistic):
+    """``sum_t log p(y_t | x, y_<t)`` over the response tokens, in nats; higher is better.
+
+    Generation stores the same number with every sample.
+    """
+
+    name = LOGPROB
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return the sum."""
+        return statistics.logprob
+
+
+class MeanLogprob(_TokenStatistic):
+    """``1/n sum_t log p(y_t | x, y_<t)`` over the n response tokens, in nats; higher is better.
+
+    Unlike the sum it does not favour short responses.
+    """
+
+    name = MEAN_LOGPROB
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return the mean."""
+        return statistics.logprob / statistics.num_tokens if statistics.num_tokens else float("nan")
+
+
+class SelfCertainty(_TokenStatistic):
+    """Mean ``KL(uniform || p_t)`` over the response tokens, in nats; higher is better.
+
+    See ``functional.certainty.self_certainty``. It depends on the size of the vocabulary, so compare it within a model.
+
+    Reference:
+        Kang et al., Scalable Best-of-N Selection for Large Language Models via Self-Certainty, arXiv 2502.18581.
+    """
+
+    name = "self_certainty"
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return the mean divergence."""
+        return statistics.certainty
+
+
+class TokenEntropy(_TokenStatistic):
+    """*Minus* the mean entropy of the response tokens' distributions, in nats, at most 0; higher is better.
+
+    The sign makes it a confidence: the value -0.2 says that the tokens were drawn at .2 nats of entropy on average.
+    See ``functional.certainty.token_entropy`` for the entropy itself.
+    """
+
+    name = "token_entropy"
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return minus the entropy."""
+        return -statistics.entropy

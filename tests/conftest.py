@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.forking import forking_tests, may_fork
 
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
@@ -22,13 +24,40 @@ SHARED = ROOT.parent / "shared"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import nothing of the files in which no test forks where only the tests that fork are asked for."""
+    words = config.getoption("markexpr").split()
+    asked = "forks" in words and "not forks" not in " ".join(words)
+    if asked and collection_path.name.startswith("test_") and not may_fork(collection_path.read_text()):
+        return True
+    return None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the tests without looking for garbage again and again, of which imports leave none."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of files that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
-    texts = {path: path.read_text() for path in {item.path for item in items}}
-    forking = {path for path, text in texts.items() if '"ddp_fork"' in text or "run_processes" in text}
+    """Mark the tests that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
+    forking = {path: forking_tests(path) for path in {item.path for item in items}}
     for item in items:
-        if item.path in forking:
+        if item.name.split("[")[0] in forking[item.path]:
             item.add_marker("forks")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what the imports made out of every later search for garbage; Lightning and the engines ask for many."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_later_imports_out_too() -> Iterator[None]:
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -96,6 +97,15 @@ def tiny_model() -> str:
     if (BUNDLED / "model.safetensors").exists():
         return str(BUNDLED)
     return str(SHARED / "data" / "trial_model")
+
+
+@pytest.fixture(scope="session")
+def fill_store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A writer of stores that a run of one step has filled: it is run once, and copied."""
+    from support import training_runs
+
+    filled = training_runs.fill_store(tiny_model, tmp_path_factory.mktemp("filled") / "store")
+    return lambda path: shutil.copytree(filled, path)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from support.training_runs import data_module, fill_store, generation, module_of, trainer_with
+from support.training_runs import data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
@@ -19,8 +20,8 @@ FIGURES = ("reliability", "roc", "distribution")
 
 
 @pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("curve") / "store")
+def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tmp_path_factory.mktemp("curve") / "store")
 
 
 def events(folder: Path) -> EventAccumulator:

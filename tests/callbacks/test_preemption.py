@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.training_runs import data_module, fill_store, generation, module_of
+from support.training_runs import data_module, generation, module_of
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.datamodules.questions import QuestionSource
@@ -39,8 +39,8 @@ def _own_signals() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("samples") / "store")
+def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tmp_path_factory.mktemp("samples") / "store")
 
 
 class Asked(Callback):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_contract import EDT, GREEDY, QUESTIONS, EngineContract, Reference
+from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
@@ -319,14 +320,29 @@ def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, reference:
     prompts = [reference.prompt(f"What is {i} + {i * i}?") + query.suffix_ids for i in range(60)]
     sharp = torch.tensor(engine.next_token_probabilities(prompts, ids))
     engine.close()
-    coarse_engine = _engine(tiny_model, dtype="bfloat16", engine_args={"hf_overrides": {"head_dtype": "model"}})
-    assert coarse_engine.describe()["head_dtype"] is None
-    coarse = torch.tensor(coarse_engine.next_token_probabilities(prompts, ids))
-    coarse_engine.close()
-    # Logits in bfloat16 differ by multiples of 1/256 and more, so that their differences take few values.
-    steps = [(table[:, 0].log() - table[:, -1].log()).mul(256).frac().abs() for table in (sharp, coarse)]
-    on_grid = [((step < 0.02) | (step > 0.98)).float().mean().item() for step in steps]
-    assert on_grid[0] < 0.2 < 0.9 < on_grid[1]
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        logits = torch.stack([network(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+    assert _on_grid(sharp) < 0.2 < 0.9 < _on_grid(logits.float().softmax(-1)[:, ids])
+
+
+@pytest.mark.slow
+def test_the_output_layer_of_the_model_itself_may_be_asked_for(tiny_model: str, reference: Reference) -> None:
+    engine = _engine(tiny_model, dtype="bfloat16", engine_args={"hf_overrides": {"head_dtype": "model"}})
+    assert engine.describe()["head_dtype"] is None
+    query = reference.chat.query
+    prompts = [reference.prompt(f"What is {i} + {i * i}?") + query.suffix_ids for i in range(60)]
+    assert _on_grid(torch.tensor(engine.next_token_probabilities(prompts, [*query.yes_ids, *query.no_ids]))) > 0.9
+    engine.close()
+
+
+def _on_grid(table: torch.Tensor) -> float:
+    """Return the share of rows that give away rounded logits.
+
+    Logits in bfloat16 differ by multiples of 1/256 and more, so that their differences take few values.
+    """
+    step = (table[:, 0].log() - table[:, -1].log()).mul(256).frac().abs()
+    return ((step < 0.02) | (step > 0.98)).float().mean().item()
 
 
 def test_closing_ends_the_child(vllm_engine: VLLMEngine) -> None:
@@ -355,7 +371,6 @@ def _wait_for_end(pid: int) -> None:
 def _random_adapter(path: str, folder: Path, seed: int, prompts: list[tuple[int, ...]]) -> tuple[str, torch.Tensor]:
     """Write an adapter with random weights and return its folder and PEFT's own next-token probabilities."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -424,17 +424,20 @@ def test_the_help_needs_no_torch() -> None:
     assert "--threshold_file" in done.stdout
 
 
-def test_the_bundled_model_answers_on_the_command_line(tmp_path: Path) -> None:
-    """One JSON object a line and nothing else on standard output, from a process of its own."""
+def in_a_process(arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False).returncode
+
+
+@pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
+def test_the_bundled_model_answers_on_the_command_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: Callable[[list[str]], int]
+) -> None:
+    """One JSON object a line and nothing else on standard output; also from a process of its own."""
     file = tmp_path / "q.txt"
     file.write_text(f"{QUESTION}\nMia has 5 pens. Tom has 3 more than Mia. How many pens do they have?\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "selfcal_lightning", "answer", "--model", "bundled", "--questions", str(file), "--json",
-         "--threshold", "0.5", "--max_samples", "2", "--sampling.max_new_tokens", "60"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    arguments = ["answer", "--model", "bundled", "--questions", str(file), "--json", "--threshold", "0.5"]
+    assert command([*arguments, "--max_samples", "2", "--sampling.max_new_tokens", "60"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [row["id"] for row in rows] == ["line-1", "line-2"]
     for row in rows:
         assert row["answer"] is None or row["answer"] in str(row["response"])

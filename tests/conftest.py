@@ -92,7 +92,7 @@ def vectors(shared: Path) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> str:
+def bundled_model() -> str:
     """Path of the bundled model."""
     if (BUNDLED / "model.safetensors").exists():
         return str(BUNDLED)
@@ -100,11 +100,25 @@ def tiny_model() -> str:
 
 
 @pytest.fixture(scope="session")
-def fill_store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def tiny_model(bundled_model: str) -> str:
+    """Path of the model of a test: the bundled one, which files that read no sense into texts replace by its start."""
+    return bundled_model
+
+
+@pytest.fixture(scope="session")
+def shallow_model(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the first two layers of the bundled model: they write no sense, at a third of the costs."""
+    from support.other_models import first_layers
+
+    return first_layers(bundled_model, tmp_path_factory.mktemp("shallow"), number=2)
+
+
+@pytest.fixture(scope="session")
+def fill_store(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """A writer of stores that a run of one step has filled: it is run once, and copied."""
     from support import training_runs
 
-    filled = training_runs.fill_store(tiny_model, tmp_path_factory.mktemp("filled") / "store")
+    filled = training_runs.fill_store(bundled_model, tmp_path_factory.mktemp("filled") / "store")
     return lambda path: shutil.copytree(filled, path)
 
 

@@ -25,6 +25,11 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fill_store(tmp_path_factory.mktemp("export") / "store")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_contract import EDT, Reference
-from support.openai_server import ADAPTER, FakeServer, RealModel
+from support.engine_reference import EDT, Reference
+from support.openai_models import RealModel
+from support.openai_server import ADAPTER, FakeServer
 from test_activated_engine import _ReferencePeft, masses, without_confidence, write_adapter
 from test_engine_openai_server import _free_port, _wait_until_ready
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_contract import EDT, FIXED, QUESTIONS, EngineContract, Reference
+from support.engine_contract import EngineContract
+from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine

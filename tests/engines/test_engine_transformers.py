@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.engine_contract import EDT, QUESTIONS, EngineContract, Reference
+from support.engine_contract import EngineContract
+from support.engine_reference import EDT, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.engines.base import Engine, generate

@@ -31,6 +31,11 @@ WINDOW = 24  # tokens; prompts alone are longer
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def chat(tiny_model: str) -> ChatFormat:
     return ChatFormat(load_tokenizer(tiny_model))
 
@@ -271,14 +276,14 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
 def test_half_precision_follows_float32(
-    precision: str, packing: str, tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+    precision: str, packing: str, bundled_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     store = fill_store(tmp_path / "store")
     states, losses = {}, {}
     for name in ("32-true", precision):
-        module = module_of(tiny_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
+        module = module_of(bundled_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
         trainer = quiet_trainer(limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0)
-        trainer.fit(module, datamodule=data_module(tiny_model, store, packing=packing, total_tuples=None))
+        trainer.fit(module, datamodule=data_module(bundled_model, store, packing=packing, total_tuples=None))
         states[name] = {key: value.detach().float() for key, value in module.named_parameters() if "lora_B" in key}
         losses[name] = trainer.callback_metrics["train/loss/Total"].item()
     moved = torch.stack([value.norm() for value in states["32-true"].values()]).norm()

@@ -36,6 +36,11 @@ TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2,
 WIDTH = 40  # four tokens of padding
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of every token of TREES, each branch behind its prompt in a sequence of its own."""
     logits = torch.full((WIDTH, model.config.vocab_size), torch.nan)

@@ -36,6 +36,11 @@ WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}
 ONE_QUESTION = [QuestionSource("word_problems", split="validation", limit=1)]
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 class Run:
     """The same two epochs of three uneven steps, by one process or by several."""
 

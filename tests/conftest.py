@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from support.ssc_pools import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
+# Two workers with a thread for each core each would take turns at both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find `support` as the tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 SHARED = ROOT.parent / "shared"
@@ -26,12 +28,14 @@ BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import nothing of the files in which no test forks where only the tests that fork are asked for."""
-    words = config.getoption("markexpr").split()
-    asked = "forks" in words and "not forks" not in " ".join(words)
-    if asked and collection_path.name.startswith("test_") and not may_fork(collection_path.read_text()):
+    """Leave files out unread: helpers, where doctests are asked for; where no test forks, if those that do are."""
+    if collection_path.suffix != ".py":
+        return None
+    if not collection_path.name.startswith("test_"):
         return True
-    return None
+    words = config.getoption("markexpr").split()
+    forks_alone = "forks" in words and "not forks" not in " ".join(words)
+    return True if forks_alone and not may_fork(collection_path.read_text()) else None
 
 
 def pytest_collection(session: pytest.Session) -> None:

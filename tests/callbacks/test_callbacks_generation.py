@@ -159,26 +159,26 @@ class Keep(Callback):
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(
-    tiny_model: str, filled: Path, tmp_path: Path
+    shallow_model: str, filled: Path, tmp_path: Path
 ) -> None:
     settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     rows = {"total_tuples": 24, "batch_size": 4}
     torch.manual_seed(1)
-    whole = module_of(tiny_model, **settings)
-    trainer_with(Keep(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(tiny_model, filled, **rows))
+    whole = module_of(shallow_model, **settings)
+    trainer_with(Keep(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(shallow_model, filled, **rows))
     for step in (2, 5):
         torch.manual_seed(2)
-        resumed = module_of(tiny_model, **settings)
+        resumed = module_of(shallow_model, **settings)
         trainer_with(**trainer).fit(
-            resumed, datamodule=data_module(tiny_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
+            resumed, datamodule=data_module(shallow_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
         )
         mine, theirs = trained(whole), trained(resumed)
         assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) == 0.0
 
 
 def test_processes_and_micro_batches_do_not_change_the_trajectory(
-    tiny_model: str, filled: Path, tmp_path: Path
+    shallow_model: str, filled: Path, tmp_path: Path
 ) -> None:
     states = []
     for devices, batch_size, accumulate in ((1, 8, 1), (1, 2, 4), (2, 2, 2)):
@@ -187,8 +187,8 @@ def test_processes_and_micro_batches_do_not_change_the_trajectory(
         run = {"devices": devices, "accumulate_grad_batches": accumulate, "max_epochs": 2}
         strategy = {"strategy": "ddp_fork"} if devices > 1 else {}
         trainer_with(Keep(folder), **run, **strategy).fit(
-            module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.0, activated=False), lr=5e-4),
-            datamodule=data_module(tiny_model, filled, total_tuples=24, batch_size=batch_size),
+            module_of(shallow_model, lora=LoraSettings(r=4, dropout=0.0, activated=False), lr=5e-4),
+            datamodule=data_module(shallow_model, filled, total_tuples=24, batch_size=batch_size),
         )
         states.append(torch.load(folder / "trained.pt"))
     assert max(value.abs().max().item() for name, value in states[0].items() if "lora_B" in name) > 1e-3

@@ -29,6 +29,11 @@ from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
 STEPS_PER_EPOCH = 4
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
     """Give the test process its handlers back: a stopped run keeps its own, since a real process ends."""
@@ -159,7 +164,7 @@ def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["listed-first", "listed-last"])
 def test_a_signal_while_sampling_keeps_what_is_complete(
-    tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+    bundled_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     real = sampling._Sampler._take
 
@@ -171,13 +176,13 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
     monkeypatch.setattr(sampling._Sampler, "_take", take)
     callbacks = [PreemptionCheckpoint(), generation(max_batch=4)]
     with pytest.raises(PreemptedError, match="SIGUSR1 asked this run to stop"):
-        train(tiny_model, tmp_path / "store", tmp_path / "run", *(callbacks if first else callbacks[::-1]))
+        train(bundled_model, tmp_path / "store", tmp_path / "run", *(callbacks if first else callbacks[::-1]))
     monkeypatch.undo()
     committed = SampleStore(tmp_path / "store").question_ids(include_parts=True)
     assert 2 <= len(committed) < 8
     assert not (tmp_path / "run" / "checkpoints").exists()
     more = (PreemptionCheckpoint(), generation())
-    train(tiny_model, tmp_path / "store", tmp_path / "run", *more, max_epochs=1, limit_train_batches=1)
+    train(bundled_model, tmp_path / "store", tmp_path / "run", *more, max_epochs=1, limit_train_batches=1)
     texts = {group.question.id: [sample.text for sample in group.samples] for group in SampleStore(store).samples()}
     assert {
         group.question.id: [sample.text for sample in group.samples]
@@ -187,7 +192,7 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+    bundled_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """The epoch before is not trained again, and its ModelCheckpoint has written what it writes in a whole run."""
     few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
@@ -209,7 +214,7 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
         folder = tmp_path / name
         epochs = ModelCheckpoint(folder / "epochs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         callbacks = (sampler, PreemptionCheckpoint(), *callbacks, epochs)
-        return train(tiny_model, folder / "store", folder, *callbacks, **regenerate)
+        return train(bundled_model, folder / "store", folder, *callbacks, **regenerate)
 
     whole = run("whole")
     monkeypatch.setattr(sampling._Sampler, "_take", take)

@@ -213,7 +213,7 @@ def _other_process(folder: Path, seconds: float, fail: bool) -> None:
             raise SystemExit("out of memory")
 
 
-def _meet(folder: Path, *, seconds: float, fail: bool = False, stall_timeout: float = 5.0) -> None:
+def _meet(folder: Path, *, seconds: float, fail: bool = False, stall_timeout: float = 120.0) -> None:
     other = multiprocessing.get_context("fork").Process(target=_other_process, args=(folder, seconds, fail))
     other.start()
     mine = Rendezvous(folder, rank=0, world_size=2, stall_timeout=stall_timeout)
@@ -228,8 +228,8 @@ def _meet(folder: Path, *, seconds: float, fail: bool = False, stall_timeout: fl
 
 def test_waiting_goes_on_while_the_other_lives(tmp_path: Path) -> None:
     started = time.monotonic()
-    _meet(tmp_path / "m", seconds=1.5, stall_timeout=0.8)  # alive for longer than the time of silence that is allowed
-    assert time.monotonic() - started >= 1.5
+    _meet(tmp_path / "m", seconds=3.0, stall_timeout=2.0)  # alive for longer than the time of silence that is allowed
+    assert time.monotonic() - started >= 3.0
 
 
 def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: 
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=20.0)
+            process.wait(timeout=120.0)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

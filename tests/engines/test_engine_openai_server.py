@@ -74,7 +74,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=20.0)
+            process.wait(timeout=120.0)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

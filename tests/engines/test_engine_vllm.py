@@ -361,7 +361,7 @@ def test_a_start_that_fails_says_why(tiny_model: str) -> None:
 
 
 def _wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while _is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_alive(pid)

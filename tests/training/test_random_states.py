@@ -61,7 +61,7 @@ def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
     next(again)
     (worker,) = again._workers
     worker.terminate()
-    worker.join(timeout=10)
+    worker.join(timeout=120)
     assert worker.exitcode == 0
 
 

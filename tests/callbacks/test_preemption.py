@@ -192,12 +192,12 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
-    bundled_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """The epoch before is not trained again, and its ModelCheckpoint has written what it writes in a whole run."""
     few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
     regenerate = {
-        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", **few},
+        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False, **few},
         "reload_dataloaders_every_n_epochs": 1,
     }
     real = sampling._Sampler._take
@@ -214,7 +214,7 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
         folder = tmp_path / name
         epochs = ModelCheckpoint(folder / "epochs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         callbacks = (sampler, PreemptionCheckpoint(), *callbacks, epochs)
-        return train(bundled_model, folder / "store", folder, *callbacks, **regenerate)
+        return train(tiny_model, folder / "store", folder, *callbacks, **regenerate)
 
     whole = run("whole")
     monkeypatch.setattr(sampling._Sampler, "_take", take)

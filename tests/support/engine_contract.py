@@ -23,7 +23,7 @@ from selfcal_lightning.functional.sampling import dynamic_temperature
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.records import Request, SamplingSettings
 
-NUM_ONE_TOKEN_SAMPLES = 2048
+NUM_ONE_TOKEN_SAMPLES = 1024
 
 
 class EngineContract(ContinuationContract):

@@ -71,6 +71,8 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A fork loses torch's pool of threads; where several threads ask for a new one at once, some find none and fail.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.fixture

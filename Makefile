@@ -38,8 +38,8 @@ demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and count
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones
-	$(BIN)/python -m pytest --quiet --doctest-modules --doctest-ignore-import-errors --pyargs selfcal_lightning
-	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile -m "not slow and not forks" tests
+	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not forks" \
+	  --doctest-modules --doctest-ignore-import-errors tests selfcal_lightning
 	$(BIN)/python -m pytest --quiet -m "not slow and forks" tests
 
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes

@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.forking import forking_tests, may_fork
 
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
+# Two workers with a thread for each core each would take turns at both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find `support` as the tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 SHARED = ROOT.parent / "shared"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files out unread: helpers, where doctests are asked for; where no test forks, if those that do are."""
+    if collection_path.suffix != ".py":
+        return None
+    if not collection_path.name.startswith("test_"):
+        return True
+    words = config.getoption("markexpr").split()
+    forks_alone = "forks" in words and "not forks" not in " ".join(words)
+    return True if forks_alone and not may_fork(collection_path.read_text()) else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the tests without looking for garbage again and again, of which imports leave none."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of files that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
-    texts = {path: path.read_text() for path in {item.path for item in items}}
-    forking = {path for path, text in texts.items() if '"ddp_fork"' in text or "run_processes" in text}
+    """Mark the tests that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
+    forking = {path: forking_tests(path) for path in {item.path for item in items}}
     for item in items:
-        if item.path in forking:
+        if item.name.split("[")[0] in forking[item.path]:
             item.add_marker("forks")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what the imports made out of every later search for garbage; Lightning and the engines ask for many."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_later_imports_out_too() -> Iterator[None]:
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,6 +71,8 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A fork loses torch's pool of threads; where several threads ask for a new one at once, some find none and fail.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.fixture
@@ -62,11 +98,34 @@ def vectors(shared: Path) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> str:
+def bundled_model() -> str:
     """Path of the bundled model."""
     if (BUNDLED / "model.safetensors").exists():
         return str(BUNDLED)
     return str(SHARED / "data" / "trial_model")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(bundled_model: str) -> str:
+    """Path of the model of a test: the bundled one, which files that read no sense into texts replace by its start."""
+    return bundled_model
+
+
+@pytest.fixture(scope="session")
+def shallow_model(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the first two layers of the bundled model: they write no sense, at a third of the costs."""
+    from support.other_models import first_layers
+
+    return first_layers(bundled_model, tmp_path_factory.mktemp("shallow"), number=2)
+
+
+@pytest.fixture(scope="session")
+def fill_store(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A writer of stores that a run of one step has filled: it is run once, and copied."""
+    from support import training_runs
+
+    filled = training_runs.fill_store(bundled_model, tmp_path_factory.mktemp("filled") / "store")
+    return lambda path: shutil.copytree(filled, path)
 
 
 @pytest.fixture(scope="module")

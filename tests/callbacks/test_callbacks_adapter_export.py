@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from peft import PeftModel
 from support.other_models import plain_copy
-from support.training_runs import data_module, fill_store, module_of, trainer_with
+from support.training_runs import data_module, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
@@ -24,8 +25,13 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 
 @pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("export") / "store")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
+def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tmp_path_factory.mktemp("export") / "store")
 
 
 def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from support.training_runs import data_module, fill_store, generation, module_of, trainer_with
+from support.training_runs import data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
@@ -19,8 +20,13 @@ FIGURES = ("reliability", "roc", "distribution")
 
 
 @pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("curve") / "store")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
+def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tmp_path_factory.mktemp("curve") / "store")
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -96,11 +102,11 @@ def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_
     assert one[0].value == pytest.approx(two[0].value, abs=1e-6)
 
 
-def test_without_validation_questions_nothing_is_drawn(tiny_model: str, tmp_path: Path) -> None:
+def test_without_validation_questions_nothing_is_drawn(bundled_model: str, tmp_path: Path) -> None:
     """Of another store, since one that holds a validation split is validated on."""
-    data = data_module(tiny_model, tmp_path / "store", validation=[])
+    data = data_module(bundled_model, tmp_path / "store", validation=[])
     trainer = trainer_with(generation(), CalibrationCurve(), default_root_dir=str(tmp_path))
-    trainer.fit(module_of(tiny_model), datamodule=data)
+    trainer.fit(module_of(bundled_model), datamodule=data)
     assert trainer.global_step == 4
     assert not (tmp_path / "figures").exists()
 

@@ -15,6 +15,7 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 
 from selfcal_lightning.callbacks.generation.callback import SSCGeneration
 from selfcal_lightning.callbacks.generation.rounds import ResumedAt, resumed_at
+from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file
 from selfcal_lightning.generation.rounds.engine_check import AdapterMismatchError
@@ -26,6 +27,12 @@ from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
 from selfcal_lightning.store.sample_store import SampleStore
 
 LORA = LoraSettings(r=4, dropout=0.2, activated=False)
+ROWS = {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False}  # two layers write no answers
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
 
 
 class Keep(Callback):
@@ -49,7 +56,7 @@ def run(
     tiny_model: str, store: Path, *callbacks: Callback, ckpt_path: Path | None = None, **settings: Any
 ) -> SelfCalibrationModule:
     """Train three epochs of four steps, a new round every epoch."""
-    data = {"regenerate_every_n_epochs": 1, **settings.pop("data", {})}
+    data = {**ROWS, **settings.pop("data", {})}
     module = module_of(tiny_model, **{"lora": LORA, **settings.pop("model", {})})
     trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **settings}
     trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(
@@ -72,13 +79,12 @@ def texts(store: Path, round: int) -> dict[str, list[tuple[str, float | None]]]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfCalibrationModule]:
-    """An unbroken run: its folder, with the store, logs and checkpoints, and its module."""
+    """An unbroken run: its folder, with the store and checkpoints, and its module."""
     folder = tmp_path_factory.mktemp("whole")
     keep = [
         Keep(folder, *place) for place in (("batch_end", 2), ("batch_end", 4), ("batch_end", 6), ("validation_end", 4))
     ]
-    logger = CSVLogger(folder, name="logs", version="0")
-    module = run(tiny_model, folder / "store", *keep, logger=logger, log_every_n_steps=1)
+    module = run(tiny_model, folder / "store", *keep)
     return folder, module
 
 
@@ -117,10 +123,13 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
     assert texts(store, 1) != texts(store, 2)
 
 
-def test_drift_is_logged(whole: tuple[Path, SelfCalibrationModule]) -> None:
+def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
     import csv
 
-    with (whole[0] / "logs" / "0" / "metrics.csv").open() as file:
+    two = {"train": [QuestionSource("word_problems", split="train", limit=2)], "validation": []}
+    logger = CSVLogger(tmp_path, name="logs", version="0")
+    run(bundled_model, tmp_path / "store", logger=logger, log_every_n_steps=1, data=two)
+    with (tmp_path / "logs" / "0" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("round/Number")]
     assert [(float(row["round/Number"]), int(row["step"])) for row in rows] == [(0.0, 0), (1.0, 4), (2.0, 8)]
     assert all(row["round/calibration/ECE"] and row["round/accuracy/PassAt1"] for row in rows)
@@ -163,7 +172,7 @@ def test_a_finished_run_goes_on_with_a_new_round(
     trainer = trainer_with(
         generation(max_new_tokens=60), max_epochs=1, reload_dataloaders_every_n_epochs=1
     )  # fmt: skip
-    data = data_module(tiny_model, store, regenerate_every_n_epochs=1)
+    data = data_module(tiny_model, store, **ROWS)
     module = module_of(tiny_model, lora=LORA)
     trainer.fit(module, datamodule=data)
     trainer.save_checkpoint(tmp_path / "after.ckpt")

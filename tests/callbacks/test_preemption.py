@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.training_runs import data_module, fill_store, generation, module_of
+from support.training_runs import data_module, generation, module_of
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.datamodules.questions import QuestionSource
@@ -29,6 +29,11 @@ from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
 STEPS_PER_EPOCH = 4
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
     """Give the test process its handlers back: a stopped run keeps its own, since a real process ends."""
@@ -39,8 +44,8 @@ def _own_signals() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tiny_model, tmp_path_factory.mktemp("samples") / "store")
+def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill_store(tmp_path_factory.mktemp("samples") / "store")
 
 
 class Asked(Callback):
@@ -159,7 +164,7 @@ def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["listed-first", "listed-last"])
 def test_a_signal_while_sampling_keeps_what_is_complete(
-    tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+    bundled_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     real = sampling._Sampler._take
 
@@ -171,13 +176,13 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
     monkeypatch.setattr(sampling._Sampler, "_take", take)
     callbacks = [PreemptionCheckpoint(), generation(max_batch=4)]
     with pytest.raises(PreemptedError, match="SIGUSR1 asked this run to stop"):
-        train(tiny_model, tmp_path / "store", tmp_path / "run", *(callbacks if first else callbacks[::-1]))
+        train(bundled_model, tmp_path / "store", tmp_path / "run", *(callbacks if first else callbacks[::-1]))
     monkeypatch.undo()
     committed = SampleStore(tmp_path / "store").question_ids(include_parts=True)
     assert 2 <= len(committed) < 8
     assert not (tmp_path / "run" / "checkpoints").exists()
     more = (PreemptionCheckpoint(), generation())
-    train(tiny_model, tmp_path / "store", tmp_path / "run", *more, max_epochs=1, limit_train_batches=1)
+    train(bundled_model, tmp_path / "store", tmp_path / "run", *more, max_epochs=1, limit_train_batches=1)
     texts = {group.question.id: [sample.text for sample in group.samples] for group in SampleStore(store).samples()}
     assert {
         group.question.id: [sample.text for sample in group.samples]
@@ -192,7 +197,7 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
     """The epoch before is not trained again, and its ModelCheckpoint has written what it writes in a whole run."""
     few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
     regenerate = {
-        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", **few},
+        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False, **few},
         "reload_dataloaders_every_n_epochs": 1,
     }
     real = sampling._Sampler._take
@@ -236,7 +241,7 @@ def _check_until_stopped(folder: Path) -> None:
     other = Rendezvous(folder, rank=1, world_size=2)
     try:
         with other.working():
-            for _ in range(1000):
+            for _ in range(12_000):
                 time.sleep(0.01)
                 other.check()
     except PreemptedError as error:
@@ -257,7 +262,7 @@ def test_all_processes_stop_when_one_is_asked(tmp_path: Path, monkeypatch: pytes
             pass  # its share is done
         with pytest.raises(PreemptedError, match="SIGTERM asked this run to stop"):
             mine.meet() if waiting else _work(mine)
-        other.join(timeout=20)
+        other.join(timeout=120)
     finally:
         other.kill()
     assert (tmp_path / "heard").read_text() == "Process 0 stopped: SIGTERM asked this run to stop"

@@ -277,12 +277,17 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     assert not list(tmp_path.rglob("version_*"))
 
 
+def hear_ctrl_c() -> None:
+    """A shell may have started the tests in the background, deaf: processes inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
     """A process of its own, with output to files, so that nobody waits for anybody."""
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         return subprocess.Popen(
             [sys.executable, "-m", "selfcal_lightning", *arguments], stdout=out, stderr=err, text=True, cwd=folder,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=hear_ctrl_c,
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_who_waits_for_a_store_says_for_whom(tmp_path: Path, caplog: pytest.LogC
             PartLock(part, wait_seconds=0.3).acquire()
     finally:
         (tmp_path / "enough").write_text("")
-        other.join(timeout=20)
+        other.join(timeout=120)
         other.kill()
     waiting = [record.getMessage() for record in caplog.records]
     assert len(waiting) == 1, "said once, not at every look"

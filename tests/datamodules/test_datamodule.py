@@ -20,6 +20,11 @@ from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import Question
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 def test_an_epoch_has_the_number_of_steps_that_the_settings_say(pool: Pool, store_dir: str) -> None:
     data = pool.data(store_dir, total_tuples=23)
     seen = fit(data, max_epochs=2, accumulate_grad_batches=3).seen

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_contract import EDT, Reference
-from support.openai_server import ADAPTER, FakeServer, RealModel
+from support.engine_reference import EDT, Reference
+from support.openai_models import RealModel
+from support.openai_server import ADAPTER, FakeServer
 from test_activated_engine import _ReferencePeft, masses, without_confidence, write_adapter
 from test_engine_openai_server import _free_port, _wait_until_ready
 
@@ -186,7 +187,7 @@ def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: 
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=20.0)
+            process.wait(timeout=120.0)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

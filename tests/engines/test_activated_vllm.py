@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.engine_contract import EDT, QUESTIONS, Reference
+from support.engine_reference import EDT, QUESTIONS, Reference
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
 from test_activated_engine import SHORT, _ReferencePeft, masses, without_confidence, write_adapter
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_contract import EDT, FIXED, QUESTIONS, EngineContract, Reference
+from support.engine_contract import EngineContract
+from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
@@ -73,7 +74,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=20.0)
+            process.wait(timeout=120.0)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.engine_contract import EDT, QUESTIONS, EngineContract, Reference
+from support.engine_contract import EngineContract
+from support.engine_reference import EDT, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.engines.base import Engine, generate
@@ -137,7 +138,7 @@ def test_settings_out_of_range_are_refused(tiny_model: str, option: str, value: 
 
 
 def test_texts_do_not_depend_on_the_number_of_slots(tiny_model: str, reference: Reference) -> None:
-    requests = reference.requests(EDT, count=24)
+    requests = reference.requests(EDT, count=12)
     texts = []
     for max_batch in (1, 5, 128):
         engine = TransformersEngine(tiny_model, dtype="float32", max_batch=max_batch)

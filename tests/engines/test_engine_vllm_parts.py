@@ -32,7 +32,7 @@ from selfcal_lightning.records import Request, SamplingSettings
 
 def _channels() -> tuple[Channel, Channel]:
     left, right = socket.socketpair()
-    return Channel(left, send_timeout=5.0), Channel(right)
+    return Channel(left, send_timeout=120.0), Channel(right)
 
 
 def test_messages_arrive_whole_however_large() -> None:
@@ -42,7 +42,7 @@ def test_messages_arrive_whole_however_large() -> None:
     sender.start()
     received: list[dict[str, object]] = []
     while len(received) < len(messages):
-        received += right.receive(timeout=5.0)
+        received += right.receive(timeout=120.0)
     sender.join()
     assert received == messages
     left.send({"lowest": -math.inf})
@@ -54,7 +54,7 @@ def test_silence_and_the_end_are_told_apart() -> None:
     assert right.receive(timeout=0.01) == []
     left.close()
     with pytest.raises(EOFError):
-        right.receive(timeout=5.0)
+        right.receive(timeout=120.0)
 
 
 def test_a_reader_that_stops_reading_does_not_hang_the_writer() -> None:
@@ -186,7 +186,7 @@ def start(
 
 
 def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., Any]) -> None:
-    engine, starts = start("is ready", start_timeout=5.0)
+    engine, starts = start("is ready", start_timeout=120.0)
     assert (engine.batch_size, starts()) == (7, 1)
     engine.close()
 

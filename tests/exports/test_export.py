@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from support.exported import checkpoint, shaken, snapshot
 from support.other_models import changed_copy, plain_copy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from selfcal_lightning.cli import run
 from selfcal_lightning.exports.folders import replacing
 from selfcal_lightning.exports.writing import write_export
 from selfcal_lightning.model_files.manifests import MANIFEST, read_manifest
@@ -200,23 +205,30 @@ def test_what_somebody_put_into_an_earlier_export_is_not_lost(adapter: Path, tmp
     run_export(str(adapter), merged, overwrite=True)
 
 
-def test_a_full_disk_names_the_folder_and_leaves_what_was_there(adapter: Path, tmp_path: Path) -> None:
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let no file grow above ``size`` bytes: what a quota does, and without a disk of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_names_the_folder_and_leaves_what_was_there(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     merged = run_export(str(adapter), str(tmp_path / "merged"))
     before = snapshot(Path(merged))
-    # No file may grow above 100 kB: what a quota does, and without a disk of its own.
-    code = (
-        "import resource, signal, sys\n"
-        "from selfcal_lightning.cli import run\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "sys.exit(run(sys.argv[1:]))"
-    )
-    command = ["export", "--adapter", str(adapter), "--output_dir", merged, "--overwrite", "true"]
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert f"Expected space to write {merged}, but got" in done.stderr
-    assert "bytes free. What was there before is untouched" in done.stderr
+    with files_of_at_most(100_000):
+        assert run(["export", "--adapter", str(adapter), "--output_dir", merged, "--overwrite", "true"]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert f"Expected space to write {merged}, but got" in told
+    assert "bytes free. What was there before is untouched" in told
     assert snapshot(Path(merged)) == before
     assert not list(tmp_path.glob(".merged*"))
 

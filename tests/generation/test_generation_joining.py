@@ -52,7 +52,7 @@ def _work_until_killed(folder: Path) -> None:
 def test_the_silence_of_a_process_that_was_alive_ends_the_waiting(tmp_path: Path) -> None:
     other = multiprocessing.get_context("fork").Process(target=_work_until_killed, args=(tmp_path,))
     other.start()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
 
     def give_up() -> None:
         assert time.monotonic() < deadline, "waited for ever"
@@ -72,10 +72,8 @@ def test_signs_of_life_outlast_a_disk_that_fails_for_a_moment(tmp_path: Path, mo
     mine = Rendezvous(tmp_path, rank=0, world_size=2)
     monkeypatch.setattr(os, "replace", fails_once(os.replace))
     with mine.working():
-        time.sleep(0.3)
-        before = mine._read(0)["beat"]
-        time.sleep(0.3)
-        assert mine._read(0)["beat"] > before
+        while mine._read(0)["beat"] < 5:  # the second of them found no disk
+            time.sleep(0.02)
 
 
 def test_waiting_outlasts_a_disk_that_fails_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +87,7 @@ def test_waiting_outlasts_a_disk_that_fails_for_a_moment(tmp_path: Path, monkeyp
         waiting.start()
         time.sleep(0.2)
         assert waiting.is_alive()
-    waiting.join(timeout=10)
+    waiting.join(timeout=120)
     assert not waiting.is_alive()
 
 
@@ -103,11 +101,11 @@ def both_ranks(work: Callable[[int], None]) -> list[Exception]:
         except Exception as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     return raised
 
@@ -138,7 +136,7 @@ def test_one_process_joins_and_the_others_see_for_themselves(
     def work(rank: int) -> None:
         threading.current_thread().name = f"rank {rank}"
         store = SampleStore(tmp_path / "s")
-        join_shares(*meetings(tmp_path, rank, 20.0), store, {question.id for question in questions}, round=0)
+        join_shares(*meetings(tmp_path, rank, 120.0), store, {question.id for question in questions}, round=0)
         assert len(store.question_ids()) == 6
 
     if late:
@@ -159,7 +157,7 @@ def test_a_shard_that_is_named_before_it_comes_into_sight_is_waited_for(tmp_path
 
     def work(rank: int) -> None:
         wanted = {question.id for question in questions}
-        join_shares(*meetings(tmp_path, rank, 20.0), SampleStore(tmp_path / "s"), wanted, round=0)
+        join_shares(*meetings(tmp_path, rank, 120.0), SampleStore(tmp_path / "s"), wanted, round=0)
 
     assert both_ranks(work) == []
 
@@ -184,17 +182,19 @@ def test_the_first_process_shows_how_far_the_others_are(
     write(store, questions[:3], part="rank-0-of-2")
     wanted = {question.id for question in questions}
 
+    def hear(words: str) -> None:
+        said = ""
+        while words not in said:
+            said += capsys.readouterr().err
+            time.sleep(0.01)
+
     def work(rank: int) -> None:
-        meeting = Rendezvous(tmp_path / "m", rank=rank, world_size=2, stall_timeout=20.0)
+        meeting = Rendezvous(tmp_path / "m", rank=rank, world_size=2, stall_timeout=120.0)
         with meeting.working():
             if rank == 1:
                 for start in (3, 6):
-                    time.sleep(0.3)
                     write(SampleStore(tmp_path / "s"), questions[start : start + 3], part="rank-1-of-2")
-                time.sleep(0.3)
+                    hear(f"Round 0, other processes: {start} of 6 questions")
         wait_for_shares(meeting, SampleStore(tmp_path / "s"), wanted, round=0)
 
     assert both_ranks(work) == []
-    said = capsys.readouterr().err
-    assert "Round 0, other processes: 3 of 6 questions" in said
-    assert "Round 0, other processes: 6 of 6 questions" in said

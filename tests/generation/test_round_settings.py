@@ -20,6 +20,12 @@ from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
 TWO = [QuestionSource("word_problems", split="train", limit=2)]
+UNREADABLE = {"target": "p_true", "drop_none": False}  # two layers write no answers
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
 
 
 def digest(
@@ -95,7 +101,7 @@ def test_the_digest_of_a_training_is_there_before_a_loader_is(tiny_model: str, t
         def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
             digests.append(training_digest(trainer, pl_module, round=1))
 
-    data = {"train": TWO, "num_samples": 2, "total_tuples": 4, "validation": []}
+    data = {"train": TWO, "num_samples": 2, "total_tuples": 4, "validation": [], **UNREADABLE}
     trainer_with(
         generation(max_new_tokens=60), Watch(), max_epochs=-1, max_steps=1, reload_dataloaders_every_n_epochs=1
     ).fit(
@@ -183,7 +189,7 @@ def short_run(
     )
     data = data_module(
         tiny_model, store, regenerate_every_n_epochs=1, train=TWO, validation=[], num_samples=2, total_tuples=4,
-        target="p_true",
+        **UNREADABLE,
     )  # fmt: skip
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer

@@ -202,7 +202,7 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     tmp_path: Path, end: str, refused: bool, expected: int, requeued: bool, array: bool
 ) -> None:
     stand_in(
-        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..200}; do sleep 0.05; done"
+        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..2400}; do sleep 0.05; done"
     )
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls', f"exit {int(refused)}")
     job = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"} if array else {}
@@ -215,7 +215,7 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     while not (tmp_path / "started").exists():
         time.sleep(0.02)
     script.send_signal(signal.SIGUSR1)
-    said = script.communicate(timeout=20)[1]
+    said = script.communicate(timeout=120)[1]
     assert script.returncode == expected
     assert (tmp_path / "calls").exists() == requeued
     if requeued:

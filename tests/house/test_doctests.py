@@ -1,4 +1,4 @@
-"""Doctests of the folders that are installed under another name; `make test` runs those of the package by --pyargs."""
+"""Doctests of the folders that are installed under another name; `make test` runs those of the package itself."""
 
 from __future__ import annotations
 

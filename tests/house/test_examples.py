@@ -40,7 +40,8 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_a_server_runs(tmp_path: Path, tiny_model: str) -> None:
     pytest.importorskip("aiohttp")
-    from support.openai_server import FakeServer, RealModel
+    from support.openai_models import RealModel
+    from support.openai_server import FakeServer
 
     server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model))
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_processes
 from torch import Tensor, nn
-from torch import multiprocessing as mp
 from torchmetrics import Metric
 
 from selfcal_lightning.metrics.calibration import BinnedCalibrationError
@@ -81,9 +81,9 @@ def _plain(value: Tensor | dict[str, float]) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _rank(rank: int, folder: str) -> None:
-    """Compute every metric on this process's share of every deal, and write the values down."""
-    torch.set_num_threads(1)
+def _in_a_group(folder: Path) -> dict[str, Any]:
+    """Return every metric on this process's share of every deal."""
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     batches = _batches()
     values = {
@@ -99,16 +99,15 @@ def _rank(rank: int, folder: str) -> None:
     values["bins"] = metric.bins().count.tolist()
     values["points"] = collection.points().confidence.tolist()
     values["after points"] = _plain(collection.compute())
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(values))
     torch.distributed.destroy_process_group()
+    return values
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two gloo processes computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, args=(str(folder),), nprocs=2)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return run_processes(_in_a_group, folder / "processes", folder)
 
 
 @pytest.mark.parametrize("deal", DEALS)

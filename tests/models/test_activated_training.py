@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, largest_difference, module_of, quiet_trainer
 from support.packed_rows import FAMILIES, PROJECTIONS, collated, small_model, stored_rows
 from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
-from support.training_runs import data_module, fill_store
+from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
@@ -27,6 +28,11 @@ from selfcal_lightning.records import ConfidenceQuery
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
 WINDOW = 24  # tokens; prompts alone are longer
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +231,11 @@ def test_falling_asleep_leaves_what_is_trained(tiny_model: str) -> None:
 # ---- as a run
 
 
-def test_plain_settings_calibrate_and_leave_the_generator_alone(tiny_model: str, tmp_path: Path) -> None:
+def test_plain_settings_calibrate_and_leave_the_generator_alone(
+    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+) -> None:
     """Nothing but a model and a store is named; the generator is what it was, to the last bit."""
-    store = fill_store(tiny_model, tmp_path / "store")
+    store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lr=1e-2)
     assert module.activated
     assert (module.omega, module.hparams["omega"], module.hparams["generation_loss"]) == (0.0, 0.0, False)
@@ -267,13 +275,15 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
-def test_half_precision_follows_float32(precision: str, packing: str, tiny_model: str, tmp_path: Path) -> None:
-    store = fill_store(tiny_model, tmp_path / "store")
+def test_half_precision_follows_float32(
+    precision: str, packing: str, bundled_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    store = fill_store(tmp_path / "store")
     states, losses = {}, {}
     for name in ("32-true", precision):
-        module = module_of(tiny_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
+        module = module_of(bundled_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
         trainer = quiet_trainer(limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0)
-        trainer.fit(module, datamodule=data_module(tiny_model, store, packing=packing, total_tuples=None))
+        trainer.fit(module, datamodule=data_module(bundled_model, store, packing=packing, total_tuples=None))
         states[name] = {key: value.detach().float() for key, value in module.named_parameters() if "lora_B" in key}
         losses[name] = trainer.callback_metrics["train/loss/Total"].item()
     moved = torch.stack([value.norm() for value in states["32-true"].values()]).norm()

@@ -50,6 +50,11 @@ IDS = torch.tensor([[3, 8, 4, 9, 11, 2, 7], [5, 6, 7, 8, 9, 10, 11]])
 QUERIES, LABELS, TOKENS = torch.tensor([6, 12]), torch.tensor([1, 2, 9, 2]), torch.tensor([4, 9, 10, 7])
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 def _model(family: str, *, dtype: torch.dtype = torch.float32, head_scale: float = 1.0) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**ENDING, **CHANGING}[family], tie_word_embeddings=False)

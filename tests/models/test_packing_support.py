@@ -22,6 +22,11 @@ from selfcal_lightning.models.packing_support import (
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 def config_of(family: str, **settings: object) -> PreTrainedConfig:
     sizes = {**FAMILIES, **CANNOT_PACK}.get(family, SIZES)
     return AutoConfig.for_model(family, **{"vocab_size": 90, **sizes, **settings})

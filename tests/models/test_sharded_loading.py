@@ -24,6 +24,11 @@ LORA = LoraSettings(r=5, alpha=8, dropout=0.1, target_modules=("q_proj", "v_proj
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def untied(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled model with an output layer of its own, in bfloat16 and in several files."""
     folder = tmp_path_factory.mktemp("untied")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from support.dispatch_modes import PeakBytes
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
 from support.packed_rows import FAMILIES, collated, small_model, stored_rows
-from support.training_runs import data_module, fill_store
+from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.datamodules.ssc.collate import shares_prefix
@@ -35,6 +36,11 @@ from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
 
 
 def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -215,8 +221,10 @@ def test_gradient_checkpointing_recomputes_packed_rows(chat: ChatFormat, tiny_mo
     assert len(calls) == 2
 
 
-def test_twenty_steps_give_the_same_adapter(tiny_model: str, tmp_path: Path) -> None:
-    store = fill_store(tiny_model, tmp_path / "store")
+def test_twenty_steps_give_the_same_adapter(
+    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    store = fill_store(tmp_path / "store")
     states, tokens = {}, {}
     for packing in ("shared_prefix", "off"):
         data = data_module(tiny_model, store, packing=packing, group_size=4, total_tuples=80, num_samples=4)
@@ -294,9 +302,9 @@ def test_a_model_that_ignores_positions_is_found_out_before_training(tmp_path: P
 
 
 def test_fit_stops_before_a_step_of_such_a_model(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = fill_store(tiny_model, tmp_path / "store")
+    store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
     module.configure_model()
     rotary = module.model.get_base_model().model.rotary_emb

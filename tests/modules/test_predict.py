@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,19 @@ def test_only_the_predict_verb_brings_the_writer(
     assert writers("fit") == []
 
 
-def test_selfcal_predict_in_its_own_process(
-    tiny_model: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def in_a_process(arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False).returncode
+
+
+@pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
+def test_selfcal_predict(
+    tiny_model: str,
+    store: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    command: Callable[[list[str]], int],
 ) -> None:
+    name = command.__name__
     source = {"task": "word_problems", "split": "validation", "limit": 3}
     config = {
         "trainer": {
@@ -228,18 +239,15 @@ def test_selfcal_predict_in_its_own_process(
                  "init_args": {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]}},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    arguments = ["predict", "--config", str(tmp_path / "config.yaml"), "--confidence_writer.name", "shell"]
+    arguments = ["predict", "--config", str(tmp_path / "config.yaml"), "--confidence_writer.name", name]
     one, two = (["--ckpt_path", str(store.with_name(f"{name}.ckpt"))] for name in ("one", "two"))
-    done = subprocess.run(
-        [sys.executable, "-m", "selfcal_lightning", *arguments, *one], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "wrote 'shell' of 12 responses" in done.stderr
+    assert command([*arguments, *one]) == 0
+    assert f"wrote '{name}' of 12 responses" in capfd.readouterr().err
     predict(tiny_model, store, "one", writer={"name": "here", "overwrite": True})
-    before = index_of(store, "shell").confidences["shell"]
+    before = index_of(store, name).confidences[name]
     assert before == pytest.approx(index_of(store, "here").confidences["here"], abs=1e-6)
     assert run([*arguments, *two]) == 1
-    assert "selfcal predict: error: Expected the confidences 'shell'" in capsys.readouterr().err
-    assert (index_of(store, "shell").confidences["shell"] == before).all()
+    assert f"selfcal predict: error: Expected the confidences '{name}'" in capfd.readouterr().err
+    assert (index_of(store, name).confidences[name] == before).all()
     assert run([*arguments, *two, "--confidence_writer.overwrite", "true"]) == 0
-    assert np.abs(index_of(store, "shell").confidences["shell"] - before).max() > 1e-4
+    assert np.abs(index_of(store, name).confidences[name] - before).max() > 1e-4

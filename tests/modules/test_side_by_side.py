@@ -41,6 +41,11 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def free_store(pool: Pool) -> str:
     """A store whose prompts name no query, so that any may be asked."""
     return pool.write("side by side")

@@ -256,7 +256,7 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     assert step.stdout.readline() == "there\n"
     assert step.poll() is None
     step.stdin.close()
-    assert step.wait(timeout=60) == -signal.SIGTERM
+    assert step.wait(timeout=120) == -signal.SIGTERM
     step.stdout.close()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeEngine
-from support.openai_server import CannedModel, Exchange, FakeServer, status
+from support.openai_models import CannedModel
+from support.openai_server import Exchange, FakeServer, status
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation.callback import SSCGeneration

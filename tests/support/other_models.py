@@ -1,7 +1,9 @@
-"""Copies of the tiny model, equal and changed."""
+"""Copies of the tiny model: equal, changed, and less deep."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -22,3 +24,21 @@ def changed_copy(model: str, folder: Path) -> str:
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
+
+
+def first_layers(model: str, folder: Path, *, number: int) -> str:
+    """Copy the first ``number`` layers of a model to ``folder``, which is there, and return its path."""
+    for file in Path(model).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if _layer(name) < number}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _layer(name: str) -> int:
+    """Return the layer that a weight belongs to, -1 where to none."""
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])

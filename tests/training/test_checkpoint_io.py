@@ -19,6 +19,11 @@ from selfcal_lightning.model_files.identity import base_model_identity
 from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 def checkpoint_of(value: float, **more: Any) -> dict[str, Any]:
     lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1}
     return {"state_dict": {"weight": torch.full((500,), value)}, **lightning, **more}

@@ -21,6 +21,11 @@ State = dict[str, torch.Tensor]
 UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"), activated=False)
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
 class Record(Callback):
     """The loss and the norm of the gradients, after they are clipped, of every optimiser step."""
 

@@ -32,6 +32,11 @@ WIDE = replace(NO_DROPOUT, r=32, alpha=16)  # tensors of 4,096 elements (q_proj,
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def chat(tiny_model: str) -> ChatFormat:
     return ChatFormat(load_tokenizer(tiny_model))
 

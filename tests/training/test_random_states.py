@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from support.module_batches import quiet_trainer
-from support.training_runs import data_module, fill_store
+from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.datamodules.signals import outlive_signals
@@ -60,12 +61,14 @@ def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
     next(again)
     (worker,) = again._workers
     worker.terminate()
-    worker.join(timeout=10)
+    worker.join(timeout=120)
     assert worker.exitcode == 0
 
 
-def test_global_generators_are_not_drawn_from_by_loaders(tiny_model: str, tmp_path: Path) -> None:
-    store = fill_store(tiny_model, tmp_path / "store")
+def test_global_generators_are_not_drawn_from_by_loaders(
+    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    store = fill_store(tmp_path / "store")
     data = data_module(tiny_model, store)
     data.trainer = quiet_trainer(tmp_path)
     before = torch.get_rng_state()

@@ -23,6 +23,11 @@ from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 
 
 @pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
 def chat(tiny_model: str) -> ChatFormat:
     return ChatFormat(load_tokenizer(tiny_model))
 

@@ -1,0 +1,180 @@
+"""The engine over a server that fails: what is tried again, what is given up, and what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, requests_of
+from support.openai_server import FakeServer, Fault, hangs_up, is_silent, says, status
+
+from selfcal_lightning.engines.base import RequestsFailedError, generate
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Message
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    return ChatFormat(load_tokenizer(tiny_model))
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_NAME, KEY)
+
+
+@pytest.fixture
+def server(chat: ChatFormat) -> Iterator[FakeServer]:
+    server = FakeServer(canned(chat), chat.tokenizer, key=KEY)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(server: FakeServer, tiny_model: str, chat: ChatFormat) -> Iterator[Connect]:
+    with connecting(server, tiny_model, chat) as connect:
+        yield connect
+
+
+@pytest.mark.parametrize(
+    ("faults", "attempts"),
+    [
+        ([status(429, Retry_After="0.01")], 2),
+        ([status(429), status(503, Retry_After="0"), status(500)], 4),
+        ([hangs_up(), hangs_up(after=EVENT)], 3),
+        ([hangs_up(after=b"")], 2),
+        ([says(EVENT, kind="text/event-stream")], 2),  # well-formed, but ended before the response did
+        ([says(b'data: {"error": {"message": "engine died", "code": 500}}\n\n', kind="text/event-stream")], 2),
+    ],
+    ids=["429", "busy", "broken", "closed", "unfinished", "fault in the stream"],
+)
+def test_a_passing_fault_is_outlived(
+    connect: Connect, server: FakeServer, chat: ChatFormat, faults: list[Fault], attempts: int
+) -> None:
+    server.faults.extend(faults)
+    engine = connect()
+    engine.submit([])
+    before = engine.statistics()
+    (response,) = generate(engine, requests_of(chat, 1))
+    assert response.text == "The answer is 8."
+    assert len(server.completions()) == attempts
+    assert engine.statistics().retries - before.retries == attempts - 1
+    assert len({json.dumps(exchange.body) for exchange in server.completions()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (status(400, f"bad prompt, said {KEY}"), r"HTTP 400: bad prompt, said \[key\]$"),
+        (status(404, "no such model"), "HTTP 404: no such model"),
+        (status(307, Location="http://evil.example/"), "HTTP 307"),
+        (says(b"<html>Welcome</html>"), "answer in JSON, but got '<html>Welcome</html>'"),
+        (says(b'{"choices": [{"logprobs": null, "finish_reason": "stop"}]}'), "tokens and their log-probabilities"),
+        (says(b'{"choices": 7}'), "tokens and their log-probabilities"),
+        (says(json.dumps({"choices": KEY}).encode()), r"tokens and their log-probabilities.*\[key\]"),
+        (says(b"[" * 100_000), "answer in JSON"),
+        (says(b'data: {"choices": [{"log\n\n', kind="text/event-stream"), "answer in JSON"),
+        (says(EVENT.replace(b"-2", b"NaN"), kind="text/event-stream"), "nan is not a log-probability"),
+        (says(EVENT.replace(b"-2", b'"x"'), kind="text/event-stream"), "'x' is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"-Infinity"), kind="text/event-stream"), "-inf is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"-1" + b"0" * 400), kind="text/event-stream"), "0 is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"true"), kind="text/event-stream"), "True is not a log-probability"),
+        (says(EVENT.replace(b"-2", b"null"), kind="text/event-stream"), "None is not a log-probability"),
+        (says(EVENT.replace(b",-2", b""), kind="text/event-stream"), "1 log-probabilities for 2 tokens"),
+        (says(EVENT.replace(b"token_id:5", b"Hello"), kind="text/event-stream"), "'Hello' is not written as an id"),
+        (says(EVENT.replace(b":5", b":" + b"5" * 400), kind="text/event-stream"), "is not written as an id"),
+        (says(EVENT.replace(b":5", b":05"), kind="text/event-stream"), "is not written as an id"),
+        (says(EVENT.replace(b":5", b":4000000000"), kind="text/event-stream"), "none of the vocabulary's"),
+        (
+            says(EVENT.replace(b'["token_id:5","token_id:6"]', b'"token_id:5"'), kind="text/event-stream"),
+            "something else",
+        ),
+        (says(EVENT.replace(b"null", b"[]"), kind="text/event-stream"), "is not a reason"),
+        (says(EVENT.replace(b"null", b'"stop"') + EVENT, kind="text/event-stream"), "tokens after the end"),
+        (says(EVENT.replace(b"]}\n", b',{"index":1}]}\n'), kind="text/event-stream"), "something else"),
+        (says(b'{"choices":' + b"[" * 950 + b"]" * 950 + b"}"), "tokens and their log-probabilities"),
+        (
+            says(b'data: {"error": {"message": "no status"}}\n\n', kind="text/event-stream"),
+            "in the middle of an answer",
+        ),
+        (says(EVENT * 40, kind="text/event-stream"), "at most 64 tokens, but got more"),
+        (says(EVENT.replace(b"null", b'"abort"'), kind="text/event-stream"), "by `stop` or `length`.*'abort'"),
+    ],
+)
+def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
+    connect: Connect, server: FakeServer, chat: ChatFormat, fault: Fault, message: str
+) -> None:
+    server.faults.append(fault)
+    engine = connect(max_batch=1)
+    seen: list[str] = []
+    with pytest.raises(RequestsFailedError, match=message) as caught:
+        generate(engine, requests_of(chat, 3), on_finished=lambda response: seen.append(response.request_id))
+    assert (sorted(seen), set(caught.value.failures)) == (["1", "2"], {"0"})
+    assert KEY not in str(caught.value)
+    assert len(server.completions()) == 3
+    assert engine.poll() == []
+    assert (engine.statistics().failed, engine.statistics().retries) == (1, 0)
+    assert len(generate(engine, requests_of(chat, 1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ({"token_id:5": -0.1, "token_id:6": -0.2}, "add up to more than 1"),
+        ({"token_id:5": 3.0, "token_id:6": -1.0}, "3.0 is not a log-probability"),
+        ({"token_id:5": float("nan"), "token_id:6": -1.0}, "nan is not a log-probability"),
+        ({"token_id:5": "-1", "token_id:6": -1.0}, "'-1' is not a log-probability"),
+        ({"token_id:5": -1.0}, "got none for 1 of them, the first 6"),
+        ([-1.0, -1.0], "something else"),
+    ],
+)
+def test_scores_that_cannot_be_are_refused(
+    connect: Connect, server: FakeServer, chat: ChatFormat, top: object, message: str
+) -> None:
+    server.faults.append(says(json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()))
+    engine = connect()
+    with pytest.raises(RequestsFailedError, match=message) as caught:
+        engine.next_token_probabilities([chat.prompt_ids([Message("user", "5 + 3?")])], [5, 6])
+    assert not any(failure.is_refusal for failure in caught.value.failures.values())
+
+
+def test_a_server_that_keeps_failing_is_given_up(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
+    server.faults.extend([status(500, "out of memory")] * 4)
+    engine = connect(max_retries=3, max_batch=1)
+    with pytest.raises(RequestsFailedError, match=r"HTTP 500: out of memory \(4 attempts\)"):
+        generate(engine, requests_of(chat, 1))
+    assert len(server.completions()) == 4
+
+
+@pytest.mark.parametrize("after", [b"", EVENT], ids=["silent", "stuck"])
+def test_a_server_that_is_too_slow_is_given_up_at_the_deadline(
+    connect: Connect, server: FakeServer, chat: ChatFormat, after: bytes
+) -> None:
+    server.faults.append(is_silent(after=after))
+    engine = connect(deadline=0.3)
+    with pytest.raises(RequestsFailedError, match="the time was up in attempt 1"):
+        generate(engine, requests_of(chat, 2))
+    assert engine.statistics().retries == 0
+
+
+def test_a_wait_that_outlasts_the_deadline_is_not_begun(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
+    server.faults.append(status(429, "quota", Retry_After="3600"))
+    engine = connect()
+    with pytest.raises(RequestsFailedError, match=r"HTTP 429: quota \(attempt 1; no time left to wait 3.6e\+03 s"):
+        generate(engine, requests_of(chat, 1))
+
+
+def test_the_query_is_retried_alone(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
+    engine = connect(max_batch=1)
+    engine.submit([])
+    served = server._complete_sample
+
+    async def then_fail(exchange: object) -> None:
+        await served(exchange)
+        server.faults.append(status(503))
+
+    server._complete_sample = then_fail
+    (response,) = generate(engine, requests_of(chat, 1, chat.query))
+    assert response.yes_mass is not None
+    assert ["stream" in exchange.body for exchange in server.completions()] == [True, False, False]

@@ -1,0 +1,150 @@
+"""The logits processor of the vLLM engine by itself, in both of its forms, row by row."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from selfcal_lightning.functional.sampling import dynamic_temperature, tempered_probabilities
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
+]
+
+
+class TestProcessor:
+    """The logits processor by itself, in both of its forms, against ``dynamic_temperature`` row by row."""
+
+    @pytest.fixture(scope="class")
+    def logits(self) -> torch.Tensor:
+        rows = torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 2, 8)[:, None]
+        rows[1, ::3] = -torch.inf
+        rows[2] = 0.0  # all tied: the largest entropy
+        rows[3] = torch.tensor([7.0] + 49 * [-torch.inf])  # one token left: no entropy
+        return rows
+
+    @staticmethod
+    def expected(row: torch.Tensor, edt: tuple[float, float, float] | None) -> torch.Tensor:
+        if edt is None:
+            return row.softmax(-1)
+        base, scale, theta = edt
+        row = row.double()
+        temperature = dynamic_temperature(row, base=base, scale=scale, theta=theta)
+        return tempered_probabilities(row, temperature).float()
+
+    @pytest.mark.parametrize("edt", [(0.8, 0.8, 1.0), (1.5, 0.3, 0.5), (2.0, 1.0, 0.0)])
+    def test_rows_are_divided_by_their_temperature(self, logits: torch.Tensor, edt: tuple[float, float, float]) -> None:
+        from selfcal_lightning.engines.vllm.dynamic_temperature import sharpen_logits_
+
+        shared = sharpen_logits_(logits.clone(), *edt).softmax(-1)
+        columns = torch.tensor(edt).repeat(len(logits), 1).split(1, dim=1)
+        by_row = sharpen_logits_(logits.clone(), *columns).softmax(-1)
+        expected = torch.stack([self.expected(row, edt) for row in logits])
+        torch.testing.assert_close(shared, expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(by_row, shared, atol=1e-6, rtol=0.0)
+
+    def test_the_second_runner_finds_its_slots(self, logits: torch.Tensor) -> None:
+        """Hand-made batches for Model Runner V2, which needs a GPU as a whole: slots, reordered and reused."""
+        from vllm import SamplingParams
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, build_custom_logits_processors
+
+        names = ("all_token_ids", "prompt_len", "prefill_len", "total_len")
+        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=6, vocab_size=50, **dict.fromkeys(names))
+        name = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
+        (processor,) = build_custom_logits_processors(None, states, False, [name])
+        slots: dict[int, tuple[float, float, float] | None] = {}
+
+        def admit(slot: int, edt: tuple[float, float, float] | None) -> None:
+            slots[slot] = edt
+            params = SamplingParams(temperature=1.0, extra_args=edt and {"edt": list(edt)})
+            processor.validate_params(params)
+            assert processor.add_request(slot, params) is (edt is not None)
+
+        def check(order: list[int]) -> None:
+            processor.apply_staged_writes()
+            mapping = torch.tensor(order, dtype=torch.int32)
+            rows = logits[: len(order)].clone()
+            context = LogitsContext(mapping, mapping, mapping.numpy(), mapping * 0, mapping, mapping, mapping.numpy())
+            expected = [self.expected(row, slots[slot]) for row, slot in zip(rows.clone(), order, strict=True)]
+            torch.testing.assert_close(
+                processor.apply(rows, context).softmax(-1), torch.stack(expected), atol=2e-5, rtol=0.0
+            )
+
+        admit(4, (0.8, 0.8, 1.0))
+        admit(0, (1.5, 0.3, 0.5))
+        check([0, 4])
+        admit(2, None)
+        check([4, 2, 0])
+        admit(4, None)
+        admit(5, (1.2, 0.9, 2.0))
+        check([5, 0, 4, 2])
+        check([2, 4])
+
+    def test_a_mixed_step_waits_for_nothing_and_passes_over_the_vocabulary_a_few_times(
+        self, logits: torch.Tensor
+    ) -> None:
+        """Nearly every step holds queries beside samples; they once cost a mask from the host and two whole copies."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from vllm import SamplingParams
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+
+        from selfcal_lightning.engines.vllm.dynamic_temperature import DynamicTemperature, sharpen_logits_
+
+        class Watch(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seen: list[str] = []
+                self.passes = 0
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.seen.append(str(func))
+                self.passes += any(isinstance(a, torch.Tensor) and a.numel() >= logits.numel() for a in args)
+                return func(*args, **(kwargs or {}))
+
+        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8)
+        processor = DynamicTemperature(None, states)
+        for slot in range(8):
+            edt = {"edt": [0.8, 0.8, 1.0]} if slot % 2 else None
+            processor.add_request(slot, SamplingParams(temperature=1.0, extra_args=edt))
+        processor.apply_staged_writes()
+        mapping = torch.arange(8, dtype=torch.int32)
+        rows = logits.clone()
+        context = LogitsContext(mapping, mapping, mapping.numpy(), mapping * 0, mapping, mapping, mapping.numpy())
+        with Watch() as watch:
+            sharpened = processor.apply(rows, context)
+        # One is the cast of the slots' numbers, on the device.
+        waiting = [name for name in watch.seen if any(part in name for part in ("copy", "clone", "where", "nonzero"))]
+        assert waiting == ["aten._to_copy.default"]
+        assert watch.passes <= 8
+        plain = sharpen_logits_(logits.clone()[1::2], 0.8, 0.8, 1.0)
+        assert torch.equal(sharpened[1::2], plain), "rows of EDT are those of a step of their own"
+        finite = logits[::2] - logits[::2].amax(-1, keepdim=True)
+        assert torch.equal(sharpened[::2], finite), "the others are shifted"
+
+    def test_large_batches_are_worked_off_in_parts(self, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        from selfcal_lightning.engines.vllm import dynamic_temperature as vllm_edt
+
+        columns = torch.rand(len(logits), 3, generator=torch.Generator().manual_seed(1)).add(0.2).clamp(max=1.0)
+        whole = vllm_edt.sharpen_logits_(logits.clone(), *columns.split(1, dim=1))
+        monkeypatch.setattr(vllm_edt, "_CHUNK_ELEMENTS", 3 * logits.shape[1] + 1)
+        assert torch.equal(vllm_edt.sharpen_logits_(logits.clone(), *columns.split(1, dim=1)), whole)
+        shared = vllm_edt.sharpen_logits_(logits.clone(), 0.8, 0.8, 1.0)
+        monkeypatch.undo()
+        assert torch.equal(vllm_edt.sharpen_logits_(logits.clone(), 0.8, 0.8, 1.0), shared)
+
+    @pytest.mark.parametrize(
+        ("edt", "temperature"),
+        [([0.8, 0.8], 1.0), ([0.0, 0.8, 1.0], 1.0), ([0.8, 1.1, 1.0], 1.0), ([0.8, 0.8, 1.0], 0.7)],
+    )
+    def test_undefined_parameters_are_refused(self, edt: list[float], temperature: float) -> None:
+        from vllm import SamplingParams
+
+        from selfcal_lightning.engines.vllm.dynamic_temperature import DynamicTemperature
+
+        with pytest.raises(ValueError, match="Expected `"):
+            DynamicTemperature.validate_params(SamplingParams(temperature=temperature, extra_args={"edt": edt}))

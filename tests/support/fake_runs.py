@@ -1,0 +1,40 @@
+"""Runs of the sampler over the fake engine, and what they leave in a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.fakes import FakeChat, FakeEngine, FakeTask
+from support.kill_worker import NUM_SAMPLES, SAMPLING, SEED
+
+from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.records import Question, QuestionSamples
+from selfcal_lightning.store.sample_store import SampleStore
+
+
+def open_store(path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES) -> SampleStore:
+    fingerprint = store_fingerprint(engine, FakeChat(), SAMPLING, SEED)
+    return SampleStore.create_or_open(path, fingerprint, num_samples=num_samples, engine=engine.describe())
+
+
+def run(
+    path: Path,
+    questions: list[Question],
+    *,
+    engine: FakeEngine | None = None,
+    num_samples: int = NUM_SAMPLES,
+    **options: object,
+) -> GenerationReport:
+    engine = engine or FakeEngine()
+    arguments = {"split": "train", "sampling": SAMPLING, "seed": SEED, "tasks": FakeTask, "progress": False} | options
+    store = open_store(path, engine, num_samples=num_samples)
+    return generate_samples(
+        questions, engine=engine, chat=FakeChat(), store=store, num_samples=num_samples, **arguments
+    )
+
+
+def contents(path: Path) -> dict[str, QuestionSamples]:
+    store = SampleStore(path)
+    store.join()
+    return {group.question.id: group for group in store.samples()}

@@ -126,7 +126,8 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
 def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
     import csv
 
-    two = {"train": [QuestionSource("word_problems", split="train", limit=2)], "validation": []}
+    sources = [QuestionSource("word_problems", split="train", limit=2)]
+    two = {"train": sources, "validation": [], "target": "ssc", "drop_none": True}
     logger = CSVLogger(tmp_path, name="logs", version="0")
     run(bundled_model, tmp_path / "store", logger=logger, log_every_n_steps=1, data=two)
     with (tmp_path / "logs" / "0" / "metrics.csv").open() as file:

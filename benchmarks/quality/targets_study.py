@@ -21,6 +21,7 @@ from _study_jobs import run
 from _targets_training import (
     FIRST_VARIANT,
     LEARNED_TOKEN,
+    LEARNING_RATE,
     VARIANTS,
     Scores,
     configuration,
@@ -143,6 +144,7 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
     names = ("questions", "responses", "calibration", "test", "num_samples", "seeds")
     return {
         "sizes": {name: getattr(options, name) for name in names},
+        "learning_rate": LEARNING_RATE,
         "criterion": CRITERION,
         "first": FIRST_VARIANT,
         "tables": tables,
@@ -243,9 +245,10 @@ def as_markdown(study: Mapping[str, Any]) -> str:
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). Seeds "
         f"{sizes['seeds']}; {sizes['questions']} training questions x {sizes['responses']} responses, one epoch, 32 to "
-        f"a step; {sizes['calibration']} calibration questions, {sizes['test'][0]} test questions in and "
-        f"{sizes['test'][1]} out of domain x {sizes['num_samples']} responses of the base model, the same in all rows "
-        "of a table. Means over the seeds; 95 % intervals over questions and seeds, of the ECE over questions. The "
+        f"a step, learning rate {study['learning_rate']}; {sizes['calibration']} calibration questions, "
+        f"{sizes['test'][0]} test questions in and {sizes['test'][1]} out of domain x {sizes['num_samples']} responses "
+        "of the base model, the same in all rows of a table. Means over the seeds; 95 % intervals over questions and "
+        "seeds, of the ECE over questions. The "
         "teacher is a fusion of P(True) and log-probabilities, fitted without labels to the vote share of the training "
         "responses; where it is mixed in, it makes half of the target.",
         "",

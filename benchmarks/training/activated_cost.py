@@ -128,6 +128,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Cost of training an activated adapter",
         "",
+        "`OMP_NUM_THREADS=1 python benchmarks/training/activated_cost.py`: "
         f"CPU time of one thread for forward, backward and AdamW, float32, {report['size']} Llama, LoRA r 32 on q "
         f"and v, {SAMPLES} responses to a prompt, packed: medians of {report['passes']} passes, the ways taking turns "
         f"on the same {report['rows']} responses. MiB: peak beyond the model, of one question's responses (the "

@@ -74,7 +74,7 @@ def publish(
 ) -> None:
     """Print a study and write it to ``name``.json and .md, with its command and the minutes since ``started``."""
     study["minutes"] = round((time.monotonic() - started) / 60, 1)
-    study["command"] = f"python benchmarks/{name}.py {' '.join(sys.argv[1:])}".strip()
+    study["command"] = f"python benchmarks/quality/{name}.py {' '.join(sys.argv[1:])}".strip()
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / f"{name}.json").write_text(json.dumps(study, indent=1) + "\n")
     text = as_text(study)

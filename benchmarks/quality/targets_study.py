@@ -21,6 +21,7 @@ from _study_jobs import run
 from _targets_training import (
     FIRST_VARIANT,
     LEARNED_TOKEN,
+    LEARNING_RATE,
     VARIANTS,
     Scores,
     configuration,
@@ -41,6 +42,8 @@ SPLITS = {"calibration": "calibration", "in-domain test": "test_id", "out-of-dom
 METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": WITHIN_QUESTION_AUROC}
 BASE, TAUGHT_BY = "nothing (the base's P(True))", "the teacher itself"
 WITH_LABELS = ("true labels",)
+# What every variant is held against: the one of the presets, and what the paper trains joint models on.
+AGAINST = {"minus_first": FIRST_VARIANT, "minus_ssc": "SSC"}
 CRITERION = "Brier"
 
 
@@ -141,6 +144,7 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
     names = ("questions", "responses", "calibration", "test", "num_samples", "seeds")
     return {
         "sizes": {name: getattr(options, name) for name in names},
+        "learning_rate": LEARNING_RATE,
         "criterion": CRITERION,
         "first": FIRST_VARIANT,
         "tables": tables,
@@ -151,22 +155,34 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
 def table_of(
     options: argparse.Namespace, split: str, scores: Mapping[int, Scores], draws: np.ndarray
 ) -> dict[str, dict[str, Any]]:
-    """Return each variant's values on a split, and what they differ by from the first variant's."""
+    """Return each variant's values on a split, and what they differ by from those that it is held against."""
     parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
     rows = {}
     for variant in parts[0]:
-        mine, first = ([part[name] for part in parts] for name in (variant, FIRST_VARIANT))
-        values, changes = {}, {}
-        for short, metric in METRICS.items():
-            if metric == ECE:
-                errors, others = _mean_bounds([one[ECE] for one in mine]), _mean_bounds([one[ECE] for one in first])
-                values[short] = plain(Estimate.from_bounds(errors, least=0.0, most=1.0))
-                changes[short] = plain(Estimate.from_bounds(errors.minus(others), least=-1.0, most=1.0))
-            else:
-                columns, others = (np.stack([one[metric] for one in side]) for side in (mine, first))
-                values[short], changes[short] = estimate(columns, draws), estimate(columns - others, draws)
-        rows[variant] = {"values": values, "minus_first": changes}
+        mine = [part[variant] for part in parts]
+        others = {name: [part[other] for part in parts] for name, other in AGAINST.items()}
+        rows[variant] = {"values": {short: value_of(mine, metric, draws) for short, metric in METRICS.items()}} | {
+            name: {short: change_of(mine, other, metric, draws) for short, metric in METRICS.items()}
+            for name, other in others.items()
+        }
     return rows
+
+
+def value_of(mine: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray) -> dict[str, float | None]:
+    """Return a metric's mean over the seeds with its interval."""
+    if metric == ECE:
+        return plain(Estimate.from_bounds(_mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
+    return estimate(np.stack([one[metric] for one in mine]), draws)
+
+
+def change_of(
+    mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray
+) -> dict[str, float | None]:
+    """Return what a metric differs by from that of another variant on the same resamples."""
+    if metric == ECE:
+        errors, theirs = (_mean_bounds([one[ECE] for one in side]) for side in (mine, others))
+        return plain(Estimate.from_bounds(errors.minus(theirs), least=-1.0, most=1.0))
+    return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]), draws)
 
 
 def _mean_bounds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
@@ -208,38 +224,44 @@ def columns_of(options: argparse.Namespace, split: str, seed: int, scores: Score
 
 
 def choose(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the variant without labels that is best by the criterion, and whether it is clearly better than the first.
+    """Return the variant without labels that is best by the criterion, and what it is clearly better than.
 
     The read-out of a learned token takes part in the table alone: no engine reads it.
     """
     free = [name for name in VARIANTS if name not in WITH_LABELS]
     best = min(free, key=lambda name: table[name]["values"][CRITERION]["value"])
-    change = table[best]["minus_first"][CRITERION]
-    return {"variant": best, "minus_first": change, "clearly": best != FIRST_VARIANT and change["high"] < 0.0}
+    changes = {name: table[best][name][CRITERION] for name in AGAINST}
+    clearly = {name: best != other and changes[name]["high"] < 0.0 for name, other in AGAINST.items()}
+    return {"variant": best, **changes, "clearly": clearly}
 
 
 def as_markdown(study: Mapping[str, Any]) -> str:
     """Write the study as Markdown."""
     sizes, chosen = study["sizes"], study["chosen"]
-    verdict = "clearly" if chosen["clearly"] else "not clearly"
+    verdicts = [
+        f"{show(chosen[name])} from {other}, {'clearly' if chosen['clearly'][name] else 'not clearly'} better"
+        for name, other in AGAINST.items()
+    ]
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). Seeds "
         f"{sizes['seeds']}; {sizes['questions']} training questions x {sizes['responses']} responses, one epoch, 32 to "
-        f"a step; {sizes['calibration']} calibration questions, {sizes['test'][0]} test questions in and "
-        f"{sizes['test'][1]} out of domain x {sizes['num_samples']} responses of the base model, the same in all rows "
-        "of a table. Means over the seeds; 95 % intervals over questions and seeds, of the ECE over questions. The "
+        f"a step, learning rate {study['learning_rate']}; {sizes['calibration']} calibration questions, "
+        f"{sizes['test'][0]} test questions in and {sizes['test'][1]} out of domain x {sizes['num_samples']} responses "
+        "of the base model, the same in all rows of a table. Means over the seeds; 95 % intervals over questions and "
+        "seeds, of the ECE over questions. The "
         "teacher is a fusion of P(True) and log-probabilities, fitted without labels to the vote share of the training "
         "responses; where it is mixed in, it makes half of the target.",
         "",
         f"Chosen on the calibration questions by {CRITERION} among what needs no labels: **{chosen['variant']}**, "
-        f"{show(chosen['minus_first'])} from {study['first']}: {verdict} better.",
+        f"{'; '.join(verdicts)}.",
     ]
     for title, table in study["tables"].items():
-        rule = "|---|" + "---:|" * (len(METRICS) + 1)
+        rule = "|---|" + "---:|" * (len(METRICS) + len(AGAINST))
+        differences = " | ".join(f"{CRITERION} minus {other}" for other in AGAINST.values())
         lines += ["", f"### {title.capitalize()} questions", ""]
-        lines += [f"| trained on | {' | '.join(METRICS)} | {CRITERION} minus {study['first']} |", rule]
+        lines += [f"| trained on | {' | '.join(METRICS)} | {differences} |", rule]
         for variant, entry in table.items():
-            cells = [*map(show, entry["values"].values()), show(entry["minus_first"][CRITERION])]
+            cells = [*map(show, entry["values"].values()), *(show(entry[name][CRITERION]) for name in AGAINST)]
             lines.append(f"| {variant} | {' | '.join(cells)} |")
     lines += ["", f"### What the others differ by from {study['first']}, in domain", ""]
     lines += [f"| trained on | {' | '.join(METRICS)} |", "|---|" + "---:|" * len(METRICS)]

@@ -49,6 +49,8 @@ from selfcal_lightning.store.shards import question_digest
 from selfcal_lightning.training.trained_modules import ReadingModule, SideBySide, reading_module
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
+JOINT_TARGET: TargetName = "ssc"
+ACTIVATED_TARGET: TargetName = "leave_one_out_ssc"
 # Arguments that leave the rows of an optimiser step and their targets as they are; `train` and `batch_size` count
 # otherwise (`training_settings`), and the model is in the fingerprint of every round.
 NOT_OF_THE_TRAINING = {
@@ -85,7 +87,7 @@ class SSCDataModule(StoredRows):
         target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
             "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
             references). The first two contain the response's own vote, which makes rare answers look better than they
-            are.
+            are. None is "ssc", and "leave_one_out_ssc" with an activated adapter.
         teacher: File of a fused confidence (``selfcal fit-confidence``) that the target is mixed with; what it reads of
             a response must be in the store.
         teacher_share: Share of the teacher in the target, the rest being ``target``.
@@ -139,7 +141,7 @@ class SSCDataModule(StoredRows):
         batch_size: int = 1,
         max_length: int = 1024,
         eta: float = 0.75,
-        target: TargetName = "ssc",
+        target: TargetName | None = None,
         teacher: str | None = None,
         teacher_share: float = 0.0,
         p_true: PTrueName = "normalised",
@@ -178,7 +180,8 @@ class SSCDataModule(StoredRows):
         )
         check_at_least(0, seed=seed, round=round, num_workers=num_workers)
         check_shares(generation_ratio=generation_ratio or 0.0, eta=eta)
-        check_choice("target", target, TargetName)
+        if target is not None:
+            check_choice("target", target, TargetName)
         check_teacher(teacher, teacher_share)
         check_choice("p_true", p_true, PTrueName)
         check_choice("predict_split", predict_split, Split)
@@ -199,7 +202,7 @@ class SSCDataModule(StoredRows):
         self.batch_size = batch_size
         self.max_length = max_length
         self.eta = eta
-        self.target: TargetName = target
+        self._target = target
         self.teacher, self.teacher_share = teacher, teacher_share
         self.p_true: PTrueName = p_true
         self.drop_none = drop_none
@@ -300,6 +303,11 @@ class SSCDataModule(StoredRows):
             max_repeats=self.max_repeats,
             num_buckets=(1 if activated else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
         )
+
+    @property
+    def target(self) -> TargetName:
+        """What responses learn, as it was given, or by what is trained."""
+        return self._target or (ACTIVATED_TARGET if self._is_activated else JOINT_TARGET)
 
     @property
     def _is_activated(self) -> bool:

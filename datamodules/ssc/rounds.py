@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from selfcal_lightning.datamodules.ssc.reading import check_prompts, read_index
 from selfcal_lightning.datamodules.ssc.tuples import question_slices
@@ -112,7 +113,20 @@ def read_rounds(
     indexes = [read_index(store, round=round, **wanted) for round in rounds]
     for round in rounds:
         check_prompts(store, chat, round=round)
-    return indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
+    pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
+    if questions is None:
+        rank_zero_info(describe_stored(pooled, store, split=split))
+    return pooled
+
+
+def describe_stored(index: SampleIndex, store: SampleStore, *, split: str) -> str:
+    """Return what a split without sources reads, and for validation, which need not be, how to go without."""
+    number = len(np.unique(index.question_index))
+    way_out = " Set `trainer.limit_val_batches: 0` to train without validation." if split == "validation" else ""
+    return (
+        f"{split.capitalize()}: {len(index):,} responses to {number:,} questions, all that the store {store.path} "
+        f"holds for it, since `{split}` names no sources.{way_out}"
+    )
 
 
 def pool_rounds(indexes: Sequence[SampleIndex]) -> SampleIndex:

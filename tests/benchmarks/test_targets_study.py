@@ -47,19 +47,23 @@ def test_the_learned_token_is_one_more_row_of_the_output_layer(benchmarks: Modul
 
 
 def entry(brier: float, change: float, high: float) -> dict[str, Any]:
-    return {
-        "values": {"Brier": {"value": brier}},
-        "minus_first": {"Brier": {"value": change, "low": change - 0.01, "high": high}},
-    }
+    difference = {"Brier": {"value": change, "low": change - 0.01, "high": high}}
+    return {"values": {"Brier": {"value": brier}}, "minus_first": difference, "minus_ssc": difference}
 
 
 @pytest.mark.parametrize(("high", "clearly"), [(-0.001, True), (0.002, False)])
 def test_the_choice_is_the_best_without_labels(high: float, clearly: bool, benchmarks: ModuleType) -> None:
     study = benchmarks.import_module("targets_study")
     table = {name: entry(0.2, 0.0, 0.0) for name in study.VARIANTS}
-    table |= {"SSC": entry(0.18, -0.02, high), "true labels": entry(0.1, -0.1, -0.05)}
+    table |= {"vote share": entry(0.18, -0.02, high), "true labels": entry(0.1, -0.1, -0.05)}
     chosen = study.choose({**table, study.LEARNED_TOKEN: entry(0.05, -0.15, -0.1)})
-    assert (chosen["variant"], chosen["clearly"]) == ("SSC", clearly)
+    assert (chosen["variant"], chosen["clearly"]) == ("vote share", {"minus_first": clearly, "minus_ssc": clearly})
+
+
+def test_a_variant_is_not_better_than_itself(benchmarks: ModuleType) -> None:
+    study = benchmarks.import_module("targets_study")
+    table = {name: entry(0.2, 0.0, 0.0) for name in study.VARIANTS} | {"SSC": entry(0.18, -0.02, -0.01)}
+    assert study.choose(table)["clearly"] == {"minus_first": True, "minus_ssc": False}
 
 
 @pytest.mark.slow

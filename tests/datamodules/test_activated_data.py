@@ -56,6 +56,16 @@ def test_what_is_stated_is_kept(pool: Pool, store_dir: str) -> None:
     assert data.training_settings()["num_buckets"] == 20
 
 
+def test_the_target_follows_from_what_is_trained(pool: Pool, store_dir: str) -> None:
+    joint, activated = (connected(pool.data(store_dir), activated=awake) for awake in (False, True))
+    assert (joint.target, activated.target) == ("ssc", "leave_one_out_ssc")
+    assert pool.data(store_dir).target == "ssc"
+    assert connected(pool.data(store_dir, target="ssc"), activated=True).target == "ssc"
+    assert activated.training_settings()["target"] == "leave_one_out_ssc"
+    (recipe,) = activated.recipes()
+    assert recipe.target == "leave_one_out_ssc"
+
+
 def test_generation_samples_are_refused_before_any_is_drawn(pool: Pool, tmp_path: Path) -> None:
     data = pool.data(str(tmp_path / "no store"), generation_ratio=0.3)
     with pytest.raises(ValueError, match=r"`generation_ratio` to be 0 with an activated adapter.*but got 0\.3"):

@@ -252,6 +252,19 @@ def test_questions_of_the_store_are_cut_to_the_sources(pool: Pool, store_dir: st
     assert sum(batch.batch_size for batch in everything.val_dataloader()) == 40
 
 
+def test_what_a_split_without_sources_reads_of_the_store_is_said(
+    pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.rounds.rank_zero_info", lines.append)
+    pool.data(store_dir).val_dataloader()
+    assert lines == []
+    pool.data(store_dir, validation=[]).val_dataloader()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"Validation: 40 responses to 5 questions, all that the store {store_dir} holds for it")
+    assert "`validation` names no sources. Set `trainer.limit_val_batches: 0`" in lines[0]
+
+
 def test_splits_are_by_question(pool: Pool, store_dir: str) -> None:
     same = pool.data(store_dir, validation=[QuestionSource("word_problems", split="train", limit=2)])
     with pytest.raises(ValueError, match="share no question, but got 2 in both"):

@@ -78,9 +78,17 @@ def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_pat
     assert keys["own.id.weighted_votes_4.after"] == 1.0
     assert keys["own.id.votes_4.before"] < 1.0
     assert keys["own.id.votes_2.before.low"] <= keys["own.id.votes_2.before"] <= keys["own.id.votes_2.before.high"]
+    for kind in ("votes", "weighted_votes"):
+        change = keys[f"own.id.{kind}_4.change"]
+        assert change == pytest.approx(keys[f"own.id.{kind}_4.after"] - keys[f"own.id.{kind}_4.before"])
+    assert (keys["own.id.votes_4.change.low"], keys["own.id.votes_4.change.high"]) == (0.0, 0.0)
+    assert keys["own.id.weighted_votes_4.change.low"] >= 0.0
     assert keys["own.id.same_texts"] is True
     assert {path.name for path in tmp_path.iterdir()} == {"votes.md", "votes.png"}
-    assert "after, weighted" in (tmp_path / "votes.md").read_text()
+    header = (tmp_path / "votes.md").read_text().splitlines()[0]
+    assert header.endswith(
+        "| before, counted | before, weighted | after, counted | after, weighted | change, weighted |"
+    )
 
 
 def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from selfcal_lightning.strategies.vectorised.orders import NUM_RESHUFFLES, SEED
 from selfcal_lightning.strategies.vectorised.votes import leaders_at, votes_of
 
 KEYS = {False: "votes", True: "weighted_votes"}
+CHANGE = "change"
 
 
 def compare_votes(
@@ -45,11 +46,13 @@ def compare_votes(
         seed: Of the orders.
 
     Returns:
-        ``own.{test}.votes_{k}.{before|after}`` and ``own.{test}.weighted_votes_{k}.{before|after}`` with ``.low`` and
-        ``.high``, for k = 1, 2, 4 ..., and ``own.{test}.same_texts``.
+        ``own.{test}.votes_{k}.{before|after|change}`` and ``own.{test}.weighted_votes_{k}.{before|after|change}`` with
+        ``.low`` and ``.high``, for k = 1, 2, 4 ..., and ``own.{test}.same_texts``. The change is that of the same
+        questions, after minus before.
     """
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []
+    changes: list[VoteRow] = []
     for test, sides in inputs.tests.items():
         name = own_confidence(list(sides.values()))
         if len(sides) != len(SIDES) or name is None:
@@ -57,16 +60,24 @@ def compare_votes(
         pools = list(sides.values())
         keys[f"own.{test}.same_texts"] = inputs.same_texts.get(test, False)
         widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
-        for side, pool in zip(SIDES, pools, strict=True):
+        means = []
+        for pool in pools:
             orders = Reshuffles(pool, [None, name], width=widths[-1], num_reshuffles=num_reshuffles, seed=seed)
-            for is_weighted, hits in vote_hits(orders, name, widths).items():
-                means = hits @ resample_weights(hits.shape[1], num_resamples=num_resamples)
-                row = VoteRow(test, side, is_weighted, tuple(widths), tuple(estimate_of(line) for line in means))
-                rows.append(row)
-                keys |= _row_keys(row)
+            hits = vote_hits(orders, name, widths)
+            weights = resample_weights(orders.num_questions, num_resamples=num_resamples)
+            means.append({is_weighted: found @ weights for is_weighted, found in hits.items()})
+        means.append({is_weighted: means[1][is_weighted] - means[0][is_weighted] for is_weighted in KEYS})
+        found = [
+            VoteRow(test, side, is_weighted, tuple(widths), tuple(map(estimate_of, columns)))
+            for side, by_weighing in zip((*SIDES, CHANGE), means, strict=True)
+            for is_weighted, columns in by_weighing.items()
+        ]
+        keys |= {key: value for row in found for key, value in _row_keys(row).items()}
+        rows += [row for row in found if row.side != CHANGE]
+        changes += [row for row in found if row.side == CHANGE and row.is_weighted]
     if rows:
-        Console().print(votes_table(rows))
-        write_atomically(folder / "votes.md", (votes_markdown(rows) + "\n").encode())
+        Console().print(votes_table([*rows, *changes]))
+        write_atomically(folder / "votes.md", (votes_markdown([*rows, *changes]) + "\n").encode())
         save_figure(votes_figure(rows), folder / "votes.png", dpi=120)
     return keys
 

@@ -27,7 +27,7 @@ class VoteRow:
 
     Attributes:
         test: Name of the test set.
-        side: "before" or "after".
+        side: "before" or "after", or in tables "change": what the second differs by from the first.
         is_weighted: Whether votes are weighed by the side's confidence.
         widths: Numbers of samples that vote.
         accuracy: Share of the questions that each of them answers rightly, over random orders.

@@ -122,6 +122,27 @@ def test_probabilities_after_a_query_are_the_adapters(tiny_model: str, adapter: 
     assert all((peft.next_probabilities(ids) - reference.next_probabilities(ids)).abs().max() > 0.02 for ids in asked)
 
 
+def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
+    fed = []
+    cached = engine._require_model()
+    cached.network.register_forward_pre_hook(
+        lambda _, args, given: fed.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    prompt, suffix = reference.prompt(QUESTIONS[0]), reference.chat.query.suffix_ids
+    responses = [reference.chat.response_ids(text) for text in ("", "It is 1.", "It is 12, or 3.", "It is 1.5")]
+    asked = [(*prompt, *response, *suffix) for response in responses]
+    asked += [(*reference.prompt(QUESTIONS[1]), *suffix), (7, *suffix)]
+    found = torch.tensor(engine.next_token_probabilities(asked, range(100)), dtype=torch.float64)
+    stems, rests, queries = fed
+    assert stems[0] == 3, "two prompts, and what has none"
+    assert rests == (3, max(map(len, responses)))
+    assert queries == (len(asked), len(suffix))
+    peft = _ReferencePeft(tiny_model, adapter)
+    wanted = torch.stack([peft.next_probabilities(ids)[:100] for ids in asked])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
 def test_without_its_adapter_it_is_the_base_model(tiny_model: str, adapter: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
     asked = [(*reference.prompt(question), *reference.chat.query.suffix_ids) for question in QUESTIONS]

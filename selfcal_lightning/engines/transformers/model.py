@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.engines.transformers.stems import Rows, plan_reading
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_files.attention_backends import without_cudnn
@@ -72,7 +73,7 @@ class SlotCache(Cache):
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first ``width`` columns of ``sources`` to ``targets``, as if all at once."""
-        if not self._keys or not width:
+        if not self._keys or not width or not sources:
             return
         device = self._keys[0].device
         read, write = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
@@ -228,19 +229,30 @@ class CachedModel:
     ) -> Tensor:
         """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
 
-        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``. The output
-        layer computes in float32.
+        The base model alone reads the contexts, what several begin with once, and an activated adapter the query where
+        it is ``awake``. The output layer computes in float32.
         """
         rows = torch.arange(len(contexts), device=self.device)
         lengths = torch.tensor([len(ids) for ids in contexts], device=self.device)
-        longest = max(map(len, contexts))
-        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in contexts], device=self.device)
         query = torch.tensor(query_ids, device=self.device).repeat(len(contexts), 1)
-        cache, width = SlotCache(), longest + len(query_ids)
+        cache, width = SlotCache(), max(map(len, contexts)) + len(query_ids)
         cache.reserve(len(contexts), width)
-        self._extend(cache, rows, torch.zeros_like(lengths), ids, longest, leading=True)
+        reading = plan_reading(contexts)
+        self._read_rows(cache, reading.stems)
+        cache.copy_slots(*reading.copies, width)
+        self._read_rows(cache, reading.rests)
         with exact_head(self.network), adapter_asleep(self.network, asleep=not awake):
             return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
+
+    def _read_rows(self, cache: SlotCache, rows: Rows) -> None:
+        if not rows.ids:
+            return
+        longest = max(map(len, rows.ids))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in rows.ids], device=self.device)
+        slots, starts = torch.tensor(rows.slots, device=self.device), torch.tensor(rows.starts, device=self.device)
+        width = max(rows.starts) + longest
+        cache.reserve(len(rows.slots), width)
+        self._extend(cache, slots, starts, ids, width, leading=False)
 
     def _extend(
         self,

@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.engines.transformers.output_layer import contiguous_rows, exact_head, is_exact
 from selfcal_lightning.engines.transformers.stems import Rows, plan_reading
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import (
     check_adapter,
@@ -160,7 +160,7 @@ class CachedModel:
         self.network = network
         embedding = network.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
-        self.head_dtype = torch.float32 if _is_exact(network) else self.dtype
+        self.head_dtype = torch.float32 if is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._window, self._mixes_windows = _sliding_window(config)
         self._cache = SlotCache()
@@ -176,7 +176,7 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            with without_cudnn():
+            with without_cudnn(), contiguous_rows(self.network):
                 yield
         finally:
             if implementation == "sdpa":
@@ -309,33 +309,6 @@ class CachedModel:
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
-
-
-@contextmanager
-def exact_head(network: PreTrainedModel) -> Iterator[None]:
-    """In the block the output layer of a model in half precision computes in float32, where it is a plain one.
-
-    In half precision a logit of 16 to 32 has steps of 1/8, and a P(True) that is read from two of them steps of .03.
-    """
-    head = network.get_output_embeddings()
-    if not _is_exact(network) or head.weight.dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    handle = head.register_forward_hook(_logits_in_float32)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _is_exact(network: PreTrainedModel) -> bool:
-    """Return whether the output layer can compute in float32: not where it is adapted or quantised."""
-    return type(network.get_output_embeddings()) is torch.nn.Linear
-
-
-def _logits_in_float32(head: torch.nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
-    (hidden,) = inputs
-    return float32_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
 
 
 def _rounded(width: int) -> int:

@@ -34,7 +34,7 @@ $(VENV)/.ready-smollm: $(VENV)/.ready
 demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (under five minutes on two cores)
 	$(BIN)/selfcal demo
 
-demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (not yet run to its end here)
+demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (estimated: ten minutes on two idle cores)
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones
@@ -48,7 +48,7 @@ test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processe
 report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)
 	$(BIN)/python benchmarks/quality/report.py
 
-report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours)
+report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours; goes on from what is there)
 	$(BIN)/python benchmarks/real/report_real.py
 
 lint: $(VENV)/.ready  ## ruff, check and format, and mypy on the files that pyproject.toml names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -148,11 +149,16 @@ class Jobs:
 
     def _fit(self, config: dict[str, Any]) -> Path:
         folder = Path(config["trainer"]["logger"]["init_args"]["save_dir"])
-        adapter = folder / "adapter"
+        adapter, settings = folder / "adapter", folder / "config.yaml"
         if not (adapter / "adapter_config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-            self._run("fit", "--config", str(folder / "config.yaml"))
+            settings.write_text(yaml.safe_dump(config, sort_keys=False))
+            self._run("fit", "--config", str(settings))
+        elif {**yaml.safe_load(settings.read_text()), "plugins": PLUGIN} != config:
+            raise SystemExit(
+                f"Expected the adapter in {folder} to be trained as asked for, but {settings} has other settings. Give "
+                "another `--output`, or move the folder away."
+            )
         return adapter
 
     def _run(self, *arguments: str) -> None:
@@ -163,11 +169,11 @@ class Jobs:
         return replace(self, folder=folder, sizes=replace(self.sizes, **sizes))
 
 
-def run_verb(arguments: Sequence[str], *, log: Path) -> float:
-    """Run one ``selfcal`` command, its output to ``log``, and return the seconds that it took."""
+def run_verb(arguments: Sequence[str], *, log: Path) -> None:
+    """Run one ``selfcal`` command, its output to ``log``, and say how long it took, and how much of the processor."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ}
-    started = time.monotonic()
+    started, used = time.monotonic(), children_seconds()
     with log.open("a") as file:
         file.write(f"\n$ selfcal {' '.join(arguments)}\n")
         file.flush()
@@ -175,9 +181,14 @@ def run_verb(arguments: Sequence[str], *, log: Path) -> float:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {done.returncode}; see {log}")
-    seconds = time.monotonic() - started
-    print(f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s  selfcal {' '.join(arguments[:1])}", flush=True)
-    return seconds
+    seconds, busy = time.monotonic() - started, children_seconds() - used
+    print(f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s, {busy:6.0f} s of CPU  selfcal {arguments[0]}", flush=True)
+
+
+def children_seconds() -> float:
+    """Return the CPU seconds that all commands have used so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _into(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -311,7 +311,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     """Draw the AUROC of each confidence, and the accuracy of votes over the number of samples."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    rows = list(reversed([name for name in report["confidences"] if not name.endswith(" ssc")]))
+    # Scaled by Platt, the likelihood ranks as it does unscaled.
+    shown = [name for name in report["confidences"] if name != SCALED and not name.endswith(" ssc")]
+    rows = list(reversed(shown))
     for place, name in enumerate(rows):
         entry = report["confidences"][name][AUROC]
         error = [[entry["value"] - entry["low"]], [entry["high"] - entry["value"]]]

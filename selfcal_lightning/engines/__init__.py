@@ -19,7 +19,8 @@ __getattr__, __dir__, __all__ = face(
         ],
         "settings": ["EngineName", "EngineOptions", "EngineSettings"],
         "transformers.engine": ["TransformersEngine"],
-        "transformers.model": ["exact_head", "load_network"],
+        "transformers.model": ["load_network"],
+        "transformers.output_layer": ["exact_head"],
         "vllm.engine": ["VLLMEngine"],
     },
 )

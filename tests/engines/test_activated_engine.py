@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.engine_reference import EDT, QUESTIONS, Reference
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import generate
@@ -18,7 +19,7 @@ from selfcal_lightning.engines.transformers import engine as engine_module
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import ConfidenceQuery, Request, Response, SamplingSettings
+from selfcal_lightning.records import ConfidenceQuery, Dtype, Request, Response, SamplingSettings
 
 SHORT = SamplingSettings(max_new_tokens=9)
 
@@ -120,6 +121,49 @@ def test_probabilities_after_a_query_are_the_adapters(tiny_model: str, adapter: 
     for row, p in zip(found, wanted, strict=True):
         torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), p[:100], atol=1e-5, rtol=0)
     assert all((peft.next_probabilities(ids) - reference.next_probabilities(ids)).abs().max() > 0.02 for ids in asked)
+
+
+def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, reference: Reference) -> None:
+    engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
+    fed = []
+    cached = engine._require_model()
+    cached.network.register_forward_pre_hook(
+        lambda _, args, given: fed.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    prompt, suffix = reference.prompt(QUESTIONS[0]), reference.chat.query.suffix_ids
+    responses = [reference.chat.response_ids(text) for text in ("", "It is 1.", "It is 12, or 3.", "It is 1.5")]
+    asked = [(*prompt, *response, *suffix) for response in responses]
+    asked += [(*reference.prompt(QUESTIONS[1]), *suffix), (7, *suffix)]
+    found = torch.tensor(engine.next_token_probabilities(asked, range(100)), dtype=torch.float64)
+    stems, rests, queries = fed
+    assert stems[0] == 3, "two prompts, and what has none"
+    assert rests == (3, max(map(len, responses)))
+    assert queries == (len(asked), len(suffix))
+    peft = _ReferencePeft(tiny_model, adapter)
+    wanted = torch.stack([peft.next_probabilities(ids)[:100] for ids in asked])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_output_layer_is_not_copied_for_every_row(
+    dtype: Dtype, tiny_model: str, adapter: str, reference: Reference
+) -> None:
+    engine = TransformersEngine(tiny_model, adapter=adapter, dtype=dtype)
+    asked = [(*reference.prompt(question), *reference.chat.query.suffix_ids) for question in QUESTIONS]
+    largest = 0
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            if function is torch.ops.aten.bmm.default:
+                largest = max(largest, args[1].numel())
+            return function(*args, **(kwargs or {}))
+
+    with Spy():
+        engine.next_token_probabilities(asked, range(100))
+        generate(engine, reference.requests(SHORT, count=2))
+    head = engine._require_model().network.get_output_embeddings().weight
+    assert largest < head.numel(), "a product of a row with its own copy of the weights"
 
 
 def test_without_its_adapter_it_is_the_base_model(tiny_model: str, adapter: str, reference: Reference) -> None:

@@ -26,7 +26,7 @@ from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
 
-CHUNK_RESPONSES = 1024
+CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of work on a CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ __getattr__, __dir__, __all__ = face(
     __name__,
     {
         "engine": ["TransformersEngine"],
-        "model": ["exact_head", "load_network"],
+        "model": ["load_network"],
+        "output_layer": ["exact_head"],
         "sleep": ["hold_against_module"],
     },
 )

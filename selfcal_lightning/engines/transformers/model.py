@@ -13,8 +13,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.engines.transformers.output_layer import contiguous_rows, exact_head, is_exact
+from selfcal_lightning.engines.transformers.stems import Rows, plan_reading
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.output_layer import float32_logits
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import (
     check_adapter,
@@ -72,7 +73,7 @@ class SlotCache(Cache):
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first ``width`` columns of ``sources`` to ``targets``, as if all at once."""
-        if not self._keys or not width:
+        if not self._keys or not width or not sources:
             return
         device = self._keys[0].device
         read, write = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
@@ -159,7 +160,7 @@ class CachedModel:
         self.network = network
         embedding = network.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
-        self.head_dtype = torch.float32 if _is_exact(network) else self.dtype
+        self.head_dtype = torch.float32 if is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._window, self._mixes_windows = _sliding_window(config)
         self._cache = SlotCache()
@@ -175,7 +176,7 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            with without_cudnn():
+            with without_cudnn(), contiguous_rows(self.network):
                 yield
         finally:
             if implementation == "sdpa":
@@ -228,19 +229,30 @@ class CachedModel:
     ) -> Tensor:
         """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
 
-        The base model alone reads the contexts, and an activated adapter the query where it is ``awake``. The output
-        layer computes in float32.
+        The base model alone reads the contexts, what several begin with once, and an activated adapter the query where
+        it is ``awake``. The output layer computes in float32.
         """
         rows = torch.arange(len(contexts), device=self.device)
         lengths = torch.tensor([len(ids) for ids in contexts], device=self.device)
-        longest = max(map(len, contexts))
-        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in contexts], device=self.device)
         query = torch.tensor(query_ids, device=self.device).repeat(len(contexts), 1)
-        cache, width = SlotCache(), longest + len(query_ids)
+        cache, width = SlotCache(), max(map(len, contexts)) + len(query_ids)
         cache.reserve(len(contexts), width)
-        self._extend(cache, rows, torch.zeros_like(lengths), ids, longest, leading=True)
+        reading = plan_reading(contexts)
+        self._read_rows(cache, reading.stems)
+        cache.copy_slots(*reading.copies, width)
+        self._read_rows(cache, reading.rests)
         with exact_head(self.network), adapter_asleep(self.network, asleep=not awake):
             return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
+
+    def _read_rows(self, cache: SlotCache, rows: Rows) -> None:
+        if not rows.ids:
+            return
+        longest = max(map(len, rows.ids))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in rows.ids], device=self.device)
+        slots, starts = torch.tensor(rows.slots, device=self.device), torch.tensor(rows.starts, device=self.device)
+        width = max(rows.starts) + longest
+        cache.reserve(len(rows.slots), width)
+        self._extend(cache, slots, starts, ids, width, leading=False)
 
     def _extend(
         self,
@@ -297,33 +309,6 @@ class CachedModel:
 
     def _additive(self, visible: Tensor) -> Tensor:
         return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
-
-
-@contextmanager
-def exact_head(network: PreTrainedModel) -> Iterator[None]:
-    """In the block the output layer of a model in half precision computes in float32, where it is a plain one.
-
-    In half precision a logit of 16 to 32 has steps of 1/8, and a P(True) that is read from two of them steps of .03.
-    """
-    head = network.get_output_embeddings()
-    if not _is_exact(network) or head.weight.dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    handle = head.register_forward_hook(_logits_in_float32)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _is_exact(network: PreTrainedModel) -> bool:
-    """Return whether the output layer can compute in float32: not where it is adapted or quantised."""
-    return type(network.get_output_embeddings()) is torch.nn.Linear
-
-
-def _logits_in_float32(head: torch.nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
-    (hidden,) = inputs
-    return float32_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
 
 
 def _rounded(width: int) -> int:

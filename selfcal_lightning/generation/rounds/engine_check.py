@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.transformers.model import exact_head
+from selfcal_lightning.engines.transformers.output_layer import exact_head
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.store.shards import StoredRow

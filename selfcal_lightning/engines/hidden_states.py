@@ -64,7 +64,7 @@ class PromptStates:
     """Hidden states of N prompts, a few vectors each; L levels, or 1 where these were averaged.
 
     Attributes:
-        last_token: At the last token of the prompt, from which the first token of a response is drawn, float32 [N, L, D].
+        last_token: At the last token of the prompt, where the first token of a response is drawn, float32 [N, L, D].
         token_mean: Mean over the tokens of the prompt, float32 [N, L, D].
     """
 

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = face(
         "estimators": ["PROMPT_ESTIMATORS", "RESPONSE_ESTIMATORS", "ResponseEstimator", "p_true_before"],
         "feature_folder": ["FeatureFolder", "prompt_digest"],
         "inputs": ["CapabilityPool", "feature_folder", "load_capability_pool", "states_of"],
+        "label_free": ["LABEL_FREE_PROBE", "label_free_confidences", "with_question_confidence"],
         "probe": ["CapabilityProbe", "Pooling", "design", "load_probe"],
         "probe_fitting": ["fit_probe"],
         "prompt_features": ["feature_origin", "read_features"],

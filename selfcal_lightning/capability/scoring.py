@@ -12,6 +12,7 @@ from selfcal_lightning.capability.inputs import feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
 from selfcal_lightning.capability.prompt_features import feature_origin
 from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.capability.score_files import FITTED_ON
 from selfcal_lightning.confidence.scoring.model import ModelSettings
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineOptions
@@ -21,8 +22,6 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.store.manifest import StoreFingerprint
 from selfcal_lightning.store.question_annotations import QuestionAnnotation
 from selfcal_lightning.store.shards import question_digest
-
-FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be judged by
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def test_engines_without_states_are_refused(place: Path, name: str) -> None:
 def test_options_that_contradict_one_another(place: Path) -> None:
     store = str(place / "store")
     for options, words in (
-        ({}, "either `store_dir`, or `questions` and `output`, but got none"),
+        ({}, "either `store_dir`, or `output` with `questions` or with a `task`, but got none"),
         ({"store_dir": store}, "`probe` with the estimator 'probe'"),
         ({"store_dir": store, "estimator": "p_true_before", "probe": "p"}, "and with no other, but got 'p'"),
         (
@@ -227,8 +227,11 @@ def test_options_that_contradict_one_another(place: Path) -> None:
             r"one of probe, p_true_before, but got 'prob'. Did you mean 'probe'",
         ),
         ({"store_dir": store, "probe": "nowhere"}, "Expected a probe in nowhere"),
-        ({"questions": "q", "output": "o", "probe": "p"}, "`model` with `questions`"),
-        ({"questions": "q", "output": "o", "probe": "p", "model": "bundled", "split": "s"}, "`split` with `store_dir`"),
+        ({"questions": "q", "output": "o", "probe": "p"}, "`model` where there is no `store_dir`"),
+        (
+            {"questions": "q", "output": "o", "probe": "p", "model": "bundled", "split": "s"},
+            "`split` to be left out with `questions`",
+        ),
     ):
         with pytest.raises((InputError, FileNotFoundError), match=words):
             run_score_questions(**options)  # type: ignore[arg-type]

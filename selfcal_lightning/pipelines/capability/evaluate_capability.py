@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from selfcal_lightning.capability.inputs import CapabilityPool, load_capability_pool
+from selfcal_lightning.capability.origins import check_origins
 from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, compare_estimators
-from selfcal_lightning.evaluation.capability.estimates import TestQuestions, check_origins, test_questions
+from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
 from selfcal_lightning.evaluation.capability.figures import capability_reliability, pass_at_k_figure
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve, pass_at_k_curves
 from selfcal_lightning.evaluation.capability.tables import (

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.score_files import QuestionScore, check_scores_target, origin_digest, write_scores
 from selfcal_lightning.capability.scoring import QuestionScoring, keep_in_store, score_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.records import Question
-from selfcal_lightning.runtime.files import write_json_lines
-from selfcal_lightning.runtime.json_files import read_json_lines
-from selfcal_lightning.runtime.overwriting import check_replaceable
 from selfcal_lightning.serving.questions import default_task, read_questions
 from selfcal_lightning.store.question_annotations import QuestionAnnotation
-
-CAPABILITY = "capability"
+from selfcal_lightning.tasks.registry import load_some
 
 
 def run_score_questions(
@@ -31,6 +25,8 @@ def run_score_questions(
     name: str | None = None,
     split: str | None = None,
     task: str | None = None,
+    limit: int | None = None,
+    offset: int = 0,
     model: str | None = None,
     revision: str | None = None,
     adapter: str | None = None,
@@ -41,19 +37,22 @@ def run_score_questions(
 ) -> list[float | None]:
     """Estimate the chance that the model answers each question correctly, from the question alone.
 
-    The values of a store's questions are kept beside its rows, under ``question_annotations/NAME``, where
-    `selfcal evaluate-capability` finds them; those of a file of questions are written to ``output``.
+    The questions are those of a store, of a file, or, with ``task`` alone, of a task's data set. The values of a store
+    are kept beside its rows, under ``question_annotations/NAME``, where `selfcal evaluate-capability` finds them; those
+    of other questions are written to ``output``, for `selfcal allocate` and `selfcal predict-pass-at-k`.
 
     Args:
         estimator: "probe", a linear probe of hidden states, or "p_true_before", the model's own P(True) when it is
             asked before it answers.
         probe: Folder of the probe, of `selfcal fit-probe`.
-        store_dir: Folder of a store; give this or ``questions``.
+        store_dir: Folder of a store.
         questions: File of questions: JSON lines {"question", "id"?, "task"?}, Parquet, or plain text.
-        output: JSON lines {"id", "question", "capability"} of a file's questions.
+        output: JSON lines {"id", "task", "question", "capability"}; of a store's questions too, where it is given.
         name: Name under which a store keeps the values; null is the estimator's own.
-        split: Split of the store; null takes all.
-        task: Task of the store to score, or the task of a file's questions that name none.
+        split: Split of the store, null takes all; or of the task's data set, null takes "train".
+        task: Task whose data set is scored; of a store the task to score, of a file that of questions that name none.
+        limit: Of a task's data set, the first so many questions; null takes all.
+        offset: Of a task's data set, skip so many questions before that.
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the model answers with.
@@ -68,7 +67,12 @@ def run_score_questions(
     Raises:
         InputError: The probe belongs to another model, adapter, template or sampling, or settings cannot be.
     """
-    _check_place(store_dir, questions, output, model, name=name, split=split)
+    _check_place(
+        {"store_dir": store_dir, "questions": questions, "output": output}, task=task, model=model,
+        of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, split=split,
+    )  # fmt: skip
+    if output is not None:
+        check_scores_target(output)
     options = engine.of(revision=revision, adapter=adapter)
     run = QuestionScoring(estimator, probe, model, query, options, features_dir)
     run.check()
@@ -77,16 +81,22 @@ def run_score_questions(
         kept = name or estimator
         QuestionAnnotation(store_dir, kept)  # whose name may be refused
         values, origin = score_questions(run, pool.questions, pool.fingerprint, pool.path)
-        keep_in_store(pool.path, kept, pool.questions, values, origin, overwrite=overwrite)
-        place = f"{store_dir}/question_annotations/{kept}"
+        asked = pool.questions
+        keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
+        written = [f"{store_dir}/question_annotations/{kept}"]
     else:
-        place = str(output)
-        check_replaceable(place, is_own_scores, option="output", kind="earlier scores of questions")
-        asked = read_questions(str(questions), task=task or default_task(str(model)))
-        values, _ = score_questions(run, asked, None, None)
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
-        write_json_lines(Path(place), map(_line, asked, values))
-    sys.stdout.write(f"{describe_values(estimator, values)}\nWritten: {place}\n")
+        written = []
+        if questions is not None:
+            asked = read_questions(questions, task=task or default_task(str(model)))
+        else:
+            asked = load_some(str(task), split or "train", limit=limit, offset=offset)
+        values, origin = score_questions(run, asked, None, None)
+    if output is not None:
+        digest = origin_digest(origin)
+        rows = [QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
+        write_scores(output, rows)
+        written.append(output)
+    sys.stdout.write(f"{describe_values(estimator, values)}\nWritten: {', '.join(written)}\n")
     return values
 
 
@@ -103,34 +113,29 @@ def describe_values(name: str, values: Sequence[float | None]) -> str:
     return f"{name}: {len(values):,} questions, mean capability {mean:.3f}{ends}; {len(values) - len(known):,} got none"
 
 
-def is_own_scores(path: Path) -> bool:
-    """Return whether a file holds scores of questions, as they are written here."""
-    try:
-        first = next((line for _, line in read_json_lines(path)), None)
-    except InputError:
-        return False
-    return first is not None and {"id", "question", CAPABILITY} <= first.keys()
-
-
-def _line(question: Question, value: float | None) -> dict[str, Any]:
-    return {"id": question.id, "task": question.task, "question": question.text, CAPABILITY: value}
-
-
 def _check_place(
-    store_dir: str | None, questions: str | None, output: str | None, model: str | None, *, name: str | None,
+    places: Mapping[str, str | None],
+    *,
+    task: str | None,
+    model: str | None,
+    of_stores: Mapping[str, object],
+    of_tasks: Mapping[str, object],
     split: str | None,
-) -> None:  # fmt: skip
-    """Raise InputError unless either a store, or a file of questions with an output and a model, is given."""
-    places = {"store_dir": store_dir, "questions": questions, "output": output}
-    given = {key: place for key, place in places.items() if place is not None}
-    if given.keys() not in ({"store_dir"}, {"questions", "output"}):
+) -> None:
+    """Raise InputError unless questions of one source are named, with an output and a model where it has none."""
+    given = {name: place for name, place in places.items() if place is not None}
+    in_store, in_file = "store_dir" in given, "questions" in given
+    if (in_store and in_file) or not (in_store or ("output" in given and (in_file or task is not None))):
         raise InputError(
-            f"Expected either `store_dir`, or `questions` and `output`, but got {given or 'none of them'}."
+            "Expected either `store_dir`, or `output` with `questions` or with a `task`, but got "
+            f"{given or 'none of them'}."
         )
-    if "questions" not in given:
-        return
-    if model is None:
-        raise InputError("Expected `model` with `questions`, since a file names none, but got null.")
-    for option, value in {"name": name, "split": split}.items():
+    if not in_store and model is None:
+        raise InputError("Expected `model` where there is no `store_dir`, which names one, but got null.")
+    wrong = dict(of_stores) if not in_store else {}
+    wrong |= dict(of_tasks) if in_store or in_file else {}
+    wrong |= {"split": split} if in_file else {}
+    for option, value in wrong.items():
         if value is not None:
-            raise InputError(f"Expected `{option}` with `store_dir` only, but got {value!r} with `questions`.")
+            source = "`store_dir`" if in_store else "`questions`" if in_file else "a `task`"
+            raise InputError(f"Expected `{option}` to be left out with {source}, but got {value!r}.")

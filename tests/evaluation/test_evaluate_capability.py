@@ -14,6 +14,7 @@ from selfcal_lightning.capability.inputs import load_capability_pool
 from selfcal_lightning.capability.question_table import QuestionTable
 from selfcal_lightning.cli import run
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability.budgets import compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import compare_estimators
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
 from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, POWER, pass_at_k_curves
@@ -84,6 +85,22 @@ def test_pass_at_k_by_hand() -> None:
         pass_at_k_curves(test, ks=[8])
 
 
+def test_budgets_by_hand() -> None:
+    test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0], "wrong": [0.0, 0.0, 1.0], "score": [-1.0, -2.0, -3.0]})
+    even, right, wrong, oracle = compare_budgets(test, budgets=[1, 2], num_resamples=20)
+    # Evenly: 1, 1/4 and 0; then 1, 1 - C(3, 2) / C(4, 2) = 1/2 and 0.
+    assert [estimate.value for estimate in even.solved] == pytest.approx([5 / 12, 1 / 2])
+    # One for the first question, all others for the second: 1/2 of two samples, 1 of four.
+    assert [estimate.value for estimate in right.solved] == pytest.approx([1 / 2, 2 / 3])
+    assert right.gain is not None
+    assert [estimate.value for estimate in right.gain] == pytest.approx([1 / 12, 1 / 6])
+    assert wrong.solved[1].value <= even.solved[1].value
+    assert [estimate.value for estimate in oracle.solved] == pytest.approx([1 / 2, 2 / 3])
+    assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 6, "with the Beta gain of both"
+    with pytest.raises(InputError, match=r"`budgets` to lie between 1 and 4.*got \[5\]"):
+        compare_budgets(test, budgets=[5])
+
+
 def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:
     read = load_capability_pool(str(written / "store"), split="test", task=None)
     test = questions_of(read, ["oracle", "probe", "agreeing_pairs"], estimate_samples=3)
@@ -113,7 +130,7 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert names == [*(plain := ["probe", "agreeing_pairs", "oracle"]), *(f"{name} + isotonic" for name in plain)]
     assert len(record["pass_at_k"]) == 6
     assert (output / "capability.md").read_text().startswith("| estimate | samples | labels | MSE |")
-    for name in ("capability_reliability.png", "pass_at_k.png"):
+    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     (output / "capability.json").write_text("{}")
     assert run(command) == 1

@@ -1,4 +1,4 @@
-"""Figures of capability: predicted against shown, and pass@k over the number of samples."""
+"""Figures of capability: predicted against shown, pass@k over the number of samples, and what budgets solve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
 from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, PassAtKCurve
 from selfcal_lightning.functional.calibration import reliability_bins
@@ -27,6 +28,27 @@ def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
     if title:
         figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def budget_figure(rows: Sequence[BudgetRow], *, title: str = "") -> Figure:
+    """Draw what sharing samples by an estimate solves beyond an even share, over the budget."""
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for position, row in enumerate(each for each in rows if each.gain is not None):
+        gains = [estimate.value for estimate in row.gain or ()]
+        style = "-" if position < len(_COLOURS) else "--"
+        axes.plot(row.budgets, gains, style, marker="o", markersize=4, color=_COLOURS[position % len(_COLOURS)],
+                  linewidth=1.6, label=row.way)  # fmt: skip
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    if rows:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows[0].budgets, [str(budget) for budget in rows[0].budgets])
+    frame(axes)
+    axes.set(xlabel="mean samples a question", ylabel="share of questions solved, beyond an even share")
+    axes.legend(loc="upper left", fontsize=8, frameon=False)
+    if title:
+        axes.set_title(title, fontsize=11)
     return figure
 
 

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, EstimatorRow
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve
 from selfcal_lightning.evaluation.reports.calibration_tables import format_estimate
 from selfcal_lightning.functional.estimates import Estimate
 
 HEADINGS = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
+BUDGET_NOTE = (
+    "Budgets: expected share of questions with a right sample, at a mean of B samples a question; below the first row "
+    "the difference from it. Samples that an estimate has read are not charged."
+)
 CURVE_HEADINGS = ("estimate", "pass@k by", "curve error")
 
 
@@ -44,12 +49,28 @@ def curve_table(curves: Sequence[PassAtKCurve], *, title: str = "") -> Table:
     return _table(_curve_headings(curves), [curve_cells(curve) for curve in curves], title)
 
 
-def comparison_markdown(comparison: CapabilityComparison, curves: Sequence[PassAtKCurve]) -> str:
-    """Return both tables in Markdown, with what a reader must know."""
+def budget_cells(row: BudgetRow) -> list[str]:
+    """Return the cells of a way to share samples: what it solves, or what it solves beyond an even share."""
+    return [row.way, *(_shown(e) for e in row.solved)] if row.gain is None else [
+        row.way, *(_shown(gain, signed=True) for gain in row.gain)
+    ]  # fmt: skip
+
+
+def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
+    """Return the table of budgets for a terminal."""
+    return _table(_budget_headings(rows), [budget_cells(row) for row in rows], title)
+
+
+def comparison_markdown(
+    comparison: CapabilityComparison, curves: Sequence[PassAtKCurve], budgets: Sequence[BudgetRow] = ()
+) -> str:
+    """Return all tables in Markdown, with what a reader must know."""
     parts = [
         _markdown(HEADINGS, [comparison_cells(row) for row in comparison.rows]),
         what_to_know(comparison),
         _markdown(_curve_headings(curves), [curve_cells(curve) for curve in curves]) if curves else "",
+        _markdown(_budget_headings(budgets), [budget_cells(row) for row in budgets]) if budgets else "",
+        BUDGET_NOTE if budgets else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -62,6 +83,10 @@ def what_to_know(comparison: CapabilityComparison) -> str:
         f"{comparison.constant:.3f}, a random number {comparison.random:.3f}, and the verdict on one response, taken "
         f"as the capability, {comparison.single:.3f}. Intervals: 95 %, resampled over questions, paired."
     )
+
+
+def _budget_headings(rows: Sequence[BudgetRow]) -> list[str]:
+    return ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
 
 
 def _curve_headings(curves: Sequence[PassAtKCurve]) -> list[str]:

@@ -14,11 +14,14 @@ from selfcal_lightning.capability.inputs import CapabilityPool, load_capability_
 from selfcal_lightning.capability.origins import check_origins
 from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability.budgets import BudgetRow, compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, compare_estimators
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
-from selfcal_lightning.evaluation.capability.figures import capability_reliability, pass_at_k_figure
+from selfcal_lightning.evaluation.capability.figures import budget_figure, capability_reliability, pass_at_k_figure
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve, pass_at_k_curves
 from selfcal_lightning.evaluation.capability.tables import (
+    BUDGET_NOTE,
+    budget_table,
     comparison_markdown,
     comparison_table,
     curve_table,
@@ -31,7 +34,7 @@ from selfcal_lightning.runtime.progress import Stage
 
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
-FIGURES = ("capability_reliability.png", "pass_at_k.png")
+FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png")
 
 
 def run_evaluate_capability(
@@ -47,7 +50,7 @@ def run_evaluate_capability(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> CapabilityComparison:
-    """Hold estimates of capability against the share of right responses, and what they predict for pass@k.
+    """Hold estimates of capability against the share of right responses: errors, pass@k, and what budgets solve.
 
     Estimates that read responses get the first ``estimate_samples`` of each question; all are judged by the others.
 
@@ -87,12 +90,13 @@ def run_evaluate_capability(
     with Stage("Resampling questions"):
         comparison = compare_estimators(test[1], others, num_resamples=num_resamples, seed=seed)
         curves = pass_at_k_curves(test[1], others, ks=ks, num_resamples=num_resamples, seed=seed)
+        budgets = compare_budgets(test[1], others, num_resamples=num_resamples, seed=seed)
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
         "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
     }  # fmt: skip
-    _write(folder, settings, test[1], comparison, curves)
-    _show(comparison, curves, test[1], folder)
+    _write(folder, settings, test[1], comparison, curves, budgets)
+    _show(comparison, curves, budgets, test[1], folder)
     return comparison
 
 
@@ -123,19 +127,27 @@ def _write(
     test: TestQuestions,
     comparison: CapabilityComparison,
     curves: Sequence[PassAtKCurve],
+    budgets: Sequence[BudgetRow],
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(comparison),
-        "pass_at_k": [asdict(curve) for curve in curves],
+        "pass_at_k": [asdict(curve) for curve in curves], "budgets": [asdict(row) for row in budgets],
     }  # fmt: skip
     write_atomically(folder / RESULTS, to_json(record))
-    write_atomically(folder / TABLES, comparison_markdown(comparison, curves).encode())
+    write_atomically(folder / TABLES, comparison_markdown(comparison, curves, budgets).encode())
     save_figure(capability_reliability(test), folder / FIGURES[0], dpi=120)
     save_figure(pass_at_k_figure(curves), folder / FIGURES[1], dpi=120)
+    save_figure(budget_figure(budgets), folder / FIGURES[2], dpi=120)
 
 
-def _show(comparison: CapabilityComparison, curves: Sequence[PassAtKCurve], test: TestQuestions, folder: Path) -> None:
+def _show(
+    comparison: CapabilityComparison,
+    curves: Sequence[PassAtKCurve],
+    budgets: Sequence[BudgetRow],
+    test: TestQuestions,
+    folder: Path,
+) -> None:
     console = Console(file=sys.stdout)
     console.print(comparison_table(comparison, title="estimates of capability"))
     console.print(what_to_know(comparison), highlight=False)
@@ -143,5 +155,7 @@ def _show(comparison: CapabilityComparison, curves: Sequence[PassAtKCurve], test
         console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
     if curves:
         console.print(curve_table(curves, title="pass@k"))
+    console.print(budget_table(budgets, title="budgets"))
+    console.print(BUDGET_NOTE, highlight=False)
     written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

@@ -42,7 +42,33 @@ FUNCTION_VERBS = {
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
+    "fit-probe": (
+        "capability.fit_probe",
+        "run_fit_probe",
+        "fit a probe that tells from a question whether the model can answer",
+    ),
+    "score-questions": (
+        "capability.score_questions",
+        "run_score_questions",
+        "estimate from a question whether the model can answer",
+    ),
     "evaluate": ("evaluate", "run_evaluate", "judge calibration and strategies, on models or recorded pools"),
+    "evaluate-capability": (
+        "capability.evaluate_capability",
+        "run_evaluate_capability",
+        "judge estimates of the chance of a right answer",
+    ),
+    "predict-pass-at-k": (
+        "capability.predict_pass_at_k",
+        "run_predict_pass_at_k",
+        "predict how likely one of k samples is right",
+    ),
+    "allocate": ("capability.allocate", "run_allocate", "share a budget of samples among questions, as a plan"),
+    "fit-asking-threshold": (
+        "capability.fit_asking_threshold",
+        "run_fit_asking_threshold",
+        "find which questions are worth asking, with a bound",
+    ),
     "answer": ("answer", "run_answer", "answer questions, sampling only as long as the confidence demands"),
     "import-pool": ("import_pool", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
     "export-pool": ("export_pool", "run_export_pool", "write a store as a JSON-lines pool"),
@@ -67,7 +93,13 @@ KEPT = {
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
+    "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",
+    "score-questions": "Hidden states read so far are kept; the same command goes on.",
     "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",
+    "evaluate-capability": _NOTHING,
+    "predict-pass-at-k": _NOTHING,
+    "allocate": _NOTHING,
+    "fit-asking-threshold": _NOTHING,
     "answer": "The answers above stand; the same command asks all questions again.",
     "import-pool": _GOES_ON,
     "export-pool": _NOTHING,
@@ -83,7 +115,7 @@ STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 def usage() -> str:
     """Return the text of ``selfcal --help``."""
     verbs = {**TRAINER_VERBS, **{verb: row[2] for verb, row in FUNCTION_VERBS.items()}}
-    lines = [f"  {verb:<20}{text}" for verb, text in verbs.items()]
+    lines = [f"  {verb:<22}{text}" for verb, text in verbs.items()]
     return "\n".join(
         [
             "usage: selfcal VERB [options]",

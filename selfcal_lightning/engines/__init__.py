@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "base": ["Engine", "EngineStoppedError", "Failure", "FailuresInARow", "RequestsFailedError", "generate"],
         "checking": ["check_engine"],
+        "hidden_states": ["LevelSettings", "PromptReader", "PromptStates", "check_gives_hidden_states"],
         "memory": ["memory_share"],
         "opening": [
             "check_can_draw",

@@ -130,6 +130,7 @@ __getattr__, __dir__, __all__ = face(
             "share",
             "soft_share",
         ),
+        "ridge": ("RidgeFit", "fit_ridge_leaving_one_out"),
         "risk_control": ("Certificate", "certify_threshold"),
         "risk_planning": ("guided_grid", "questions_needed"),
         "risk_tests": ("binomial_p_value", "hoeffding_bentkus_p_value", "reject", "selective_counts"),

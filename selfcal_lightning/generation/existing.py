@@ -27,9 +27,10 @@ def open_existing(
     chat: ChatFormat,
     sampling: SamplingSettings,
     seed: int,
-    num_samples: int,
+    num_samples: int | None,
     adapter: str | None = None,
     quantization: str | None = None,
+    plan: str | None = None,
     round: int = 0,
 ) -> SampleStore | None:
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
@@ -45,9 +46,10 @@ def open_existing(
         chat: Renders prompts and the confidence query.
         sampling: How to draw.
         seed: Seed of the run.
-        num_samples: Responses to each question.
+        num_samples: Responses to each question; None where a plan tells.
         adapter: Folder of a LoRA adapter.
         quantization: How the engine's weights are quantised, such as "nf4".
+        plan: Digest of a plan by which questions have different numbers of responses; None without one.
         round: Generation round.
 
     Raises:
@@ -65,7 +67,7 @@ def open_existing(
         quantization=quantization,
         head_dtype=head_dtype,
     )
-    fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed)
+    fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)
 
 

@@ -12,6 +12,7 @@ from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.sample_plan import SamplePlan, load_plan
 from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.generation.shares import check_questions
 from selfcal_lightning.prompts.given import Prompt
@@ -47,6 +48,7 @@ class GenerationSettings:
     query: str
     questions_per_shard: int
     max_failures: int
+    plan: str | None = None
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
@@ -74,13 +76,19 @@ class GenerationSettings:
         for name in self.task:
             check_source(self, name)
         check_place(Path(self.store_dir))
+        self.sample_plan()
         check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
         """Load the questions of all tasks."""
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
         check_questions(questions)
-        return questions
+        plan = self.sample_plan()
+        return questions if plan is None else plan.chosen(questions)
+
+    def sample_plan(self) -> SamplePlan | None:
+        """Read the plan that says how many responses each question gets; None where all get ``num_samples``."""
+        return None if self.plan is None else load_plan(self.plan)
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
@@ -91,13 +99,14 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
         shard: (i, n), this process's share.
         progress: Whether to show how far it is.
     """
-    questions, chat = settings.questions(), settings.chat()
+    questions, chat, plan = settings.questions(), settings.chat(), settings.sample_plan()
+    digest = None if plan is None else plan.digest
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         store = SampleStore.create_or_open(
             settings.store_dir,
-            store_fingerprint(engine, chat, settings.sampling, settings.seed),
-            num_samples=settings.num_samples,
+            store_fingerprint(engine, chat, settings.sampling, settings.seed, plan=digest),
+            num_samples=settings.num_samples if plan is None else None,
             engine=engine.describe(),
         )
         return generate_samples(
@@ -114,6 +123,7 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             questions_per_shard=settings.questions_per_shard,
             max_failures=settings.max_failures,
             progress=progress,
+            planned=None if plan is None else plan.samples,
         )
     finally:
         engine.close()

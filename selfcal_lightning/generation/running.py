@@ -96,7 +96,10 @@ def sample_questions(
         _keep_configuration(
             {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}, folder, number
         )
-        say(f"Writing {settings.num_samples} samples to each of {len(questions):,} questions{here} to {folder}")
+        number_each = (
+            f"{settings.num_samples} samples to each of" if settings.plan is None else "the samples planned for"
+        )
+        say(f"Writing {number_each} {len(questions):,} questions{here} to {folder}")
         # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: `select_share`.
         shares = [(number + total * device, total * devices) for device in range(devices)]
         with keeping(lambda: _what_is_kept(folder)):
@@ -122,10 +125,12 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
     if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):
         known = settings.questions()
     numbers = [count.number for count in counts]
+    plan = settings.sample_plan()
     sampling = plan_sampling(
         settings.store_dir,
         None if known is None else {question.id for question in known},
         num_samples=settings.num_samples,
+        planned=None if plan is None else plan.samples,
         most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
     )
@@ -146,6 +151,7 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     check_can_draw(settings.engine, settings.sampling)
     if settings.engine.is_remote:
         return False
+    plan = settings.sample_plan()
     store = open_existing(
         settings.store_dir,
         model=settings.model,
@@ -154,7 +160,8 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
         chat=settings.chat(),
         sampling=settings.sampling,
         seed=settings.seed,
-        num_samples=settings.num_samples,
+        num_samples=settings.num_samples if plan is None else None,
+        plan=None if plan is None else plan.digest,
     )
     return is_complete(store, {settings.store_split: share})
 
@@ -169,10 +176,12 @@ def _sample_on_devices(
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
     busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
-    with Progress(len(missing) * settings.num_samples, label=f"Sampling {settings.store_split}") as bar:
+    # Of a plan nobody sees from here which questions are done, and with them how many responses.
+    each, unit = (settings.num_samples, "responses") if settings.plan is None else (1, "questions")
+    with Progress(len(missing) * each, label=f"Sampling {settings.store_split}", unit=unit) as bar:
 
         def tick() -> None:
-            done = (store.committed_questions(parts=parts) - before) * settings.num_samples
+            done = (store.committed_questions(parts=parts) - before) * each
             bar.update(done - bar.done)
 
         reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)

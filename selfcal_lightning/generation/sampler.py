@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.base import (
@@ -75,6 +74,7 @@ def generate_samples(
     interrupt: Interrupt = never,
     shard_by_shard: bool = False,
     max_failures: int = MAX_FAILURES,
+    planned: Mapping[str, int] | None = None,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -106,6 +106,8 @@ def generate_samples(
             complete. What lies together in the engine is then the same wherever a run was killed, and with it the last
             bits of log-probabilities and confidences. The engine runs empty at the end of every file.
         max_failures: Requests that may fail in a row; then the run stops, and what is complete is stored.
+        planned: Responses by the id of the question, for a store of any number a question; None gives all of them
+            ``num_samples``.
 
     Raises:
         EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
@@ -118,12 +120,12 @@ def generate_samples(
     share = select_share(questions, shard)
     with store.writer(part, round=round, questions_per_shard=questions_per_shard) as writer:
         todo = missing_questions(share, store, split=split, round=round)
-        _check_number(store, num_samples, len(todo), round=round)
+        if planned is None:
+            _check_number(store, num_samples, len(todo), round=round)
+        counts = {question.id: num_samples if planned is None else planned[question.id] for question in todo}
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
-        with Progress(len(todo) * num_samples, label=f"Sampling {split}", enabled=progress) as bar:
-            sampler = _Sampler(
-                engine, chat, tasks, writer, bar, split, sampling, num_samples, seed, round, max_failures
-            )
+        with Progress(sum(counts.values()), label=f"Sampling {split}", enabled=progress) as bar:
+            sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, counts, seed, round, max_failures)
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     return GenerationReport(
@@ -140,11 +142,13 @@ def generate_samples(
     )
 
 
-def store_fingerprint(engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int) -> StoreFingerprint:
+def store_fingerprint(
+    engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: str | None = None
+) -> StoreFingerprint:
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
     model = ModelIdentity(**{name: described.get(name) for name in MODEL_FACTS})
-    return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed)
+    return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
 
 
 class _Sampler:
@@ -159,13 +163,13 @@ class _Sampler:
         bar: Progress,
         split: str,
         sampling: SamplingSettings,
-        num_samples: int,
+        counts: Mapping[str, int],
         seed: int,
         round: int,
         max_failures: int,
     ) -> None:
         self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
-        self.split, self.sampling, self.num_samples, self.seed, self.round = split, sampling, num_samples, seed, round
+        self.split, self.sampling, self.counts, self.seed, self.round = split, sampling, counts, seed, round
         self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
         self._failed = 0
@@ -229,18 +233,19 @@ class _Sampler:
         least = QUEUE_BATCHES * self.engine.batch_size
         if len(self._in_flight) < least:
             room = 2 * least - len(self._in_flight)
-            requests = [
-                request
-                for question in islice(waiting, max(1, room // self.num_samples))
-                for request in self._open(question, tuple(prompts.pop(question.id)))
-            ]
+            requests: list[Request] = []
+            for question in waiting:
+                requests += self._open(question, tuple(prompts.pop(question.id)))
+                if len(requests) + self.counts[question.id] > room:
+                    break
             if requests:
                 self.engine.submit(requests)
         return bool(self._in_flight)
 
     def _open(self, question: Question, prompt_ids: tuple[int, ...]) -> Iterator[Request]:
-        state = _OpenQuestion(question, prompt_ids, [None] * self.num_samples, self.num_samples)
-        for index in range(self.num_samples):
+        number = self.counts[question.id]
+        state = _OpenQuestion(question, prompt_ids, [None] * number, number)
+        for index in range(number):
             name = f"{self.round}/{index}/{question.id}"
             self._in_flight[name] = state, index
             yield Request(
@@ -283,7 +288,7 @@ class _Sampler:
         elif not all(failure.is_refusal for failure in state.failures):
             self.left_out += 1
             self.bar.update(1)
-        elif len(state.failures) == self.num_samples:
+        elif len(state.failures) == len(state.outcomes):
             # Stored when an answer has shown that the engine works: else it may be refusing whatever it is asked.
             self._refused.append(state)
             self.bar.update(1)

@@ -29,6 +29,7 @@ def run_generate(
     chain_of_thought: bool = True,
     prompt: Prompt | None = None,
     num_samples: int = 32,
+    plan: str | None = None,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings = SamplingSettings(),
     seed: int = 0,
@@ -65,6 +66,8 @@ def run_generate(
         prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
             `system` and `examples` (each with `question` and `response`). Null is the task's.
         num_samples: Responses to each question.
+        plan: File of `selfcal allocate` that says how many responses each question gets, in the place of
+            ``num_samples``; it names exactly the questions of the run.
         engine: Which engine samples, and how.
         sampling: How responses are drawn.
         seed: Seed of the run; every sample has its own, derived from it.
@@ -108,6 +111,7 @@ def run_generate(
         query=query,
         questions_per_shard=questions_per_shard,
         max_failures=max_failures,
+        plan=plan,
     )
     if check:
         check_run(settings, devices=devices, shard=shard)

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.runtime.files import write_atomically
 from selfcal_lightning.store.index import SampleIndex
-from selfcal_lightning.store.manifest import flatten
+from selfcal_lightning.store.origins import origin_differences
 from selfcal_lightning.store.parts import PartLock
 from selfcal_lightning.store.records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
 from selfcal_lightning.store.shards import StoreCorruptError, StoredRow
@@ -102,12 +102,7 @@ class Annotation:
         record = self.record
         if record is None or overwrite:
             return
-        mine, theirs = (dict(flatten(json.loads(json.dumps(content)))) for content in (record.origin, origin))
-        differences = [
-            f"{name}: {mine.get(name)!r} in the store, {theirs.get(name)!r} now"
-            for name in sorted(mine.keys() | theirs.keys())
-            if mine.get(name) != theirs.get(name)
-        ]
+        differences = origin_differences(record.origin, origin)
         if differences:
             raise InputError(
                 f"Expected the confidences {self.name!r} in {self.folder} to have been computed in the same way, but "

@@ -15,7 +15,10 @@ from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.store.records import Reread, ShardEntry, read_record
 
 # All that lies in the folder of a store, also where a run was stopped before its first sample.
-CONTENTS = {"rounds", "parts", "manifest.json", "annotations", "aside", "adapters", "meetings", "runs"}
+CONTENTS = {
+    "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "aside", "adapters",
+    "meetings", "runs",
+}  # fmt: skip
 MANIFEST_FILE = "manifest.json"
 
 
@@ -28,26 +31,29 @@ class StoreFingerprint:
         prompt: Template, confidence query and token ids of Yes and No.
         sampling: How responses were drawn; None for responses made elsewhere.
         seed: Seed of the run.
+        plan: Digest of the plan by which questions have different numbers of samples; None where all have as many.
     """
 
     model: ModelIdentity
     prompt: PromptIdentity
     sampling: SamplingSettings | None
     seed: int
+    plan: str | None = None
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StoreFingerprint:
         """Return the fingerprint that :meth:`as_json` gave."""
         sampling = SamplingSettings(**content["sampling"]) if content["sampling"] else None
         model, prompt = ModelIdentity.from_json(content["model"]), PromptIdentity.from_json(content["prompt"])
-        return cls(model, prompt, sampling, content["seed"])
+        return cls(model, prompt, sampling, content["seed"], content.get("plan"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fingerprint as plain JSON types."""
+        """Return the fingerprint as plain JSON types, without a plan where there is none, as before there were any."""
         sampling = {} if self.sampling is None else asdict(self.sampling)
-        return {
+        content = {
             "model": self.model.as_json(), "prompt": self.prompt.as_json(), "sampling": sampling, "seed": self.seed,
         }  # fmt: skip
+        return content if self.plan is None else {**content, "plan": self.plan}
 
     def digest(self) -> str:
         """Return the sha256 of the fields that must be equal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from selfcal_lightning.runtime.plan import Sampling
@@ -23,6 +23,7 @@ def plan_sampling(
     most_tokens: int,
     most_questions: int | None = None,
     rounds: int = 1,
+    planned: Mapping[str, int] | None = None,
 ) -> Sampling:
     """Return what has to be drawn into a store, and what its responses so far say of the rest.
 
@@ -33,6 +34,7 @@ def plan_sampling(
         most_tokens: Longest response, in tokens.
         most_questions: How many questions there are at most, where their ids are not known.
         rounds: Generation rounds; those after the first are counted as not there yet.
+        planned: Responses by the id of the question, where they differ; None gives all of them ``num_samples``.
 
     Raises:
         InputError: ``store_dir`` is a file, or a folder that holds something else.
@@ -40,6 +42,8 @@ def plan_sampling(
     check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples * rounds
+    if planned is not None:
+        responses = sum(planned.values()) * rounds
     if not (Path(store_dir) / "rounds").is_dir():
         return Sampling(store_dir, responses, most_tokens=most_tokens)
     stored = SampleStore(store_dir).question_ids(include_parts=True)
@@ -49,11 +53,15 @@ def plan_sampling(
     return Sampling(
         store_dir,
         responses,
-        stored=min(len(there) * num_samples, responses or 0),
+        stored=min(_stored(there, num_samples, planned), responses or 0),
         most_tokens=most_tokens,
         mean_tokens=_mean_tokens(Path(store_dir), entries),
         bytes_each=sum(entry.bytes for entry in entries) / rows if rows else None,
     )
+
+
+def _stored(there: Collection[str], num_samples: int, planned: Mapping[str, int] | None) -> int:
+    return len(there) * num_samples if planned is None else sum(planned.get(name, 0) for name in there)
 
 
 def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:

@@ -22,7 +22,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("model_files locations functional prompts", "files of models; pure maths; chats and the confidence query"),
     ("tasks store models metrics", "questions, reading and judging; samples on disk; networks; torchmetrics"),
     ("pools engines", "recorded responses and their formats; who samples"),
-    ("confidence training modules", "estimators, what is fitted, scoring; checkpoints, FSDP2; LightningModules"),
+    (
+        "confidence capability training modules",
+        "of a response, and of a question: estimators, what is fitted, scoring; checkpoints, FSDP2; LightningModules",
+    ),
     ("exports generation", "adapters and merged models on disk; filling the store"),
     ("strategies", "test-time strategies, their driver and their thresholds"),
     ("evaluation serving", "comparisons, tables and figures; answering"),

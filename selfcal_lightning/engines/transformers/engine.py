@@ -12,8 +12,10 @@ import torch
 
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.contexts import chunks_of, encode_contexts
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states
 from selfcal_lightning.engines.transformers.queries import read_queries
 from selfcal_lightning.engines.transformers.rows import SlotRows
 from selfcal_lightning.engines.transformers.sleep import check_sleep
@@ -240,6 +242,15 @@ class TransformersEngine:
                     p = logits.double().softmax(-1)[:, wanted].tolist()
                     table.update(zip(chunk, p, strict=True))
         return [table[i] for i in range(len(prompts))]
+
+    def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
+        """Return hidden states of prompts; see ``hidden_states.PromptReader``."""
+        model = self._require_model()
+        for prompt in prompts:
+            if not 0 < len(prompt) <= self.max_context:
+                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
+        with torch.no_grad(), model.evaluation():
+            return read_prompt_states(model, prompts, settings, max_batch=self.max_batch)
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model. Weights are hashed once for a folder, anew for a model in training."""

@@ -1,0 +1,77 @@
+"""Estimators of capability: what reads the question alone, and what reads some of its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from selfcal_lightning.capability.question_table import QuestionTable
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.records import Question, normalised_p_true
+from selfcal_lightning.runtime.progress import Progress
+
+PROBE, P_TRUE_BEFORE = "probe", "p_true_before"
+PROMPT_ESTIMATORS = (PROBE, P_TRUE_BEFORE)
+BEFORE_QUERY = "Can you answer the question correctly? (Yes/No)"
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class ResponseEstimator:
+    """An estimate from responses to the question.
+
+    Attributes:
+        estimate: Returns one value a question [Q]; nan where it is unknown.
+        is_probability: Whether it lies in [0, 1].
+        needs_labels: Whether it looks at verdicts; such a one is an oracle.
+        least_samples: Responses that it needs.
+    """
+
+    estimate: Callable[[QuestionTable], Floats]
+    is_probability: bool = True
+    needs_labels: bool = False
+    least_samples: int = 1
+
+
+RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
+    "agreeing_pairs": ResponseEstimator(lambda table: table.agreeing_pairs, least_samples=2),
+    "top_share": ResponseEstimator(lambda table: table.top_share),
+    "mean_logprob": ResponseEstimator(lambda table: table.mean_logprob, is_probability=False),
+    "oracle": ResponseEstimator(lambda table: table.expected_accuracy, needs_labels=True),
+}
+
+
+def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question]) -> list[float | None]:
+    """Ask the model whether it can answer, and return its P(True), Yes / (Yes + No), of each question.
+
+    The query follows an empty response, so that it stands where the confidence query stands after a response: every
+    engine answers it, and a training on empty responses teaches it.
+
+    Args:
+        engine: What answers.
+        chat: Its chat format, with the query to put.
+        questions: The questions.
+
+    Returns:
+        One value a question; None where the engine refused the prompt, or gave Yes and No no mass.
+    """
+    query = chat.query
+    yes = len(query.yes_ids)
+    found: list[float | None] = []
+    with Progress(len(questions), label="Asking before answering", unit="questions") as progress:
+        for start in range(0, len(questions), _CHUNK):
+            chunk = questions[start : start + _CHUNK]
+            prompts = [chat.prompt_ids(question.messages) + query.suffix_ids for question in chunk]
+            for row in engine.next_token_probabilities(prompts, [*query.yes_ids, *query.no_ids]):
+                found.append(None if row is None else normalised_p_true(sum(row[:yes]), sum(row[yes:])))
+            progress.update(len(chunk))
+    return found
+
+
+def as_column(values: Sequence[float | None]) -> Floats:
+    """Return values as an array [Q]; nan for None."""
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

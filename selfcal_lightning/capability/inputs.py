@@ -1,0 +1,88 @@
+"""What the verbs about capability share: the questions, the model that they are put to, and where its states lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.capability.feature_folder import FeatureFolder
+from selfcal_lightning.capability.prompt_features import feature_origin, read_features
+from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.records import IMPORTED, Question
+from selfcal_lightning.store.manifest import StoreFingerprint
+from selfcal_lightning.store.sample_store import SampleStore
+
+
+@dataclass(frozen=True)
+class CapabilityPool:
+    """Questions with recorded responses.
+
+    Attributes:
+        path: File of JSON lines, or folder of a store.
+        pool: The questions and what is counted of their responses.
+        fingerprint: What the responses of a store are; None of a file.
+    """
+
+    path: Path
+    pool: RecordedPool
+    fingerprint: StoreFingerprint | None
+
+    @property
+    def questions(self) -> list[Question]:
+        """The questions, in the order of the pool."""
+        return [entry.question for entry in self.pool.entries]
+
+    @property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """How the responses were drawn, JSON-able; None where nobody knows."""
+        if self.fingerprint is None or self.fingerprint.model.model == IMPORTED:
+            return None
+        return self.fingerprint.as_json()["sampling"]
+
+
+def load_capability_pool(path: str, *, split: str | None, task: str | None) -> CapabilityPool:
+    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind."""
+    pool = load_recorded_pool(path, split=split, task=task, texts=False)
+    place = Path(path)
+    return CapabilityPool(place, pool, SampleStore(place).round_manifest().fingerprint if place.is_dir() else None)
+
+
+def feature_folder(
+    model: PromptModel, settings: LevelSettings, *, store: Path | None, given: str | None, beside: Path | None = None
+) -> FeatureFolder:
+    """Return where the states of a model lie: the folder named, else one of their own beside the rows of the store.
+
+    Args:
+        model: Whose states.
+        settings: Which levels.
+        store: Folder of a store; None without one.
+        given: The user's folder, or None.
+        beside: Where else they may lie, where there is no store.
+
+    Raises:
+        InputError: None is given, and there is neither a store nor another place.
+    """
+    if given is not None:
+        return FeatureFolder(given)
+    place = store / "features" if store is not None else beside
+    if place is None:
+        raise InputError(
+            "Expected `features_dir` to be given where questions come from a file, but got null. Hidden states are "
+            "kept there, and are not read twice."
+        )
+    origin = json.dumps(feature_origin(model, settings), sort_keys=True)
+    return FeatureFolder(place / hashlib.sha256(origin.encode()).hexdigest()[:12])
+
+
+def states_of(
+    model: PromptModel, questions: Sequence[Question], settings: LevelSettings, folder: FeatureFolder
+) -> tuple[PromptStates, dict[str, Any]]:
+    """Return the hidden states of questions, and what they depend on."""
+    return read_features(model, questions, folder, settings), feature_origin(model, settings)

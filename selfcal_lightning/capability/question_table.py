@@ -1,0 +1,149 @@
+"""What recorded responses say about questions: counts and agreement, a view that is computed when it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.functional.base import Floats, Integers
+from selfcal_lightning.functional.capability import agreeing_pairs, top_share
+from selfcal_lightning.records import QuestionSamples, Sample
+
+Target = Literal["agreeing_pairs", "top_share", "label"]
+LABEL = "label"
+
+
+@dataclass(frozen=True)
+class QuestionTable:
+    """Q questions with what their responses say about capability.
+
+    Attributes:
+        question_id: Id of each question, object [Q].
+        num_samples: n, its responses, at least 1 [Q].
+        num_correct: Right ones among them [Q]; nan where a response has not been judged.
+        num_unreadable: Those without an answer [Q].
+        agreeing_pairs: Share of pairs of responses that agree [Q]; nan for a single response.
+        top_share: Share of the most frequent answer [Q].
+        mean_logprob: Mean over the responses of their mean log-probability a token, in nats [Q]; nan where unknown.
+    """
+
+    question_id: np.ndarray
+    num_samples: Integers
+    num_correct: Floats
+    num_unreadable: Integers
+    agreeing_pairs: Floats
+    top_share: Floats
+    mean_logprob: Floats
+
+    def __len__(self) -> int:
+        return len(self.question_id)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether every response of every question has been judged."""
+        return not bool(np.isnan(self.num_correct).any())
+
+    @property
+    def expected_accuracy(self) -> Floats:
+        """The share of right responses, the plain estimate of c* [Q]; nan where one has not been judged."""
+        return self.num_correct / self.num_samples
+
+    def select(self, rows: np.ndarray) -> QuestionTable:
+        """Return the questions named by a mask [Q] or by their numbers, in that order."""
+        return QuestionTable(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+
+    def targets(self, name: Target) -> Floats:
+        """Return what a probe learns to predict [Q], in [0, 1].
+
+        Args:
+            name: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right responses.
+
+        Raises:
+            InputError: There is no such target, or the responses do not give it for every question.
+        """
+        if name not in get_args(Target):
+            raise unknown_name("target", name, get_args(Target))
+        if name == LABEL:
+            self.check_judged("target", name)
+            return self.expected_accuracy
+        if name == "agreeing_pairs" and (few := int((self.num_samples < 2).sum())):
+            raise InputError(
+                f"Expected at least 2 responses to every question where `target` is agreeing_pairs, but got 1 for "
+                f"{few:,} of {len(self):,} questions. Sample more, or take label, which one judged response gives."
+            )
+        return self.agreeing_pairs if name == "agreeing_pairs" else self.top_share
+
+    def check_judged(self, option: str, value: str) -> None:
+        """Raise InputError unless every response has been judged, naming the option that asked for it."""
+        if not self.is_judged:
+            unknown = int(np.isnan(self.num_correct).sum())
+            raise InputError(
+                f"Expected questions with reference answers where `{option}` is {value!r}, but got {unknown:,} of "
+                f"{len(self):,} with responses that nobody judged. Take questions with references, or what needs none, "
+                "such as agreeing_pairs."
+            )
+
+
+def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: int | None = None) -> QuestionTable:
+    """Count the responses of questions.
+
+    An estimate and what it is held against must not come from the same responses: count the first k for the one, and
+    the others for the other.
+
+    Args:
+        entries: The questions with their responses.
+        start: First response of each question that counts.
+        stop: The one before which counting ends; None counts all that are left.
+
+    Raises:
+        InputError: There is no question, or one has no response between ``start`` and ``stop``.
+
+    Example:
+        >>> from selfcal_lightning.records import Question
+        >>> def sample(index, answer):
+        ...     return Sample("q", index, 0, "", None, None, answer, answer == "7")
+        >>> entry = QuestionSamples(Question("q", "t", ()), tuple(map(sample, range(4), ["7", "7", "8", None])), "test")
+        >>> table = question_table([entry])
+        >>> table.expected_accuracy.tolist(), table.agreeing_pairs.round(3).tolist(), table.num_unreadable.tolist()
+        ([0.5], [0.167], [1])
+    """
+    if not entries:
+        raise InputError("Expected at least one question with responses, but got none.")
+    counted = [(entry, entry.samples[start:stop]) for entry in entries]
+    if empty := [entry.question.id for entry, samples in counted if not samples]:
+        raise InputError(
+            f"Expected every question to have a response from number {start} on, but got none for {len(empty):,} of "
+            f"{len(entries):,}, such as {empty[0]!r}. Sample more responses, or leave these questions out."
+        )
+    answers = [[sample.answer for sample in samples] for _, samples in counted]
+    ids = np.empty(len(entries), dtype=object)
+    ids[:] = [entry.question.id for entry in entries]
+    return QuestionTable(
+        question_id=ids,
+        num_samples=np.array([len(samples) for _, samples in counted], dtype=np.int64),
+        num_correct=np.array([_num_correct(samples) for _, samples in counted]),
+        num_unreadable=np.array([row.count(None) for row in answers], dtype=np.int64),
+        agreeing_pairs=_column([agreeing_pairs(row) for row in answers]),
+        top_share=_column([top_share(row) for row in answers]),
+        mean_logprob=np.array([_mean_logprob(samples) for _, samples in counted]),
+    )
+
+
+def _num_correct(samples: Sequence[Sample]) -> float:
+    verdicts = [sample.correct for sample in samples if sample.correct is not None]
+    return float(sum(verdicts)) if len(verdicts) == len(samples) else math.nan
+
+
+def _mean_logprob(samples: Sequence[Sample]) -> float:
+    """Return the mean over responses; one that is empty, or whose tokens are unknown, leaves it unknown."""
+    rates = [s.logprob / s.drawn_tokens for s in samples if s.logprob is not None and s.drawn_tokens]
+    return sum(rates) / len(rates) if len(rates) == len(samples) else math.nan
+
+
+def _column(values: Sequence[float | None]) -> Floats:
+    return np.array([math.nan if value is None else value for value in values])

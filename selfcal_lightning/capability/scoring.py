@@ -1,0 +1,116 @@
+"""Estimates of capability for questions: of a store, beside whose rows they are kept, or of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.capability.estimators import BEFORE_QUERY, PROBE, PROMPT_ESTIMATORS, p_true_before
+from selfcal_lightning.capability.inputs import feature_folder, states_of
+from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
+from selfcal_lightning.capability.prompt_features import feature_origin
+from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.capability.score_files import FITTED_ON
+from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.models.adapter_files import adapter_identity
+from selfcal_lightning.records import Question
+from selfcal_lightning.store.manifest import StoreFingerprint
+from selfcal_lightning.store.question_annotations import QuestionAnnotation
+from selfcal_lightning.store.shards import question_digest
+
+
+@dataclass(frozen=True)
+class QuestionScoring:
+    """What estimates capability, and with which model.
+
+    Attributes:
+        estimator: One of ``PROMPT_ESTIMATORS``.
+        probe: Folder of the probe, where the estimator is one.
+        model: Folder or hub name; None takes the one that sampled the store.
+        query: The query of p_true_before; None is ``BEFORE_QUERY``.
+        engine: What answers, or reads hidden states.
+        features_dir: Where hidden states are kept; None is a folder in the store.
+    """
+
+    estimator: str
+    probe: str | None
+    model: str | None
+    query: str | None
+    engine: EngineOptions
+    features_dir: str | None = None
+
+    def check(self) -> None:
+        """Raise InputError where settings contradict one another; nothing is loaded for it."""
+        if self.estimator not in PROMPT_ESTIMATORS:
+            raise unknown_name("estimator", self.estimator, PROMPT_ESTIMATORS)
+        if (self.estimator == PROBE) != (self.probe is not None):
+            raise InputError(
+                f"Expected `probe` with the estimator {PROBE!r} and with no other, but got {self.probe!r} with "
+                f"{self.estimator!r}."
+            )
+        if self.estimator == PROBE and self.query is not None:
+            raise InputError(f"Expected `query` with p_true_before only, but got {self.query!r} with {PROBE!r}.")
+        if self.estimator == PROBE:
+            check_gives_hidden_states(self.engine)
+
+
+def score_questions(
+    run: QuestionScoring, questions: Sequence[Question], fingerprint: StoreFingerprint | None, store: Path | None
+) -> tuple[list[float | None], dict[str, Any]]:
+    """Return the capability that the estimator gives each question, and what these values depend on.
+
+    Raises:
+        InputError: The probe was fitted on another model, adapter, template or sampling, or settings cannot be.
+    """
+    query = None if run.estimator == PROBE else run.query or BEFORE_QUERY
+    settings = ModelSettings(run.model, query, run.engine)
+    with PromptModel(settings, fingerprint) as model:
+        if run.estimator == PROBE:
+            return _by_probe(run, model, questions, fingerprint, store)
+        values = p_true_before(model.open(), model.chat, questions)
+        asked = {**model.identity, **adapter_identity(run.engine.adapter)}
+        return values, {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
+
+
+def _by_probe(
+    run: QuestionScoring,
+    model: PromptModel,
+    questions: Sequence[Question],
+    fingerprint: StoreFingerprint | None,
+    store: Path | None,
+) -> tuple[list[float | None], dict[str, Any]]:
+    probe = load_probe(str(run.probe))
+    levels = levels_of(probe)
+    probe.check_reads(feature_origin(model, levels))
+    if fingerprint is not None:
+        probe.check_sampling(fingerprint.as_json()["sampling"] or None)
+    folder = feature_folder(
+        model, levels, store=store, given=run.features_dir, beside=Path(str(run.probe)) / "features"
+    )
+    states, origin = states_of(model, questions, levels, folder)
+    described = {
+        "estimator": PROBE, "probe": probe.digest, "target": probe.target, "states": origin,
+        FITTED_ON: list(probe.fitted_on.content_hashes),
+    }  # fmt: skip
+    return [float(value) for value in probe.predict(states)], described
+
+
+def levels_of(probe: CapabilityProbe) -> LevelSettings:
+    """Return the levels that a probe reads."""
+    stated = probe.origin["states"]
+    levels = stated["levels"]
+    return LevelSettings(None if levels is None else tuple(levels), stated["average"], stated["final_norm"])
+
+
+def keep_in_store(
+    store: Path, name: str, questions: Sequence[Question], values: Sequence[float | None], origin: dict[str, Any],
+    *, overwrite: bool,
+) -> None:  # fmt: skip
+    """Write the values of questions beside the rows of their store."""
+    keys = [(question.id, question_digest(question)) for question in questions]
+    QuestionAnnotation(store, name).write(dict(zip(keys, values, strict=True)), origin=origin, overwrite=overwrite)

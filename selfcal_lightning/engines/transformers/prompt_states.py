@@ -1,0 +1,134 @@
+"""Hidden states of prompts from a Hugging Face model, kept as they stream by: a few vectors a prompt, never all states.
+
+Hooks pool the output of each layer as soon as it is there, so that one layer's states are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.engines.transformers.model import CachedModel
+from selfcal_lightning.errors import InputError
+
+_FORWARD_TOKENS = 8192
+
+
+def read_prompt_states(
+    model: CachedModel, prompts: Sequence[Sequence[int]], settings: LevelSettings, *, max_batch: int
+) -> PromptStates:
+    """Return the hidden states of prompts in their order, in passes over prompts of about one length.
+
+    Args:
+        model: The model, in evaluation mode; an activated adapter sleeps.
+        prompts: Token ids, at least one each.
+        settings: Which levels.
+        max_batch: Prompts of a pass at most.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    decoder = _decoder(model.network)
+    layers = decoder_layers(decoder)
+    levels = settings.of(len(layers) + 1)
+    found: list[PromptStates] = []
+    for chunk in _chunks(order, [len(prompts[i]) for i in order], max_batch):
+        pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average, device=model.device)
+        with ExitStack() as hooks:
+            _watch(hooks, decoder, layers, pools, final_norm=settings.final_norm)
+            model.next_token_logits([prompts[i] for i in chunk])  # which pads on the left
+        found.append(pools.states())
+    back = np.argsort(order)
+    last, mean = (np.concatenate([getattr(part, name) for part in found]) for name in ("last_token", "token_mean"))
+    return PromptStates(last[back], mean[back])
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers of a decoder in their order.
+
+    Raises:
+        InputError: The decoder does not hold exactly one list of as many modules as its configuration has layers.
+    """
+    wanted = decoder.config.get_text_config().num_hidden_layers
+    lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
+    if len(lists) != 1:
+        raise InputError(
+            f"Expected a model with one list of its {wanted} layers, but got {len(lists)} in "
+            f"{type(decoder).__name__}. Its hidden states cannot be read; use what reads responses, such as "
+            "agreeing_pairs."
+        )
+    return lists[0]
+
+
+class _Pools:
+    """Takes the states of one level after the other and keeps their last token and their mean over the prompt."""
+
+    def __init__(self, lengths: Sequence[int], levels: Sequence[int], *, average: bool, device: torch.device) -> None:
+        self._levels, self._average = set(levels), average
+        self._lengths = torch.tensor(lengths, device=device)
+        self._last: list[Tensor] = []
+        self._mean: list[Tensor] = []
+
+    def take(self, level: int, states: Tensor) -> None:
+        """Pool states [rows, tokens, D], padded on the left."""
+        if level not in self._levels:
+            return
+        places = torch.arange(states.shape[1], device=states.device)
+        real = (places >= states.shape[1] - self._lengths[:, None]).to(torch.float32)
+        mean = torch.einsum("btd,bt->bd", states.float(), real) / self._lengths[:, None]
+        for kept, vectors in ((self._last, states[:, -1].float()), (self._mean, mean)):
+            if self._average and kept:
+                kept[0] = kept[0] + vectors
+            else:
+                kept.append(vectors)
+
+    def states(self) -> PromptStates:
+        """Return what was kept, [rows, L, D]."""
+        share = len(self._levels) if self._average else 1
+        last, mean = (torch.stack(kept, dim=1).div(share).cpu().numpy() for kept in (self._last, self._mean))
+        return PromptStates(last, mean)
+
+
+def _watch(hooks: ExitStack, decoder: nn.Module, layers: nn.ModuleList, pools: _Pools, *, final_norm: bool) -> None:
+    """Let ``pools`` see every level of the passes until ``hooks`` closes."""
+
+    def embedded(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        pools.take(0, inputs[0] if inputs else named["hidden_states"])
+
+    def passed(level: int) -> Any:
+        return lambda _, __, output: pools.take(level, output[0] if isinstance(output, tuple) else output)
+
+    def normed(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        pools.take(len(layers), output[0])  # the first field of a model's output, its last hidden state
+
+    handles = [layers[0].register_forward_pre_hook(embedded, with_kwargs=True)]
+    behind = list(layers)[:-1] if final_norm else list(layers)
+    handles += [layer.register_forward_hook(passed(level)) for level, layer in enumerate(behind, start=1)]
+    if final_norm:
+        handles.append(decoder.register_forward_hook(normed))
+    for handle in handles:
+        hooks.callback(handle.remove)
+
+
+def _decoder(network: PreTrainedModel) -> nn.Module:
+    from peft import PeftModel
+
+    base = network.get_base_model() if isinstance(network, PeftModel) else network
+    return base.get_decoder()
+
+
+def _chunks(order: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield prompts, sorted by length, together: at most ``most``, and few enough padded tokens."""
+    chunk: list[int] = []
+    for i, length in zip(order, lengths, strict=True):
+        if chunk and (len(chunk) == most or (len(chunk) + 1) * length > _FORWARD_TOKENS):
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    if chunk:
+        yield chunk

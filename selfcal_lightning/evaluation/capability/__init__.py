@@ -1,0 +1,17 @@
+"""Estimates of capability held against what the model's responses show."""
+
+from __future__ import annotations
+
+from selfcal_lightning.faces import face
+
+__getattr__, __dir__, __all__ = face(
+    __name__,
+    {
+        "budgets": ["BudgetRow", "compare_budgets"],
+        "comparison": ["CapabilityComparison", "EstimatorRow", "compare_estimators"],
+        "estimates": ["TestQuestions", "test_questions"],
+        "figures": ["budget_figure", "capability_reliability", "pass_at_k_figure"],
+        "pass_at_k": ["PassAtKCurve", "pass_at_k_curves"],
+        "tables": ["comparison_markdown", "comparison_table"],
+    },
+)

@@ -1,0 +1,113 @@
+"""What a budget of samples solves, shared by predicted capability, evenly, or one after another with a verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability.estimates import TestQuestions
+from selfcal_lightning.evaluation.capability.pass_at_k import powers_of_two
+from selfcal_lightning.functional.allocation import beta_allocation, expected_solved, greedy_allocation
+from selfcal_lightning.functional.base import Floats, Integers
+from selfcal_lightning.functional.capability_beta import fit_concentration
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+
+UNIFORM, ORACLE = "evenly", "by the responses' own verdicts (oracle)"
+GEOMETRIC, BETA = "geometric gain", "Beta gain"
+_LEAST_P = 1e-3
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """What one way to share samples solves, at each budget.
+
+    Attributes:
+        way: How samples are shared.
+        budgets: Mean samples a question [B].
+        solved: Expected share of questions with a right sample [B].
+        gain: That less what an even share solves, on the same resamples [B]; None for the even share.
+    """
+
+    way: str
+    budgets: tuple[int, ...]
+    solved: tuple[Estimate, ...]
+    gain: tuple[Estimate, ...] | None
+
+
+def compare_budgets(
+    test: TestQuestions,
+    calibration: TestQuestions | None = None,
+    *,
+    budgets: Sequence[int] | None = None,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> list[BudgetRow]:
+    """Return what each estimate solves when samples are shared by it before any is drawn.
+
+    What is solved is exact for samples drawn without replacement from the recorded ones, of which no question gets more
+    than it has. The intervals resample questions and keep what each was given.
+
+    Args:
+        test: Questions with estimates.
+        calibration: Labelled questions that the concentration of a Beta distribution is fitted on; None leaves that
+            gain out.
+        budgets: Mean samples a question; None takes the powers of two up to half of what every question has.
+        num_resamples: Resamples of the questions.
+        seed: Of the resamples.
+
+    Raises:
+        InputError: A budget is above the number of responses that a question is judged by.
+    """
+    most = int(test.truth.num_samples.min())
+    chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
+    if not chosen or min(chosen) < 1 or max(chosen) > most:
+        raise InputError(
+            f"Expected `budgets` to lie between 1 and {most}, the fewest responses that a question is judged by, but "
+            f"got {list(chosen)}."
+        )
+    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
+    even = {budget: np.full(len(test.truth), budget, dtype=np.int64) for budget in chosen}
+    base = {budget: _solved(test, given) @ weights for budget, given in even.items()}
+    rows = [BudgetRow(UNIFORM, chosen, tuple(estimate_of(base[budget]) for budget in chosen), None)]
+    for way, share in _ways(test, calibration, most).items():
+        found = {budget: _solved(test, share(budget * len(test.truth))) @ weights for budget in chosen}
+        rows.append(
+            BudgetRow(
+                way,
+                chosen,
+                tuple(estimate_of(found[budget]) for budget in chosen),
+                tuple(estimate_of(found[budget] - base[budget]) for budget in chosen),
+            )
+        )
+    return rows
+
+
+def _ways(test: TestQuestions, calibration: TestQuestions | None, most: int) -> Mapping[str, Callable[[int], Integers]]:
+    """Return how a total of samples is shared, by name."""
+    ways: dict[str, Callable[[int], Integers]] = {}
+    for name, values in test.estimates.items():
+        if ((values < 0.0) | (values > 1.0)).any():
+            continue
+        ways[f"{name}, {GEOMETRIC}"] = _greedy(values, most)
+        if calibration is not None:
+            counts = calibration.truth.num_correct, calibration.truth.num_samples
+            ways[f"{name}, {BETA}"] = _by_beta(values, fit_concentration(calibration.estimates[name], *counts), most)
+    ways[ORACLE] = _greedy(test.truth.expected_accuracy, most)
+    return ways
+
+
+def _greedy(values: Floats, most: int) -> Callable[[int], Integers]:
+    return lambda total: greedy_allocation(values, total, maximum=most)
+
+
+def _by_beta(values: Floats, concentration: float, most: int) -> Callable[[int], Integers]:
+    mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
+    return lambda total: beta_allocation(concentration * mean, concentration * (1.0 - mean), total, maximum=most)
+
+
+def _solved(test: TestQuestions, given: Integers) -> Floats:
+    return expected_solved(given, test.truth.num_samples, test.truth.num_correct)

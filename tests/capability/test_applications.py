@@ -1,0 +1,170 @@
+"""From a probe to a plan: scores of a task's questions, pass@k, budgets, and which questions are worth asking."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.capability_pools import capability_store
+
+from selfcal_lightning.capability.calibration import calibration_questions
+from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.score_files import QuestionScore, read_scores, write_scores
+from selfcal_lightning.cli import run
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.functional.allocation import beta_allocation, greedy_allocation
+from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration
+from selfcal_lightning.functional.capability_maps import fit_pass_at_k_maps
+from selfcal_lightning.generation.sample_plan import load_plan
+from selfcal_lightning.pipelines.capability.allocate import run_allocate
+from selfcal_lightning.pipelines.capability.fit_asking_threshold import run_fit_asking_threshold
+from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
+from selfcal_lightning.pipelines.capability.predict_pass_at_k import run_predict_pass_at_k
+from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.store.question_annotations import QuestionAnnotation
+from selfcal_lightning.store.shards import question_digest
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A probe, a store whose calibration questions it scored, and scores of questions that nobody sampled."""
+    folder = tmp_path_factory.mktemp("applications")
+    store, probe = str(capability_store(folder / "store")), str(folder / "probe")
+    run_fit_probe(store, probe)
+    run_score_questions(probe=probe, store_dir=store, split="calibration")
+    run_score_questions(
+        probe=probe, task="word_problems", split="test_id", offset=100, limit=5, model="bundled",
+        output=str(folder / "scores.jsonl"),
+    )  # fmt: skip
+    return folder
+
+
+def known(folder: Path, capabilities: list[float | None]) -> str:
+    """Write capabilities of made-up questions."""
+    write_scores(folder / "known.jsonl", [QuestionScore(f"q{i}", "t", "?", p) for i, p in enumerate(capabilities)])
+    return str(folder / "known.jsonl")
+
+
+def test_questions_of_a_task_are_scored_under_the_ids_that_sampling_gives_them(written: Path) -> None:
+    scores = read_scores(written / "scores.jsonl")
+    assert [one.id for one in scores] == [f"word_problems/test_id/{number:06d}" for number in range(100, 105)]
+    assert len({one.scored_by for one in scores}) == 1
+    assert all(one.capability is not None for one in scores)
+
+
+def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "predicted.jsonl"
+    found = run_predict_pass_at_k(
+        str(written / "scores.jsonl"), str(output), ks=[4, 1, 16], calibration_pool=str(written / "store")
+    )
+    p = np.array([one.capability for one in read_scores(written / "scores.jsonl")])
+    questions = calibration_questions(str(written / "store"), split="calibration", name="probe")
+    counts = questions.table.num_correct, questions.table.num_samples
+    assert found.k == (1, 4, 16)
+    np.testing.assert_allclose(found.ways["power"][1], 1 - (1 - p) ** 4)
+    concentration = fit_concentration(questions.predicted, *counts)
+    np.testing.assert_allclose(found.ways["beta"][2], beta_pass_at_k(p, 16, concentration=concentration))
+    maps = fit_pass_at_k_maps(questions.predicted, *counts, ks=[1, 4]).transform(p)
+    np.testing.assert_allclose(found.ways["maps"][:2], maps)
+    assert np.isnan(found.ways["maps"][2]).all(), "eight responses say nothing of sixteen"
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert lines[0]["pass_at_k"]["power"]["1"] == pytest.approx(p[0])
+    assert lines[0]["pass_at_k"]["maps"]["16"] is None
+    assert "maps" in capsys.readouterr().out
+    alone = run_predict_pass_at_k(str(written / "scores.jsonl"), str(output))
+    assert list(alone.ways) == ["power"]
+
+
+def test_plans_by_hand(tmp_path: Path) -> None:
+    p = [0.9, 0.5, 0.1, 0.02]
+    options = {"scores": known(tmp_path, [*p]), "output": str(tmp_path / "plan.json")}
+    plan = run_allocate(**options, budget=2, gain="geometric")
+    assert list(plan.samples.values()) == greedy_allocation(p, 8, maximum=100).tolist()
+    assert load_plan(options["output"]).samples == plan.samples
+    plan = run_allocate(**options, budget=2, concentration=2.0, minimum=1, maximum=4)
+    expected = beta_allocation(2 * np.array(p), 2 * (1 - np.array(p)), 8, minimum=1, maximum=4)
+    assert list(plan.samples.values()) == expected.tolist()
+    plan = run_allocate(**options, budget=2, concentration=2.0, skip_below=0.1)
+    assert plan.samples["q3"] == 0
+    assert sum(plan.samples.values()) == 8, "what is not spent on it goes to the others"
+
+
+def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path: Path) -> None:
+    options = {"scores": str(written / "scores.jsonl"), "output": str(tmp_path / "plan.json")}
+    plan = run_allocate(**options, calibration_pool=str(written / "store"))
+    questions = calibration_questions(str(written / "store"), split="calibration", name="probe")
+    fitted = fit_concentration(questions.predicted, questions.table.num_correct, questions.table.num_samples)
+    assert plan.details["concentration"] == pytest.approx(fitted)
+    assert sum(plan.samples.values()) == 20
+    with pytest.raises(InputError, match="or a `calibration_pool` to fit it on"):
+        run_allocate(**options)
+
+
+def test_a_threshold_that_bounds_the_wrong_responses(written: Path, tmp_path: Path) -> None:
+    store, output = str(written / "store"), tmp_path / "asking.json"
+    values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
+    found = run_fit_asking_threshold(store, str(output), risk=0.9, delta=0.2)
+    assert found.threshold is not None
+    record = json.loads(output.read_text())
+    assert (record["threshold"], record["num_questions"]) == (found.threshold, 24)
+    asked = [value is not None and value >= found.threshold for value in values]
+    assert found.num_answered == sum(asked)
+    with pytest.raises(RunError, match="Nothing is written; allow a larger `risk`"):
+        run_fit_asking_threshold(store, str(tmp_path / "none.json"), risk=0.01)
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
+    store, scores = str(written / "store"), str(written / "scores.jsonl")
+    output = str(tmp_path / "out.jsonl")
+    for options, words in (
+        ({"budget": 0}, "`budget` to be above 0"),
+        ({"gain": "best"}, "one of beta, geometric"),
+        ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
+        ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),
+        ({"calibration_pool": store, "estimator": "other"}, "Expected 'other' to be a value"),
+        ({"calibration_pool": store, "calibration_split": "test"}, "values of 'probe', but got none"),
+        ({"calibration_pool": store, "calibration_split": "train"}, "that 'probe' was not fitted on"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run_allocate(scores, output, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a capability for every question, but got none for 1, such as 'q1'"):
+        run_allocate(known(tmp_path, [0.5, None]), output, gain="geometric")
+    with pytest.raises(InputError, match="to hold the capability of a question, but got none for 1"):
+        run_predict_pass_at_k(known(tmp_path, [None]), output)
+    (tmp_path / "wrong.jsonl").write_text('{"id": "q", "capability": 1.5}\n')
+    with pytest.raises(InputError, match=r"wrong.jsonl:1: .* a number in \[0, 1\] or null"):
+        read_scores(tmp_path / "wrong.jsonl")
+    with pytest.raises(FileNotFoundError, match="score-questions"):
+        read_scores(tmp_path / "nothing.jsonl")
+    with pytest.raises(InputError, match="`ks` to be positive"):
+        run_predict_pass_at_k(scores, output, ks=[0])
+
+
+def test_scores_and_calibration_have_one_origin(written: Path, tmp_path: Path) -> None:
+    store = str(capability_store(tmp_path / "store"))
+    questions = load_capability_pool(store, split="calibration", task=None).questions
+    values = {(question.id, question_digest(question)): 0.5 for question in questions}
+    QuestionAnnotation(store, "probe").write(values, origin={"estimator": "another"})
+    with pytest.raises(InputError, match="but got those of another probe, model or query"):
+        run_predict_pass_at_k(str(written / "scores.jsonl"), str(tmp_path / "o.jsonl"), calibration_pool=store)
+    rows = [QuestionScore(question.id, "t", "?", 0.5) for question in questions[:3]]
+    write_scores(tmp_path / "same.jsonl", rows)
+    with pytest.raises(InputError, match="calibration questions that are not predicted, but got 3 of them"):
+        run_predict_pass_at_k(str(tmp_path / "same.jsonl"), str(tmp_path / "o.jsonl"), calibration_pool=store)
+
+
+def test_a_plan_is_sampled(written: Path, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    asked = ["--task", "word_problems", "--split", "test_id", "--offset", "100", "--limit", "5"]
+    command = ["allocate", "--scores", str(written / "scores.jsonl"), "--output", plan, "--concentration", "1.0"]
+    assert run([*command, "--budget", "1.4"]) == 0
+    store = str(tmp_path / "planned")
+    drawn = ["--sampling.max_new_tokens", "16", "--store_dir", store, "--model", "bundled", "--plan", plan]
+    assert run(["generate", *asked, *drawn]) == 0
+    entries = load_capability_pool(store, split=None, task=None).pool.entries
+    assert {entry.question.id: len(entry.samples) for entry in entries} == {
+        name: count for name, count in load_plan(plan).samples.items() if count
+    }

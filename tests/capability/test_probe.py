@@ -1,0 +1,252 @@
+"""`selfcal fit-probe` and `selfcal score-questions`: states kept and resumed, probes that know whose they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from support.capability_pools import SPLITS, capability_store, chance
+from support.other_models import changed_copy
+
+from selfcal_lightning.capability import prompt_features
+from selfcal_lightning.capability.feature_folder import FeatureFolder
+from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.probe import design, load_probe
+from selfcal_lightning.capability.probe_fitting import fit_probe
+from selfcal_lightning.cli import run
+from selfcal_lightning.engines.hidden_states import PromptStates
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.functional.discrimination import spearman
+from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
+from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.store.question_annotations import QuestionAnnotation, question_annotation_names
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose hidden states have been read, and a probe beside it."""
+    folder = tmp_path_factory.mktemp("capability")
+    capability_store(folder / "store")
+    run_fit_probe(str(folder / "store"), str(folder / "probe"))
+    return folder
+
+
+@pytest.fixture
+def place(written: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(written, tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing load a model."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("nothing has to be loaded")
+
+    monkeypatch.setattr("selfcal_lightning.engines.transformers.engine.load_network", load)
+
+
+def test_a_probe_without_labels_knows_other_questions(place: Path) -> None:
+    probe = load_probe(place / "probe")
+    assert (probe.target, probe.pooling, probe.fitted_on.num_questions) == ("agreeing_pairs", "both", 40)
+    assert len(probe.weights) == 2 * 128
+    values = run_score_questions(probe=str(place / "probe"), store_dir=str(place / "store"), split="test")
+    pool = load_capability_pool(str(place / "store"), split="test", task=None)
+    assert len(values) == SPLITS["test"][1]
+    assert all(0.0 <= value <= 1.0 for value in values if value is not None)
+    assert (spearman(values, [chance(question) for question in pool.questions]) or 0.0) > 0.5
+
+
+def test_states_are_kept_with_what_they_are_of(place: Path, no_engine: None) -> None:
+    (folder,) = (place / "store" / "features").iterdir()
+    origin = FeatureFolder(folder).origin
+    assert origin is not None
+    assert origin["states"] == {"levels": None, "average": True, "final_norm": True}
+    assert set(origin) == {"model", "prompt", "states"}
+    assert set(origin["model"]) == {"weights_sha256", "adapter_sha256"}
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, framework="numpy") as opened:
+        assert opened.get_slice("last_token").get_shape() == [40, 1, 128]
+        assert len(json.loads(opened.metadata()["keys"])) == 40
+    again = run_fit_probe(str(place / "store"), str(place / "probe"))  # which reads what is there
+    assert again.digest == load_probe(place / "probe").digest
+
+
+def test_a_killed_reading_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(place / "store" / "features")
+    monkeypatch.setattr(prompt_features, "CHUNK_QUESTIONS", 16)
+    read: list[int] = []
+    whole = TransformersEngine.prompt_states
+
+    def killed(self: TransformersEngine, prompts: Any, settings: Any) -> PromptStates:
+        read.append(len(prompts))
+        if len(read) == 3:
+            raise KeyboardInterrupt
+        return whole(self, prompts, settings)
+
+    monkeypatch.setattr(TransformersEngine, "prompt_states", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_fit_probe(str(place / "store"), str(place / "probe"))
+    probe = run_fit_probe(str(place / "store"), str(place / "probe"))
+    assert read == [16, 16, 8, 8], "the first two passes are not read again"
+    np.testing.assert_allclose(probe.weights, load_probe(place / "probe").weights)
+
+
+def test_a_damaged_file_is_named(place: Path) -> None:
+    (folder,) = (place / "store" / "features").iterdir()
+    (file,) = folder.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=rf"{file.name} to hold features as they were written"):
+        run_fit_probe(str(place / "store"), str(place / "probe"))
+    file.write_bytes(b"nothing")
+    with pytest.raises(RunError, match=rf"{file.name} to hold features as they were written"):
+        run_fit_probe(str(place / "store"), str(place / "probe"))
+
+
+def test_values_stand_beside_the_rows_and_are_of_one_origin(place: Path) -> None:
+    store, probe = str(place / "store"), str(place / "probe")
+    values = run_score_questions(probe=probe, store_dir=store, split="test")
+    record = QuestionAnnotation(store, "probe").record
+    assert record is not None
+    assert sorted(record.values.values(), key=str) == sorted(values, key=str)
+    assert record.origin["probe"] == load_probe(probe).digest
+    other = str(place / "labelled")
+    run_fit_probe(store, other, target="label", features="last_token")
+    with pytest.raises(
+        InputError, match=r"values 'probe' .* computed in the same way, but got .*target: 'agreeing_pairs'"
+    ):
+        run_score_questions(probe=other, store_dir=store, split="test")
+    run_score_questions(probe=other, store_dir=store, split="test", name="labelled")
+    run_score_questions(probe=other, store_dir=store, split="test", overwrite=True)
+    assert question_annotation_names(store) == ["labelled", "probe"]
+
+
+def test_targets_and_poolings_differ(place: Path, no_engine: None) -> None:
+    found = {
+        (target, features): run_fit_probe(str(place / "store"), str(place / "other"), target=target, features=features)
+        for target in ("agreeing_pairs", "label")
+        for features in ("both", "last_token", "token_mean")
+    }
+    assert len({probe.digest for probe in found.values()}) == 6
+    assert [len(probe.weights) for probe in found.values()] == [256, 128, 128] * 2
+
+
+def test_a_file_of_questions(place: Path) -> None:
+    (place / "q.jsonl").write_text('{"question": "Tom has 3 boxes of 4 pens. How many pens has he?", "id": "tom"}\n')
+    options = {"questions": str(place / "q.jsonl"), "output": str(place / "out.jsonl"), "model": "bundled"}
+    for estimator in ({"probe": str(place / "probe")}, {"estimator": "p_true_before"}):
+        (value,) = run_score_questions(**options, **estimator)
+        (line,) = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+        assert (line["id"], line["capability"]) == ("tom", value)
+    (place / "out.jsonl").write_text("something else\n")
+    with pytest.raises(InputError, match="a new file or earlier scores of questions"):
+        run_score_questions(**options, estimator="p_true_before")
+
+
+def test_p_true_before_is_the_query_after_an_empty_response(place: Path, tiny_model: str) -> None:
+    values = run_score_questions("p_true_before", store_dir=str(place / "store"), split="test", query="Sure?")
+    engine = TransformersEngine(tiny_model)
+    question = load_capability_pool(str(place / "store"), split="test", task=None).questions[0]
+    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+    chat = ChatFormat(load_tokenizer(tiny_model), query="Sure?")
+    ids = chat.prompt_ids(question.messages) + chat.query.suffix_ids
+    yes, no = (sum((engine.next_token_probabilities([ids], each) or [[]])[0] or []) for each in
+               (chat.query.yes_ids, chat.query.no_ids))  # fmt: skip
+    assert values[0] == pytest.approx(yes / (yes + no), abs=1e-5)
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def test_responses_of_another_model_are_refused(place: Path, tiny_model: str, tmp_path: Path) -> None:
+    other = changed_copy(tiny_model, tmp_path / "other")
+    with pytest.raises(InputError, match="Expected the model and adapter that gave the responses"):
+        run_fit_probe(str(place / "store"), str(place / "second"), model=other)
+    assert not (place / "second").exists()
+
+
+def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: str, tmp_path: Path) -> None:
+    other = changed_copy(tiny_model, tmp_path / "other")
+    (place / "q.jsonl").write_text('{"question": "1 + 1?"}\n')
+    options = {"probe": str(place / "probe"), "questions": str(place / "q.jsonl"), "output": str(place / "o.jsonl")}
+    with pytest.raises(
+        InputError, match=r"model, adapter and template .* but got model.weights_sha256: '\w+' in the probe"
+    ):
+        run_score_questions(**options, model=other)
+    warmer = capability_store(tmp_path / "warmer", temperature=1.0)
+    with pytest.raises(InputError, match=r"one way of sampling, but got temperature: 0.8 in the fit, 1.0 now"):
+        run_score_questions(probe=str(place / "probe"), store_dir=str(warmer))
+
+
+def test_targets_that_teach_nothing_are_refused(tmp_path: Path, no_engine: None) -> None:
+    single = capability_store(tmp_path / "single", samples=1)
+    with pytest.raises(InputError, match="at least 2 responses to every question"):
+        run_fit_probe(str(single), str(tmp_path / "probe"))
+    unjudged = capability_store(tmp_path / "unjudged", judged=False)
+    with pytest.raises(InputError, match="reference answers where `target` is 'label'"):
+        run_fit_probe(str(unjudged), str(tmp_path / "probe"), target="label")
+    with pytest.raises(InputError, match=r"`target` top_share to differ between questions, but got 1 for all 40"):
+        run_fit_probe(str(single), str(tmp_path / "probe"), target="top_share")
+    assert not (tmp_path / "probe").exists()
+
+
+def test_too_few_questions() -> None:
+    states = PromptStates(np.zeros((3, 1, 4), np.float32), np.zeros((3, 1, 4), np.float32))
+    with pytest.raises(InputError, match="at least one question"):
+        fit_probe(states, [], origin={}, sampling=None)
+    with pytest.raises(InputError, match="`features` to be one of both, token_mean, last_token"):
+        design(states, "first_token")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["vllm", "openai"])
+def test_engines_without_states_are_refused(place: Path, name: str) -> None:
+    with pytest.raises(InputError, match="to be transformers where hidden states are read"):
+        run_fit_probe(str(place / "store"), str(place / "probe"), engine=EngineSettings(name))  # type: ignore[arg-type]
+
+
+def test_options_that_contradict_one_another(place: Path) -> None:
+    store = str(place / "store")
+    for options, words in (
+        ({}, "either `store_dir`, or `output` with `questions` or with a `task`, but got none"),
+        ({"store_dir": store}, "`probe` with the estimator 'probe'"),
+        ({"store_dir": store, "estimator": "p_true_before", "probe": "p"}, "and with no other, but got 'p'"),
+        (
+            {"store_dir": store, "estimator": "prob"},
+            r"one of probe, p_true_before, but got 'prob'. Did you mean 'probe'",
+        ),
+        ({"store_dir": store, "probe": "nowhere"}, "Expected a probe in nowhere"),
+        ({"questions": "q", "output": "o", "probe": "p"}, "`model` where there is no `store_dir`"),
+        (
+            {"questions": "q", "output": "o", "probe": "p", "model": "bundled", "split": "s"},
+            "`split` to be left out with `questions`",
+        ),
+    ):
+        with pytest.raises((InputError, FileNotFoundError), match=words):
+            run_score_questions(**options)  # type: ignore[arg-type]
+
+
+def test_another_folder_is_left_alone(place: Path) -> None:
+    with pytest.raises(InputError, match="a new folder or one of an earlier probe"):
+        run_fit_probe(str(place / "store"), str(place / "store"))
+
+
+def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, probe = str(place / "store"), str(place / "probe")
+    assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[0,-1]", "--average", "false"]) == 0
+    assert "Fitted on 40 questions with 320 responses: 512 features (both)" in capsys.readouterr().out
+    assert run(["score-questions", "--store_dir", store, "--probe", probe, "--split", "test"]) == 0
+    assert "probe: 24 questions, mean capability" in capsys.readouterr().out
+    assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[9]"]) == 1
+    assert "`levels` to be different ones from 0, the embedding, to 8" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""`selfcal evaluate-capability`: numbers by hand, responses that are not used twice, refusals, and what is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.capability_pools import capability_store
+
+from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.question_table import QuestionTable
+from selfcal_lightning.cli import run
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability.budgets import compare_budgets
+from selfcal_lightning.evaluation.capability.comparison import compare_estimators
+from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
+from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, POWER, pass_at_k_curves
+from selfcal_lightning.functional.capability_errors import skill, squared_error
+from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
+from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
+from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.store.question_annotations import QuestionAnnotation
+
+questions_of = test_questions
+del test_questions  # no test
+
+
+def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> TestQuestions:
+    """Return questions with so many right ones of ``size`` responses."""
+    correct = np.array(shares, dtype=np.float64)
+    nothing = np.full(len(shares), np.nan)
+    table = QuestionTable(
+        np.array([f"q{i}" for i in range(len(shares))], dtype=object), np.full(len(shares), size), correct,
+        np.zeros(len(shares), np.int64), nothing, nothing, nothing,
+    )  # fmt: skip
+    columns = {name: np.array(values) for name, values in estimates.items()}
+    return TestQuestions(table, columns, dict.fromkeys(columns, 0), frozenset())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose questions have the values of a probe, without those of the training split."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    store = str(capability_store(folder / "store"))
+    run_fit_probe(store, str(folder / "probe"))
+    for split in ("test", "calibration"):
+        run_score_questions(probe=str(folder / "probe"), store_dir=store, split=split)
+    return folder
+
+
+def test_numbers_by_hand() -> None:
+    test = judged([0, 2, 4, 3], 4, {"good": [0.1, 0.4, 0.9, 0.8], "bad": [0.5] * 4, "score": [-3.0, -1.0, 0.0, -0.5]})
+    found = compare_estimators(test, num_resamples=50)
+    good, bad, score = found.rows
+    counts = np.array([0, 2, 4, 3]), 4
+    assert good.mse is not None
+    assert good.mse.value == pytest.approx(squared_error(test.estimates["good"], *counts))
+    assert good.skill is not None
+    assert good.skill.value == pytest.approx(skill(test.estimates["good"], *counts))
+    assert (good.difference, good.spearman.value) == (None, pytest.approx(1.0))
+    assert bad.difference is not None
+    assert bad.difference.value == pytest.approx(squared_error([0.5] * 4, *counts) - good.mse.value)
+    assert (score.mse, score.ece, score.spearman.value) == (None, None, pytest.approx(1.0)), "it is no probability"
+    assert found.constant == pytest.approx(squared_error([9 / 16] * 4, *counts))
+    # Unbiased c* (1 - c*): n / (n - 1) times that of the share.
+    assert found.single == pytest.approx(np.mean([0, 1 / 4, 0, 3 / 16]) * 4 / 3)
+    assert good.mse.low <= good.mse.value <= good.mse.high
+
+
+def test_pass_at_k_by_hand() -> None:
+    test = judged([2, 0], 4, {"p": [0.5, 0.0]})
+    (curve,) = pass_at_k_curves(test, num_resamples=20)
+    assert (curve.way, curve.k) == (POWER, (1, 2, 4))
+    assert curve.actual == pytest.approx((0.25, (1 - 1 / 6) / 2, 0.5))
+    assert curve.predicted == pytest.approx((0.25, 0.375, 15 / 32))
+    assert curve.curve_error.value == pytest.approx((0.0 + 5 / 12 - 3 / 8 + 1 / 32) / 3)
+    assert curve.instance_mse[1].value == pytest.approx((5 / 6 - 3 / 4) ** 2 / 2)
+    power, maps = pass_at_k_curves(test, test, num_resamples=20)
+    assert (power.way, maps.way) == (POWER, MAPS)
+    assert maps.curve_error.value == pytest.approx(0.0), "on the very questions that it was fitted on"
+    with pytest.raises(InputError, match=r"`ks` to lie between 1 and 4.* but got \[8\]"):
+        pass_at_k_curves(test, ks=[8])
+
+
+def test_budgets_by_hand() -> None:
+    test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0], "wrong": [0.0, 0.0, 1.0], "score": [-1.0, -2.0, -3.0]})
+    even, right, wrong, oracle = compare_budgets(test, budgets=[1, 2], num_resamples=20)
+    # Evenly: 1, 1/4 and 0; then 1, 1 - C(3, 2) / C(4, 2) = 1/2 and 0.
+    assert [estimate.value for estimate in even.solved] == pytest.approx([5 / 12, 1 / 2])
+    # One for the first question, all others for the second: 1/2 of two samples, 1 of four.
+    assert [estimate.value for estimate in right.solved] == pytest.approx([1 / 2, 2 / 3])
+    assert right.gain is not None
+    assert [estimate.value for estimate in right.gain] == pytest.approx([1 / 12, 1 / 6])
+    assert wrong.solved[1].value <= even.solved[1].value
+    assert [estimate.value for estimate in oracle.solved] == pytest.approx([1 / 2, 2 / 3])
+    assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 6, "with the Beta gain of both"
+    with pytest.raises(InputError, match=r"`budgets` to lie between 1 and 4.*got \[5\]"):
+        compare_budgets(test, budgets=[5])
+
+
+def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:
+    read = load_capability_pool(str(written / "store"), split="test", task=None)
+    test = questions_of(read, ["oracle", "probe", "agreeing_pairs"], estimate_samples=3)
+    assert set(test.truth.num_samples.tolist()) == {5}
+    right = [sum(bool(s.correct) for s in entry.samples) for entry in read.pool.entries]
+    np.testing.assert_allclose(3 * test.estimates["oracle"] + test.truth.num_correct, right)
+    assert test.costs == {"oracle": 3, "probe": 0, "agreeing_pairs": 3}
+    assert test.needs_labels == {"oracle"}
+    alone = questions_of(read, ["probe"], estimate_samples=3)
+    assert set(alone.truth.num_samples.tolist()) == {8}, "none is kept back where nothing reads responses"
+
+
+def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    command = [
+        "evaluate-capability", "--pool", str(written / "store"), "--output_dir", str(output), "--split", "test",
+        "--calibration_split", "calibration", "--estimator", "[probe,agreeing_pairs,oracle]", "--num_resamples", "40",
+        "--estimate_samples", "4",
+    ]  # fmt: skip
+    for _ in range(2):  # an earlier evaluation is replaced
+        assert run(command) == 0
+    shown = capsys.readouterr().out
+    assert "estimates of capability" in shown
+    assert "24 questions, judged by at least 4 responses each" in " ".join(shown.split())
+    record = json.loads((output / "capability.json").read_text())
+    names = [row["name"] for row in record["comparison"]["rows"]]
+    assert names == [*(plain := ["probe", "agreeing_pairs", "oracle"]), *(f"{name} + isotonic" for name in plain)]
+    assert len(record["pass_at_k"]) == 6
+    assert (output / "capability.md").read_text().startswith("| estimate | samples | labels | MSE |")
+    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    (output / "capability.json").write_text("{}")
+    assert run(command) == 1
+    assert "hold an earlier evaluation of capability" in capsys.readouterr().err
+
+
+def test_a_probe_is_not_judged_by_its_own_questions(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "own")
+    store = str(tmp_path / "own" / "store")
+    run_score_questions(probe=str(written / "probe"), store_dir=store, split="train")
+    with pytest.raises(InputError, match="questions that 'probe' was not fitted on, but got 40 of 40"):
+        run_evaluate_capability(store, str(tmp_path / "out"), split="train")
+
+
+def test_refusals(written: Path, tmp_path: Path) -> None:
+    store, output = str(written / "store"), str(tmp_path / "out")
+    with pytest.raises(InputError, match=r"among probe, agreeing_pairs, .* but got 'prob'"):
+        run_evaluate_capability(store, output, estimator="prob", split="test")
+    with pytest.raises(InputError, match="`estimate_samples` to be at least 2 for agreeing_pairs, but got 1"):
+        run_evaluate_capability(store, output, split="test", estimate_samples=1)
+    with pytest.raises(InputError, match="a response from number 8 on"):
+        run_evaluate_capability(store, output, split="test", estimate_samples=8)
+    with pytest.raises(InputError, match="different estimates, at least one"):
+        run_evaluate_capability(store, output, split="test", estimator=["probe", "probe"])
+    shutil.copytree(store, tmp_path / "own")
+    QuestionAnnotation(tmp_path / "own", "mine").write({("no question", ""): 0.5}, origin={"by": "hand"})
+    with pytest.raises(InputError, match=r"values of mine for the questions .* but got none for any of 24"):
+        run_evaluate_capability(str(tmp_path / "own"), output, split="test", estimator="mine")
+    with pytest.raises(InputError, match="calibration_split"):
+        run_evaluate_capability(store, output, split="test", calibration_split="test")
+    unjudged = str(capability_store(tmp_path / "unjudged", judged=False))
+    with pytest.raises(InputError, match="reference answers where `estimator` is 'oracle'"):
+        run_evaluate_capability(unjudged, output, split="test", estimator=["oracle"])
+    with pytest.raises(InputError, match="reference answers where `pool` is"):
+        run_evaluate_capability(unjudged, output, split="test", estimator=["agreeing_pairs"])
+    assert not Path(output).exists()

@@ -1,0 +1,56 @@
+"""Stores of made-up responses to real questions, under the name of the bundled model: what its states are read for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.locations import resolve_model
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+from selfcal_lightning.tasks.registry import load_some
+
+SPLITS = {"train": ("train", 40), "test": ("test_id", 24), "calibration": ("calibration", 24)}
+SAMPLES = 8
+
+
+def chance(question: Question) -> float:
+    """Return how likely a made-up response is right: the longer the question, the less."""
+    return float(np.clip(1.6 - len(question.text) / 110, 0.05, 0.95))
+
+
+def made_up(question: Question, split: str, *, judged: bool = True, samples: int = SAMPLES) -> QuestionSamples:
+    """Return responses that are right with the question's chance; wrong ones scatter."""
+    rng = np.random.default_rng(sum(question.text.encode()))
+    answers = [
+        question.reference if rng.random() < chance(question) else f"wrong {rng.integers(50)}" for _ in range(samples)
+    ]
+    rows = tuple(
+        Sample(question.id, at, 0, answer, None, "stop", answer, answer == question.reference if judged else None)
+        for at, answer in enumerate(answers)
+    )
+    return QuestionSamples(question, rows, split)
+
+
+def fingerprint(model: str = "bundled", *, temperature: float = 0.8) -> StoreFingerprint:
+    """Return what the samples of a model are."""
+    prompt = PromptIdentity.from_json(ChatFormat(load_tokenizer(model)).describe())
+    identity = ModelIdentity(resolve_model(model), weights_sha256=weights_sha256(resolve_model(model)))
+    return StoreFingerprint(identity, prompt, SamplingSettings(temperature), 0)
+
+
+def capability_store(
+    folder: Path, *, model: str = "bundled", temperature: float = 0.8, judged: bool = True, samples: int = SAMPLES
+) -> Path:
+    """Write a store with the splits of ``SPLITS`` and return its folder."""
+    found = fingerprint(model, temperature=temperature)
+    store = SampleStore.create_or_open(folder, found, num_samples=samples, engine={"engine": "made up"})
+    with store.writer("a") as writer:
+        for split, (source, size) in SPLITS.items():
+            for question in load_some("word_problems", source, limit=size):
+                writer.append(made_up(question, split, judged=judged, samples=samples))
+    store.join()
+    return folder

@@ -85,8 +85,9 @@ def test_no_file_is_long() -> None:
 
 def test_each_verb_has_a_file_of_its_own() -> None:
     homes = Counter(module for module, _, _ in FUNCTION_VERBS.values())
-    files = {path.stem for path in (ROOT / PACKAGE / "pipelines").glob("*.py")} - {"__init__"}
-    assert homes == Counter(files)
+    verbs = ROOT / PACKAGE / "pipelines"
+    files = [path.relative_to(verbs).with_suffix("") for path in verbs.rglob("*.py") if path.stem != "__init__"]
+    assert homes == Counter(".".join(file.parts) for file in files)
 
 
 @pytest.mark.parametrize("room", ["datamodules", "callbacks"])

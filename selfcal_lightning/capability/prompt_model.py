@@ -12,7 +12,8 @@ from selfcal_lightning.engines.checking import check_engine
 from selfcal_lightning.engines.opening import open_engine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts.chat_format import ChatFormat
-from selfcal_lightning.records import IMPORTED, ModelIdentity
+from selfcal_lightning.prompts.given import USER_PROMPT
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 from selfcal_lightning.store.manifest import StoreFingerprint
 
 _HASHES = ("weights_sha256", "adapter_sha256")
@@ -38,6 +39,7 @@ class PromptModel:
         self._engine: Engine | None = None
         if fingerprint is not None and fingerprint.model.model != IMPORTED:
             self._check_is_that_of(fingerprint.model)
+            self._check_puts_questions_as(fingerprint.prompt)
 
     def _check_is_that_of(self, sampled: ModelIdentity) -> None:
         wanted = {name: sampled.as_json()[name] for name in _HASHES}
@@ -47,6 +49,14 @@ class PromptModel:
                 f"Expected the model and adapter that gave the responses, {sampled.model!r} with "
                 f"{', '.join(f'{name} {wanted[name]}' for name in _HASHES)}, but got {', '.join(found)}. A capability "
                 "belongs to one model: name that one, or sample responses of this one."
+            )
+
+    def _check_puts_questions_as(self, sampled: PromptIdentity) -> None:
+        found = self.prompt_identity["template_sha256"]
+        if sampled.template_sha256 not in (None, found):
+            raise InputError(
+                f"Expected the chat template that the responses were sampled with, sha256 {sampled.template_sha256}, "
+                f"but got {found} in {self.source}: its prompts are others. Put the template back, or sample anew."
             )
 
     @cached_property
@@ -66,8 +76,9 @@ class PromptModel:
 
     @cached_property
     def prompt_identity(self) -> dict[str, Any]:
-        """What questions are put with: the template. A prompt of the user's own stands in the questions' messages."""
-        return {"template_sha256": self.chat.describe()["template_sha256"]}
+        """What questions are put with: the template, and the user's own prompt where there is one."""
+        described = self.chat.describe()
+        return {name: described[name] for name in ("template_sha256", USER_PROMPT) if name in described}
 
     def open(self) -> Engine:
         """Return the engine, opened by the first call."""

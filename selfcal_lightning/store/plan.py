@@ -43,7 +43,7 @@ def plan_sampling(
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples * rounds
     if planned is not None:
-        responses = sum(planned.values()) * rounds
+        responses = sum(planned[name] for name in planned if question_ids is None or name in question_ids) * rounds
     if not (Path(store_dir) / "rounds").is_dir():
         return Sampling(store_dir, responses, most_tokens=most_tokens)
     stored = SampleStore(store_dir).question_ids(include_parts=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.capability_pools import SPLITS, capability_store, chance
-from support.other_models import changed_copy
+from support.other_models import changed_copy, plain_copy
 
 from selfcal_lightning.capability import prompt_features
 from selfcal_lightning.capability.feature_folder import FeatureFolder
@@ -175,6 +175,14 @@ def test_responses_of_another_model_are_refused(place: Path, tiny_model: str, tm
     with pytest.raises(InputError, match="Expected the model and adapter that gave the responses"):
         run_fit_probe(str(place / "store"), str(place / "second"), model=other)
     assert not (place / "second").exists()
+
+
+def test_prompts_of_another_template_are_refused(place: Path, tiny_model: str, tmp_path: Path) -> None:
+    other = Path(plain_copy(tiny_model, tmp_path / "other"))
+    template = next(file for file in other.iterdir() if file.name == "chat_template.jinja")
+    template.write_text(template.read_text() + "{# another #}")
+    with pytest.raises(InputError, match="Expected the chat template that the responses were sampled with"):
+        run_fit_probe(str(place / "store"), str(place / "second"), model=str(other))
 
 
 def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: str, tmp_path: Path) -> None:

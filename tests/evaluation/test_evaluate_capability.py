@@ -70,6 +70,14 @@ def test_numbers_by_hand() -> None:
     assert good.mse.low <= good.mse.value <= good.mse.high
 
 
+def test_without_resamples_there_are_no_intervals() -> None:
+    test = judged([0, 2, 4], 4, {"good": [0.1, 0.4, 0.9]})
+    (row,) = compare_estimators(test, num_resamples=0).rows
+    assert row.mse is not None
+    assert row.spearman.value == pytest.approx(1.0)
+    assert {(each.low, each.high) for each in (row.mse, row.spearman)} == {(None, None)}
+
+
 def test_pass_at_k_by_hand() -> None:
     test = judged([2, 0], 4, {"p": [0.5, 0.0]})
     (curve,) = pass_at_k_curves(test, num_resamples=20)

@@ -13,6 +13,7 @@ from selfcal_lightning.generation.sample_plan import SamplePlan, load_plan
 from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.store.manifest import StoreFingerprint
+from selfcal_lightning.store.plan import plan_sampling
 from selfcal_lightning.store.sample_store import SampleStore
 
 COUNTS = [3, 0, 1, 2, 0]
@@ -54,6 +55,13 @@ def test_two_workers_make_the_same(plan: Path, tmp_path: Path) -> None:
         generate(tmp_path / "shared", plan, shard=share)
     generate(tmp_path / "whole", plan)
     assert texts(tmp_path / "shared") == texts(tmp_path / "whole")
+
+
+def test_the_plan_of_the_run_counts_what_was_planned(plan: Path, tmp_path: Path) -> None:
+    counts = dict(zip(IDS, COUNTS, strict=True))
+    whole = plan_sampling(str(tmp_path / "new"), None, num_samples=3, most_tokens=24, planned=counts)
+    share = plan_sampling(str(tmp_path / "new"), {IDS[0], IDS[1]}, num_samples=3, most_tokens=24, planned=counts)
+    assert (whole.responses, share.responses) == (6, 3)
 
 
 def test_a_store_of_other_counts_is_refused(plan: Path, tmp_path: Path) -> None:

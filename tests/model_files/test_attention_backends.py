@@ -17,7 +17,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.generation.rounds.engine_check import Probe, mean_logprob_difference
 from selfcal_lightning.models.causal_lm import load_causal_lm
-from selfcal_lightning.modules import self_calibration
+from selfcal_lightning.modules import calibrated_model
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Sample, SamplingSettings
 
@@ -97,7 +97,7 @@ def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
     assert cuda.cudnn_sdp_enabled()
     with monkeypatch.context() as patch:  # the model stays where this machine has memory
         patch.setattr(type(module), "device", torch.device("cuda", 0))
-        patch.setattr(self_calibration, "load_causal_lm", lambda *names, device, **rest: load_causal_lm(*names, **rest))
+        patch.setattr(calibrated_model, "load_causal_lm", lambda *names, device, **rest: load_causal_lm(*names, **rest))
         module.configure_model()
     assert not cuda.cudnn_sdp_enabled()
     calibration, generation, _ = module._losses(batch_of(MIXED[:4], chat))

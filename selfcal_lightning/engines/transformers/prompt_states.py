@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def read_prompt_states(
     levels = settings.of(len(layers) + 1)
     found: list[PromptStates] = []
     for chunk in _chunks(order, [len(prompts[i]) for i in order], max_batch):
-        pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average, device=model.device)
+        pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average)
         with ExitStack() as hooks:
             _watch(hooks, decoder, layers, pools, final_norm=settings.final_norm)
             model.next_token_logits([prompts[i] for i in chunk])  # which pads on the left
@@ -54,7 +54,7 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     Raises:
         InputError: The decoder does not hold exactly one list of as many modules as its configuration has layers.
     """
-    wanted = decoder.config.get_text_config().num_hidden_layers
+    wanted = cast("PreTrainedModel", decoder).config.get_text_config().num_hidden_layers
     lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
     if len(lists) != 1:
         raise InputError(
@@ -68,9 +68,9 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 class _Pools:
     """Takes the states of one level after the other and keeps their last token and their mean over the prompt."""
 
-    def __init__(self, lengths: Sequence[int], levels: Sequence[int], *, average: bool, device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], levels: Sequence[int], *, average: bool) -> None:
         self._levels, self._average = set(levels), average
-        self._lengths = torch.tensor(lengths, device=device)
+        self._lengths = torch.tensor(lengths)
         self._last: list[Tensor] = []
         self._mean: list[Tensor] = []
 
@@ -78,19 +78,22 @@ class _Pools:
         """Pool states [rows, tokens, D], padded on the left."""
         if level not in self._levels:
             return
-        places = torch.arange(states.shape[1], device=states.device)
-        real = (places >= states.shape[1] - self._lengths[:, None]).to(torch.float32)
-        mean = torch.einsum("btd,bt->bd", states.float(), real) / self._lengths[:, None]
+        # Layers may lie on different devices.
+        lengths = self._lengths.to(states.device)[:, None]
+        real = (torch.arange(states.shape[1], device=states.device) >= states.shape[1] - lengths).to(torch.float32)
+        mean = torch.einsum("btd,bt->bd", states.float(), real) / lengths
         for kept, vectors in ((self._last, states[:, -1].float()), (self._mean, mean)):
             if self._average and kept:
-                kept[0] = kept[0] + vectors
+                kept[0] = kept[0] + vectors.to(kept[0].device)
             else:
                 kept.append(vectors)
 
     def states(self) -> PromptStates:
         """Return what was kept, [rows, L, D]."""
         share = len(self._levels) if self._average else 1
-        last, mean = (torch.stack(kept, dim=1).div(share).cpu().numpy() for kept in (self._last, self._mean))
+        last, mean = (
+            torch.stack([each.cpu() for each in kept], dim=1).div(share).numpy() for kept in (self._last, self._mean)
+        )
         return PromptStates(last, mean)
 
 

@@ -1,4 +1,4 @@
-"""What a budget of samples solves, shared by predicted capability, evenly, or one after another with a verifier."""
+"""What a budget of samples solves when it is shared by predicted capability, against an even share."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ def compare_estimators(
     """
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
-    counts = np.concatenate(
-        [np.zeros((0, len(truth))), *resample_counts(len(truth), num_resamples=num_resamples, seed=seed)]
-    )
+    # As in the weights: without an interval, or with one question, there is nothing to resample.
+    drawn = resample_counts(len(truth), num_resamples=weights.shape[1] - 1, seed=seed) if weights.shape[1] > 1 else ()
+    counts = np.concatenate([np.zeros((0, len(truth))), *drawn])
     shares = truth.expected_accuracy
     spread = _spread(truth.num_correct, truth.num_samples, weights)
     rows: list[EstimatorRow] = []

@@ -63,7 +63,7 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
         else:
             keys = [(question.id, question_digest(question)) for question in read.questions]
             estimates[name] = as_column(question_values(read.path, name, keys))
-    known = ~np.isnan(np.stack(list(estimates.values()))).any(axis=0)
+    known = np.asarray(~np.isnan(np.stack(list(estimates.values()))).any(axis=0))
     if not known.any():
         absent = [name for name, values in estimates.items() if np.isnan(values).all()] or list(estimates)
         raise InputError(

@@ -36,7 +36,7 @@ def budget_figure(rows: Sequence[BudgetRow], *, title: str = "") -> Figure:
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for position, row in enumerate(each for each in rows if each.gain is not None):
-        gains = [estimate.value for estimate in row.gain or ()]
+        gains = [float(estimate.value or 0.0) for estimate in row.gain or ()]
         style = "-" if position < len(_COLOURS) else "--"
         axes.plot(row.budgets, gains, style, marker="o", markersize=4, color=_COLOURS[position % len(_COLOURS)],
                   linewidth=1.6, label=row.way)  # fmt: skip

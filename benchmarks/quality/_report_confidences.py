@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, Plan
+from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, Plan
 
+from selfcal_lightning.capability.label_free import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
 from selfcal_lightning.confidence.fitting.features import LOGIT, required_confidences
 from selfcal_lightning.confidence.fitting.fusion import fit_fusion
@@ -16,6 +17,8 @@ from selfcal_lightning.functional.capability import agreeing_pairs
 from selfcal_lightning.functional.consistency import vote_share
 from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.store.question_annotations import question_values
+from selfcal_lightning.store.shards import question_digest
 
 VOTE_SHARE, PAIRS = "vote_share", "agreeing_pairs"
 LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
@@ -35,6 +38,7 @@ class Contender:
         is_trained: Whether an adapter was trained for it.
         reads_all: Whether it needs all responses to the question, not this one alone.
         asks: Whether the confidence query has to be asked.
+        of_question: Whether it is the same for all responses to a question, so that it weighs no vote.
     """
 
     key: str
@@ -46,6 +50,7 @@ class Contender:
     is_trained: bool = False
     reads_all: bool = False
     asks: bool = False
+    of_question: bool = False
 
     @property
     def model(self) -> str:
@@ -68,6 +73,7 @@ CONTENDERS = (
     _of_base("likelihood", "mean log-probability, Platt", confidence=LIKELIHOOD, scales=MEAN_LOGPROB),
     _of_base("vote_share", "vote share", confidence=VOTE_SHARE, reads_all=True),
     _of_base("pairs", "agreeing pairs", confidence=PAIRS, reads_all=True),
+    _of_base("probe", "linear probe of the prompt", confidence=PROBE, of_question=True),
     _of_base(
         "agreement", "log-probability + share + pairs", confidence="fused_agreement",
         fuses=_AGREEMENT, reads_all=True,
@@ -82,11 +88,11 @@ CONTENDERS = (
     ),
     _of_base(
         "base_all", "all of these + P(True) of the base", confidence="fused_base_all",
-        fuses=(*_AGREEMENT, f"{LOGIT}{P_TRUE}"), reads_all=True, asks=True,
+        fuses=(*_AGREEMENT, f"{LOGIT}{PROBE}", f"{LOGIT}{P_TRUE}"), reads_all=True, asks=True,
     ),
     _of_base(
         "activated_all", "all of these + P(True), activated", confidence="fused_activated_all",
-        fuses=(*_AGREEMENT, f"{LOGIT}{AWAKE}"), is_trained=True, reads_all=True, asks=True,
+        fuses=(*_AGREEMENT, f"{LOGIT}{PROBE}", f"{LOGIT}{AWAKE}"), is_trained=True, reads_all=True, asks=True,
     ),
     _of_joint(
         "joint_likelihood", "log-probability + P(True), joint", confidence="fused_joint",
@@ -96,10 +102,17 @@ CONTENDERS = (
 
 
 def read_pool(plan: Plan, seed: int, generator: str, split: str) -> RecordedPool:
-    """Return the responses of a generator to a split, in the order of the questions' ids, with their agreement."""
+    """Return the responses of a generator to a split, in the order of the questions' ids, with their agreement.
+
+    Those of the base model also have what the probe of its prompts says of their questions.
+    """
     awake = (AWAKE,) if generator == BASE else ()
     pool = load_recorded_pool(plan.responses(seed, generator), split=split, confidences=awake, texts=False)
     entries = sorted(pool.entries, key=lambda entry: entry.question.id)
+    if generator == BASE:
+        keys = [(entry.question.id, question_digest(entry.question)) for entry in entries]
+        values = question_values(plan.responses(seed, BASE), PROBE, keys)
+        entries = list(with_question_confidence(entries, values, name=PROBE))
     return replace(pool, entries=tuple(map(with_agreement, entries)))
 
 

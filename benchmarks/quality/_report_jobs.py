@@ -23,6 +23,8 @@ TESTS = ("id", "ood")
 BASE, ACTIVATED, JOINT = "nothing", "activated", "joint"
 # The confidence that the activated adapter puts on the base model's responses.
 AWAKE = "p_true_awake"
+# What a linear probe of the prompts, fitted to the agreement of the training responses, says of a question.
+PROBE = "probe"
 CONFIGS = {ACTIVATED: "demo.yaml", JOINT: "demo-joint.yaml"}
 # What each ablation of joint training changes: (section of the configuration, key, value).
 ABLATIONS: dict[str, tuple[str, str, Any]] = {
@@ -70,6 +72,7 @@ def run_seed(plan: Plan, seed: int) -> None:
     sample(plan, seed, JOINT, model=str(plan.folder(seed, JOINT) / "calibrated"))
     calibrate(plan, seed, ACTIVATED)
     score_awake(plan, seed)
+    probe(plan, seed)
     sample_asleep(plan, seed)
 
 
@@ -129,6 +132,20 @@ def score_awake(plan: Plan, seed: int) -> None:
             "--adapter", str(folder / "adapter"), "--name", AWAKE, "--split", split, "--engine.max_batch", "512",
             threads=plan.threads,
         )  # fmt: skip
+
+
+def probe(plan: Plan, seed: int) -> None:
+    """Fit a probe of the prompts to the training responses, without labels, and let it judge the test questions."""
+    folder, store = plan.folder(seed, PROBE), plan.responses(seed, BASE)
+    fitted = folder / "fitted"
+    if not fitted.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        pool = ("--pool", str(plan.folder(seed, "samples")), "--output", str(fitted), "--model", "bundled")
+        run(folder / "log.txt", "fit-probe", *pool, threads=plan.threads)
+    run(
+        folder / "log.txt", "score-questions", "--probe", str(fitted), "--store_dir", str(store), "--model", "bundled",
+        "--name", PROBE, threads=plan.threads,
+    )  # fmt: skip
 
 
 def sample_asleep(plan: Plan, seed: int) -> None:

@@ -21,7 +21,7 @@ from selfcal_lightning.tasks.token_costs import total_tokens
 ORDERS = 50
 PLAIN = {BASE: "plain", JOINT: "plain_joint"}
 # What may weigh votes while sampling goes on: nothing that needs all responses first.
-WEIGHING = tuple(contender for contender in CONTENDERS if not contender.reads_all)
+WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_all or contender.of_question))
 
 
 @dataclass(frozen=True)

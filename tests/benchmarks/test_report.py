@@ -118,11 +118,12 @@ def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(module: M
 
     def entry(number: int) -> QuestionSamples:
         right = rng.uniform(size=8) < rng.uniform()
+        capability = float(rng.uniform())
         samples = tuple(
             Sample(
                 str(number), index, 0, "", None, "stop", "1" if is_right else str(rng.integers(2, 5)), bool(is_right),
                 logprob=-float(rng.uniform(0.1, 4.0)), yes_mass=0.7, no_mass=0.3,
-                confidences={made.AWAKE: float(rng.uniform())}, num_tokens=4,
+                confidences={made.AWAKE: float(rng.uniform()), made.PROBE: capability}, num_tokens=4,
             )
             for index, is_right in enumerate(right)
         )  # fmt: skip

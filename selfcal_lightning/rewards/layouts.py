@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.prompts.chat_format import FIXED_DATE
 from selfcal_lightning.rewards.formats import RewardFormat
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class RewardEncoder:
         self._format, self._tokenizer = format, tokenizer
         self._separator = self._single(format.separator, "separator") if format.separator else None
         self.output_ids = tuple(self._single(text, "output_tokens") for text in format.output_tokens)
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._control_tokens = tuple(sorted(added | set(tokenizer.all_special_tokens)))
         if format.renders_chat and tokenizer.chat_template is None:
             raise InputError(
                 f"Expected the reward model's tokenizer to have a chat template, which the format {format.name!r} is "
@@ -52,8 +55,11 @@ class RewardEncoder:
     def encode(self, question: str, steps: Sequence[str]) -> RewardInput | None:
         """Return the ids and the K positions of a question and K steps.
 
-        None where the question or a step holds the separator itself, so that nobody can say which score is whose.
+        None where the question or a step holds the separator or a special token, such as the end of a turn: it would
+        be read as one, and nobody could say which score is whose.
         """
+        if any(token in text for text in (question, *steps) for token in self._control_tokens):
+            return None
         if self._format.layout == "marked":
             return self._marked(question, steps)
         if self._format.layout == "pieces":
@@ -87,22 +93,34 @@ class RewardEncoder:
             positions.append(len(ids) - 1)
         return RewardInput(tuple(ids), tuple(positions))
 
-    def _turns(self, question: str, steps: Sequence[str]) -> RewardInput:
-        turns, positions = list(self._system), []
+    def _turns(self, question: str, steps: Sequence[str]) -> RewardInput | None:
+        turns, prefixes = list(self._system), []
         asked = self._format.question.format(question=question)
         for number, step in enumerate(steps):
             turns.append(_turn("user", step if number else asked + step))
-            positions.append(len(self._chat(turns, asks=True)) - 1)
+            prefixes.append(self._chat(turns, asks=True))
             turns.append(_turn("assistant", self._format.reply))
-        ids = self._chat(turns[:-1], asks=True)  # nothing is read behind the last of them
-        return RewardInput(ids, tuple(positions))
+        ids = prefixes[-1]  # nothing is read behind the last turn
+        if any(ids[: len(prefix)] != prefix for prefix in prefixes):  # a template that rewrites earlier turns
+            return None
+        return RewardInput(ids, tuple(len(prefix) - 1 for prefix in prefixes))
 
     @property
     def _system(self) -> list[Turn]:
         return [] if self._format.system is None else [_turn("system", self._format.system)]
 
     def _chat(self, turns: Sequence[Turn], *, asks: bool = False) -> tuple[int, ...]:
-        text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks)
+        from jinja2.exceptions import TemplateError
+
+        # Some templates write today's date, which would make scores depend on the day.
+        date = {"date_string": FIXED_DATE} if "strftime_now" in str(self._tokenizer.chat_template) else {}
+        try:
+            text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
+        except TemplateError as error:
+            raise InputError(
+                f"Expected the reward model's chat template to accept the roles {[turn['role'] for turn in turns]} of "
+                f"the format {self._format.name!r}, but it refused them: {error}"
+            ) from error
         return tuple(self._plain(str(text)))
 
     def _plain(self, text: str) -> list[int]:

@@ -55,8 +55,8 @@ class RewardReader:
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the scores of every sample, [question][sample][step]; of the whole response where that is judged.
 
-        None stands for a response without text or steps, one that holds the separator or a special token, and one that has
-        no room in the model's context: none is cut.
+        None stands for a response without text or steps, one that holds the separator or a special token, and one that
+        has no room in the model's context: none is cut.
 
         Raises:
             RunError: A score is not finite.

@@ -186,4 +186,16 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
     assert found[2] is None, "white space is no response"
     assert 0.0 < found[0] < 1.0
     assert found[0] != found[1]
+    evaluated = [
+        "evaluate",
+        "--pools.mine",
+        str(scored),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--confidences",
+        "[orm]",
+    ]
+    few = ["--strategies", "[best_of_n, cisc]", "--num_resamples", "20", "--num_reshuffles", "2"]
+    assert run([*evaluated, *few]) == 0, capsys.readouterr().err
+    assert "orm" in (tmp_path / "out" / "strategies.md").read_text()
     assert "orm: scored 3 of 3 responses (0 had it before); 1 got none" in capsys.readouterr().err

@@ -53,6 +53,7 @@ __getattr__, __dir__, __all__ = face(
         "tasks.registry": ["get_task", "register_task"],
         "strategies.registry": ["register_strategy"],
         "confidence.estimators.registry": ["register_estimator"],
+        "rewards": ["RewardFormat", "RewardSettings", "register_reward_format"],
         "plugins": ["load_plugins"],
         "engines.base": ["Engine"],
         "engines.opening": ["open_engine"],

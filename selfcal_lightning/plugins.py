@@ -1,4 +1,4 @@
-"""Plug-ins: modules of the user's own that register tasks, confidence estimators and strategies when they are imported.
+"""Plug-ins: modules of the user's own that register tasks, estimators, strategies and reward formats when imported.
 
 A plug-in is named by the user (``--plugins``, or ``plugins`` in a YAML) or installed by them (an entry point); nothing
 is loaded from the folder of a model or from data. Processes that a verb starts find the same plug-ins in the
@@ -25,8 +25,8 @@ OPTION = "plugins"
 GROUP = "selfcal_lightning.plugins"
 VARIABLE = "SELFCAL_PLUGINS"
 HELP = (
-    "Modules, or .py files, that register tasks, estimators and strategies of your own when they are imported; several "
-    "with commas between them."
+    "Modules, or .py files, that register tasks, estimators, strategies and reward formats of your own when they are "
+    "imported; several with commas between them."
 )
 _FILE_ENDING = ".py"
 # What this process has imported: by its place, as it was named; and the entry points.

@@ -16,8 +16,6 @@ LOGPROB = "sequence_logprob"
 MEAN_LOGPROB = "mean_logprob"
 # Names that rows of the store carry as columns of their own: nothing has to be run for them.
 STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
-# Reserved for reward models, which come later.
-RESERVED = ("reward",)
 
 
 class MissingConfidenceError(InputError):

@@ -9,6 +9,7 @@ from selfcal_lightning.confidence.scoring.running import PoolScoring, ScoreRepor
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.running import parse_shard
+from selfcal_lightning.rewards.settings import RewardSettings
 
 
 def run_score(
@@ -28,6 +29,7 @@ def run_score(
     adapter: str | None = None,
     shard: str = "0/1",
     overwrite: bool = False,
+    reward: RewardSettings = RewardSettings(),
 ) -> list[ScoreReport]:
     """Score the responses of a store, or of a JSON-lines pool, with estimators of confidence.
 
@@ -37,7 +39,7 @@ def run_score(
 
     Args:
         estimator: Name, or a list of names: p_true, verbalized, response_consistency, sequence_logprob, mean_logprob,
-            self_certainty, token_entropy.
+            self_certainty, token_entropy; with a reward model prm, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.
@@ -53,13 +55,14 @@ def run_score(
         adapter: Folder of a LoRA adapter to score with.
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
+        reward: The reward model of prm, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
 
     Returns:
         What each estimator did.
     """
     engine.check_local()
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
-    settings = ModelSettings(model, query, engine.of(revision=revision, adapter=adapter))
+    settings = ModelSettings(model, query, engine.of(revision=revision, adapter=adapter), reward)
     _check_place(store_dir, pool, output, {"split": split, "round": round, "shard": shard})
     if store_dir is not None:
         part = parse_shard(shard)

@@ -27,7 +27,7 @@ _MARK_CHAR = "\ufdd0"  # a Unicode noncharacter: never in text that is meant for
 _MARK = re.compile(f"{_MARK_CHAR}([0-9]+){_MARK_CHAR}")
 _SENTINEL = f"{_MARK_CHAR}response{_MARK_CHAR}"
 _REASONING_TAG = re.compile(r"<(/?)([\w:]*think[\w:]*)>")
-_FIXED_DATE = "26 Jul 2024"
+FIXED_DATE = "26 Jul 2024"
 
 
 def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -192,7 +192,7 @@ class ChatFormat:
         if self._folds_system:
             turns = _fold_system(turns)
         if "strftime_now" in self._template:
-            options["date_string"] = _FIXED_DATE
+            options["date_string"] = FIXED_DATE
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
         except TemplateError as error:

@@ -72,21 +72,21 @@ def test_unreadable_samples_count_among_the_k() -> None:
 def test_names() -> None:
     assert set(ESTIMATORS) == {
         "p_true", "verbalized", "response_consistency", "sequence_logprob", "mean_logprob", "self_certainty",
-        "token_entropy",
+        "token_entropy", "prm", "prm_min", "prm_prod", "orm", "reward",
     }  # fmt: skip
     assert set(STORED) <= set(ESTIMATORS)
     assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == {
-        "p_true", "verbalized", "response_consistency",
+        "p_true", "verbalized", "response_consistency", "prm", "prm_min", "prm_prod", "orm",
     }  # fmt: skip
     assert [name for name, kind in ESTIMATORS.items() if kind.needs_pool] == ["response_consistency"]
 
 
-def test_unknown_and_reserved_names() -> None:
+def test_unknown_names_and_missing_parts() -> None:
     with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
         estimator_class("self_certanty")
     with pytest.raises(ValueError, match=r"to be one of p_true, verbalized, .* but got 'zzzz'"):
         estimator_class("zzzz")
-    with pytest.raises(ValueError, match=r"'reward', which is reserved for reward models\. They come in a later"):
+    with pytest.raises(ValueError, match=r"Expected `rewards` for the estimator 'reward'"):
         build_estimator("reward")
 
 

@@ -178,7 +178,7 @@ def test_what_cannot_be_fitted_says_why() -> None:
     no_reference = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
     with pytest.raises(ValueError, match="right or wrong, but got 40 of 40 that nobody can judge"):
         fit_scaler(no_reference, "platt")
-    for name in ("p_true", "reward", ""):
+    for name in ("p_true", ""):
         with pytest.raises(ValueError, match="`name` to be a new one"):
             fit_scaler(pool, "platt", name=name)
     with pytest.raises(ValueError, match="not fitted on, but got 5 of 5"):

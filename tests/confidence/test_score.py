@@ -30,6 +30,7 @@ from selfcal_lightning.pipelines.export_pool import run_export_pool
 from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
+from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.store.annotations import Annotation, annotation_names
 from selfcal_lightning.store.sample_store import SampleStore
 
@@ -354,7 +355,11 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
             {"estimator": "p_true", "store_dir": "s", "consistency_samples": 3},
             "with the estimator response_consistency",
         ),
-        ({"estimator": "reward", "store_dir": "s"}, "reserved for reward models"),
+        ({"estimator": "prm", "store_dir": "s"}, "`reward.model` and `reward.format`"),
+        (
+            {"estimator": "p_true", "store_dir": "s", "reward": RewardSettings("m")},
+            "`reward` with an estimator that reads a reward model",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:

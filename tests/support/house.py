@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ),
     ("model_files locations functional prompts", "files of models; pure maths; chats and the confidence query"),
     ("tasks store models metrics", "questions, reading and judging; samples on disk; networks; torchmetrics"),
-    ("pools engines", "recorded responses and their formats; who samples"),
+    ("pools engines rewards", "recorded responses and their formats; who samples; reward models"),
     (
         "confidence capability training modules",
         "of a response, and of a question: estimators, what is fitted, scoring; checkpoints, FSDP2; LightningModules",

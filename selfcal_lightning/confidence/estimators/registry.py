@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from selfcal_lightning.confidence.base import RESERVED, STORED, Estimator
+from selfcal_lightning.confidence.base import STORED, Estimator
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
 from selfcal_lightning.confidence.estimators.p_true import PTrue
+from selfcal_lightning.confidence.estimators.reward_model import REWARD_SCORES
 from selfcal_lightning.confidence.estimators.token_statistics import (
     MeanLogprob,
     SelfCertainty,
@@ -21,6 +22,7 @@ from selfcal_lightning.errors import InputError, unknown_name
 if TYPE_CHECKING:
     from selfcal_lightning.confidence.estimators.token_reader import TokenReader
     from selfcal_lightning.prompts.chat_format import ChatFormat
+    from selfcal_lightning.rewards.reading import RewardReader
 
 
 class EstimatorClass(Protocol):
@@ -31,7 +33,7 @@ class EstimatorClass(Protocol):
         is_probability: See :class:`~selfcal_lightning.confidence.base.Estimator`.
         needs_pool: Likewise.
         reads: What it is made from: "engine" (an engine and a chat format), "tokens" (a token reader, which is a local
-            model) or "pool" (nothing but the samples).
+            model), "rewards" (a reward reader) or "pool" (nothing but the samples).
     """
 
     name: str
@@ -46,10 +48,19 @@ class EstimatorClass(Protocol):
 
 _OWN = cast(  # a class whose attributes are class variables is one of them
     "tuple[EstimatorClass, ...]",
-    (PTrue, Verbalized, ResponseConsistency, SequenceLogprob, MeanLogprob, SelfCertainty, TokenEntropy),
+    (
+        PTrue,
+        Verbalized,
+        ResponseConsistency,
+        SequenceLogprob,
+        MeanLogprob,
+        SelfCertainty,
+        TokenEntropy,
+        *REWARD_SCORES,
+    ),
 )
 ESTIMATORS: dict[str, EstimatorClass] = {estimator.name: estimator for estimator in _OWN}
-READS = ("engine", "tokens", "pool")
+READS = ("engine", "tokens", "rewards", "pool")
 _PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
 
 
@@ -57,7 +68,7 @@ def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
     """Add an estimator under the ``name`` of its class, and return the class: it can stand as a decorator.
 
     Raises:
-        InputError: The name is taken or reserved, or the class does not say what it is and what it reads.
+        InputError: The name is taken, or the class does not say what it is and what it reads.
     """
     missing = [name for name in _PARTS if name not in dir(estimator)]
     if missing:
@@ -66,7 +77,7 @@ def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
         )
     if estimator.reads not in READS:
         raise InputError(f"Expected `reads` of {estimator.name} to be one of {READS}, but got {estimator.reads!r}.")
-    if estimator.name in (*ESTIMATORS, *STORED, *RESERVED):
+    if estimator.name in (*ESTIMATORS, *STORED):
         raise InputError(f"Expected the estimator's `name` to be new, but {estimator.name!r} is taken already.")
     ESTIMATORS[estimator.name] = estimator
     return estimator
@@ -84,11 +95,6 @@ def estimator_class(name: str) -> EstimatorClass:
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    if name in RESERVED:
-        raise InputError(
-            f"Expected the name of an estimator, but got {name!r}, which is reserved for reward models. They come in a "
-            f"later version; until then there are {', '.join(ESTIMATORS)}."
-        )
     raise unknown_name("estimator", name, ESTIMATORS)
 
 
@@ -115,6 +121,7 @@ def build_estimator(
     engine: Engine | None = None,
     chat: ChatFormat | None = None,
     tokens: TokenReader | None = None,
+    rewards: RewardReader | None = None,
     **settings: Any,
 ) -> Estimator:
     """Return the estimator ``name``, made from those of the arguments that it reads.
@@ -124,15 +131,21 @@ def build_estimator(
         engine: Who answers, where it asks.
         chat: Chat format of the engine's tokenizer.
         tokens: Reader of token statistics, where it reads those.
+        rewards: Reader of a reward model's scores, where it reads those.
         **settings: Keyword arguments of its class.
 
     Raises:
         InputError: The name is unknown, or what it reads was not given.
     """
     estimator = estimator_class(name)
-    given: dict[str, tuple[Any, ...]] = {"engine": (engine, chat), "tokens": (tokens,), "pool": ()}
+    given: dict[str, tuple[Any, ...]] = {
+        "engine": (engine, chat),
+        "tokens": (tokens,),
+        "rewards": (rewards,),
+        "pool": (),
+    }
     needed = given[estimator.reads]
     if any(part is None for part in needed):
-        wanted = {"engine": "`engine` and `chat`", "tokens": "`tokens`"}[estimator.reads]
+        wanted = "`engine` and `chat`" if estimator.reads == "engine" else f"`{estimator.reads}`"
         raise InputError(f"Expected {wanted} for the estimator {name!r}, but got None.")
     return estimator(*needed, **settings)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, RESERVED
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.dependence import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.fitting.calibration_split import FittedOn, check_not_fitted_on
 from selfcal_lightning.confidence.fitting.earlier_files import load_confidence
@@ -176,7 +176,7 @@ def check_labels(table: ResponseTable) -> None:
 
 def check_new_name(name: str, sources: Sequence[str]) -> None:
     """Raise when a fitted confidence would take the name of something else."""
-    taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *RESERVED, *sources)
+    taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *sources)
     if not name or name in taken:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from selfcal_lightning.models.adapter_files import adapter_identity, read_invoca
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
 from selfcal_lightning.records import IMPORTED
+from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.store.sample_store import StoreFingerprint
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.confidence.estimators.token_reader import TokenReader
     from selfcal_lightning.prompts.chat_format import ChatFormat
+    from selfcal_lightning.rewards.reading import RewardReader
 
 ACTIVATED = "activated_adapter_sha256"
 
@@ -38,15 +40,17 @@ class ModelSettings:
         model: Folder or hub name; None takes the one that sampled the store, with its revision.
         query: The confidence query; None takes the store's.
         engine: What answers, and how.
+        reward: The reward model, for the estimators that read one.
     """
 
     model: str | None
     query: str | None
     engine: EngineOptions
+    reward: RewardSettings = field(default_factory=RewardSettings)
 
 
 class ScoringModel:
-    """Gives estimators what they read: an engine, or a local model for statistics of the full vocabulary.
+    """Gives estimators what they read: an engine, a local model for statistics of all tokens, or a reward model.
 
     Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
     copy, which is closed before a local one is loaded.
@@ -63,6 +67,7 @@ class ScoringModel:
         self._engine: Engine | None = None
         self._network: PreTrainedModel | None = None
         self._tokens: TokenReader | None = None
+        self._rewards: RewardReader | None = None
 
     @cached_property
     def source(self) -> str:
@@ -113,7 +118,7 @@ class ScoringModel:
 
     def made_the_stored(self, name: str) -> bool:
         """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
-        if not self._sampled_the_store(self.identity):
+        if estimator_class(name).reads == "rewards" or not self._sampled_the_store(self.identity):
             return False
         # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
         # computes in.
@@ -142,6 +147,10 @@ class ScoringModel:
         reads = estimator_class(name).reads
         if reads == "pool":
             return origin
+        if reads == "rewards":
+            from selfcal_lightning.rewards.reading import reward_identity
+
+            return {**origin, "reward_model": reward_identity(self.settings.reward)}
         prompt = self.chat.describe()
         if reads == "engine":
             read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
@@ -161,6 +170,8 @@ class ScoringModel:
             return build_estimator(name, **settings)
         if reads == "engine":
             return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
+        if reads == "rewards":
+            return build_estimator(name, rewards=self._open_rewards(), **settings)
         return build_estimator(name, tokens=self._open_tokens(), **settings)
 
     def close(self) -> None:
@@ -195,6 +206,13 @@ class ScoringModel:
                 self.close()
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
+
+    def _open_rewards(self) -> RewardReader:
+        if self._rewards is None:
+            from selfcal_lightning.rewards.reading import open_rewards
+
+            self._rewards = open_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
+        return self._rewards
 
     def _open_network(self) -> PreTrainedModel:
         if self._network is None:

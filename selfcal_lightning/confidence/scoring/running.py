@@ -11,6 +11,7 @@ from typing import Any
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.dependence import RecordedConfidence, check_name_tells
 from selfcal_lightning.confidence.estimators.registry import EstimatorClass, estimator_class, estimator_settings
+from selfcal_lightning.confidence.estimators.reward_model import check_judge
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
 from selfcal_lightning.confidence.scoring.model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.scoring.pool_target import PoolTarget
@@ -21,10 +22,12 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.names import check_adapter_name
 from selfcal_lightning.plugins import loaded_plugins
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.runtime.files import to_json, write_atomically
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.judging import is_failed
 
 CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of work on a CPU
 
@@ -186,12 +189,27 @@ def _members(chosen: Sequence[str], name: str | None, consistency_samples: int |
 
 def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
     """Refuse the name of a model or an adapter that there is not; the store's own model is checked when it is known."""
-    if all(member.kind.reads == "pool" for member in members):
+    _check_rewards(settings.reward, [member.kind.name for member in members if member.kind.reads == "rewards"])
+    if all(member.kind.reads in ("pool", "rewards") for member in members):
         return
     if settings.model is not None:
         check_engine(settings.engine, settings.model)
     elif settings.engine.adapter is not None:
         check_adapter_name(settings.engine.adapter)
+
+
+def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
+    """Refuse a reward model that is not there or that an estimator cannot read, and one that none of them reads."""
+    if names:
+        from selfcal_lightning.rewards.reading import check_rewards
+
+        format = check_rewards(settings)
+        for name in names:
+            check_judge(name, format)
+    elif settings != RewardSettings():
+        raise InputError(
+            f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got {settings}."
+        )
 
 
 def _open_store(
@@ -214,6 +232,7 @@ def _open_store(
         "engine": engine.name,
         "dtype": engine.dtype,
         "model": run.model.model,
+        "reward_model": run.model.reward.model,
     }
     target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
     folder = store.path / "runs"
@@ -230,7 +249,7 @@ def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: Scoring
     say(f"Scoring {target.num_responses:,} responses ({names}); writing to {place}")
     try:
         with target:
-            for reads in ("pool", "engine", "tokens"):
+            for reads in ("pool", "engine", "tokens", "rewards"):
                 _score(target, [member for member in members if member.kind.reads == reads], scoring)
     finally:
         scoring.close()
@@ -271,7 +290,9 @@ def _score_chunk(
     target.put(member.name, positions, values)
     member.scored += len(values)
     member.unknown += sum(value is None for value in values)
-    if member.kind.reads != "pool":
+    if member.kind.reads == "rewards":  # it reads texts alone
+        member.encoded += sum(not is_failed(sample) for entry in chosen for sample in entry.samples)
+    elif member.kind.reads != "pool":
         ids = (row for entry in chosen for row in entry_ids(entry, scoring.chat))
         member.encoded += sum(row is not None and row.encoded for row in ids)
     return len(values)

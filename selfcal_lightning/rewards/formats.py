@@ -1,0 +1,127 @@
+"""What a family of reward models is: how a response is written for it, where its score is read, and by which head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from selfcal_lightning.errors import InputError
+
+Judged = Literal["steps", "response"]
+Layout = Literal["marked", "pieces", "turns", "chat"]
+Link = Literal["softmax", "sigmoid", "none"]
+OUTPUT_LAYER = ("lm_head",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFormat:
+    r"""How a family of reward models is written to and read. The weights lie under the names of the public ones.
+
+    Layouts:
+
+    - ``marked``: one text, every step followed by ``separator``; read at the separators.
+    - ``pieces``: question and steps encoded one by one, each step with ``separator`` behind it where there is one; read
+      at the last token of each.
+    - ``turns``: every step is a turn of the user, the first one with the question before it, answered by ``reply``;
+      read at the token that predicts the reply.
+    - ``chat``: question and response are a chat; read at its last token.
+
+    Attributes:
+        name: Name to choose it by.
+        judges: "steps", one score a step, or "response", one score in all.
+        layout: One of the layouts above.
+        layers: Names of the head's linear layers in the weights, with ReLU between them; ``("lm_head",)`` reads the
+            rows of ``output_tokens`` in the output layer.
+        num_outputs: Outputs of the head.
+        link: What makes scores of the outputs; "none" leaves the one output as it is, which is no probability.
+        right: The outputs that mean right; their probabilities are added.
+        bias: Whether the layers have a bias; None takes one where it is stored.
+        output_tokens: With ``lm_head``: the tokens whose logits are the outputs, in their order.
+        question: Template of what stands before the first step, with ``{question}``.
+        step: Template of a step in the layout "marked", with ``{step}`` and ``{separator}``.
+        joiner: What stands between two of those.
+        separator: What follows a step; one token.
+        uses_chat: Whether "marked" is rendered by the chat template, the steps being the assistant's turn.
+        system: The system turn of a chat; None has none.
+        reply: The assistant's turn in the layout "turns".
+
+    Raises:
+        InputError: The parts do not belong together.
+
+    Example:
+        >>> RewardFormat(name="mine", judges="steps", layout="marked", layers=("score",), num_outputs=2,
+        ...              link="softmax", right=(1,), separator="<step>").is_probability
+        True
+    """
+
+    name: str
+    judges: Judged
+    layout: Layout
+    layers: tuple[str, ...]
+    num_outputs: int
+    link: Link
+    right: tuple[int, ...] = (0,)
+    bias: bool | None = None
+    output_tokens: tuple[str, ...] = ()
+    question: str = "{question}"
+    step: str = "{step}{separator}"
+    joiner: str = ""
+    separator: str = ""
+    uses_chat: bool = False
+    system: str | None = None
+    reply: str = "+"
+
+    def __post_init__(self) -> None:
+        for option, value, choices in (
+            ("judges", self.judges, Judged),
+            ("layout", self.layout, Layout),
+            ("link", self.link, Link),
+        ):
+            if value not in get_args(choices):
+                raise self._refusal(f"`{option}` to be one of {', '.join(get_args(choices))}", value)
+        self._check_texts()
+        self._check_head()
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether its scores lie in [0, 1]."""
+        return self.link != "none"
+
+    @property
+    def is_output_layer(self) -> bool:
+        """Whether its head is rows of a causal model's output layer."""
+        return self.layers == OUTPUT_LAYER
+
+    @property
+    def renders_chat(self) -> bool:
+        """Whether it needs the model's chat template."""
+        return self.uses_chat or self.layout in ("turns", "chat")
+
+    def _check_texts(self) -> None:
+        if not self.name:
+            raise self._refusal("`name` to be some text", self.name)
+        if (self.layout == "marked") and not self.separator:
+            raise self._refusal('`separator` to be given with the layout "marked"', self.separator)
+        if self.layout == "chat" and self.judges == "steps":
+            raise self._refusal('`judges` to be "response" with the layout "chat"', self.judges)
+        if "{question}" not in self.question:
+            raise self._refusal("`question` to hold {question}", self.question)
+        if "{step}" not in self.step or "{separator}" not in self.step:
+            raise self._refusal("`step` to hold {step} and {separator}", self.step)
+
+    def _check_head(self) -> None:
+        if not self.layers or self.num_outputs < 1:
+            raise self._refusal(
+                "`layers` and `num_outputs` to be at least one layer and one output", (self.layers, self.num_outputs)
+            )
+        if not self.right or not set(self.right) <= set(range(self.num_outputs)):
+            raise self._refusal(f"`right` to be among the {self.num_outputs} outputs", self.right)
+        if self.link == "none" and self.num_outputs != 1:
+            raise self._refusal('one output with the link "none"', self.num_outputs)
+        if self.is_output_layer != bool(self.output_tokens):
+            raise self._refusal("`output_tokens` with the layer lm_head alone", self.output_tokens)
+        if self.output_tokens and len(self.output_tokens) != self.num_outputs:
+            raise self._refusal(f"{self.num_outputs} `output_tokens`", self.output_tokens)
+
+    def _refusal(self, expected: str, got: object) -> InputError:
+        return InputError(f"Expected {expected} in the reward format {self.name!r}, but got {got!r}.")

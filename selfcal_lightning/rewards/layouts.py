@@ -1,0 +1,141 @@
+"""A question and steps as the token ids that a reward model reads, and where its scores stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.prompts.chat_format import FIXED_DATE
+from selfcal_lightning.rewards.formats import RewardFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Turn = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What one forward pass reads.
+
+    Attributes:
+        ids: Token ids [T].
+        positions: Where the scores are read [K], rising.
+    """
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class RewardEncoder:
+    """Writes questions and steps for a reward model. Texts are encoded, so another tokenizer than the policy's is fine.
+
+    Args:
+        format: The model's format.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        InputError: A separator or an output token is not one token, or a chat template is missing.
+    """
+
+    def __init__(self, format: RewardFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._format, self._tokenizer = format, tokenizer
+        self._separator = self._single(format.separator, "separator") if format.separator else None
+        self.output_ids = tuple(self._single(text, "output_tokens") for text in format.output_tokens)
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._control_tokens = tuple(sorted(added | set(tokenizer.all_special_tokens)))
+        if format.renders_chat and tokenizer.chat_template is None:
+            raise InputError(
+                f"Expected the reward model's tokenizer to have a chat template, which the format {format.name!r} is "
+                "written by, but got none. Choose its own `reward.format`."
+            )
+
+    def encode(self, question: str, steps: Sequence[str]) -> RewardInput | None:
+        """Return the ids and the K positions of a question and K steps.
+
+        None where the question or a step holds the separator or a special token, such as the end of a turn: it would
+        be read as one, and nobody could say which score is whose.
+        """
+        if any(token in text for text in (question, *steps) for token in self._control_tokens):
+            return None
+        if self._format.layout == "marked":
+            return self._marked(question, steps)
+        if self._format.layout == "pieces":
+            return self._pieces(question, steps)
+        if self._format.layout == "turns":
+            return self._turns(question, steps)
+        asked = self._format.question.format(question=question)
+        ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", "".join(steps))])
+        return RewardInput(ids, (len(ids) - 1,))
+
+    def _marked(self, question: str, steps: Sequence[str]) -> RewardInput | None:
+        form = self._format
+        asked = form.question.format(question=question)
+        answer = form.joiner.join(form.step.format(step=step, separator=form.separator) for step in steps)
+        if form.uses_chat:
+            ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", answer)])
+        else:
+            ids = tuple(self._tokenizer.encode(asked + answer))
+        positions = tuple(place for place, token in enumerate(ids) if token == self._separator)
+        return RewardInput(ids, positions) if len(positions) == len(steps) else None
+
+    def _pieces(self, question: str, steps: Sequence[str]) -> RewardInput | None:
+        bos = self._tokenizer.bos_token_id
+        ids = [] if bos is None else [bos]
+        ids += self._plain(self._format.question.format(question=question))
+        positions = []
+        for step in steps:
+            ids += self._plain(step)
+            if self._separator is not None:
+                ids.append(self._separator)
+            positions.append(len(ids) - 1)
+        return RewardInput(tuple(ids), tuple(positions))
+
+    def _turns(self, question: str, steps: Sequence[str]) -> RewardInput | None:
+        turns, prefixes = list(self._system), []
+        asked = self._format.question.format(question=question)
+        for number, step in enumerate(steps):
+            turns.append(_turn("user", step if number else asked + step))
+            prefixes.append(self._chat(turns, asks=True))
+            turns.append(_turn("assistant", self._format.reply))
+        ids = prefixes[-1]  # nothing is read behind the last turn
+        if any(ids[: len(prefix)] != prefix for prefix in prefixes):  # a template that rewrites earlier turns
+            return None
+        return RewardInput(ids, tuple(len(prefix) - 1 for prefix in prefixes))
+
+    @property
+    def _system(self) -> list[Turn]:
+        return [] if self._format.system is None else [_turn("system", self._format.system)]
+
+    def _chat(self, turns: Sequence[Turn], *, asks: bool = False) -> tuple[int, ...]:
+        from jinja2.exceptions import TemplateError
+
+        # Some templates write today's date, which would make scores depend on the day.
+        date = {"date_string": FIXED_DATE} if "strftime_now" in str(self._tokenizer.chat_template) else {}
+        try:
+            text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
+        except TemplateError as error:
+            raise InputError(
+                f"Expected the reward model's chat template to accept the roles {[turn['role'] for turn in turns]} of "
+                f"the format {self._format.name!r}, but it refused them: {error}"
+            ) from error
+        return tuple(self._plain(str(text)))
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _single(self, text: str, option: str) -> int:
+        ids = self._plain(text)
+        if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id:
+            raise InputError(
+                f"Expected `{option}` of the reward format {self._format.name!r} to be single tokens of the reward "
+                f"model's tokenizer, but {text!r} is {self._tokenizer.convert_ids_to_tokens(ids)}. The model has "
+                "another format: choose or register its own."
+            )
+        return ids[0]
+
+
+def _turn(role: str, content: str) -> Turn:
+    return {"role": role, "content": content}

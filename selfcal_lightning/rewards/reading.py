@@ -1,0 +1,164 @@
+"""Scores of recorded responses by a reward model: every response once, in batches of similar length."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.functional.steps import find_rule, step_spans
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.prompts.chat_format import load_tokenizer
+from selfcal_lightning.records import Question, QuestionSamples
+from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput
+from selfcal_lightning.rewards.registry import reward_format
+from selfcal_lightning.rewards.settings import RewardSettings, Steps
+
+if TYPE_CHECKING:
+    from selfcal_lightning.rewards.model import RewardModel
+
+FORWARD_TOKENS = 8192
+
+
+class RewardReader:
+    """Reads the scores of recorded responses.
+
+    What one call has read is there for the next, so that several confidences of one model cost one forward pass.
+
+    Args:
+        model: The loaded model.
+        encoder: Writes for it.
+        format: Its format.
+        steps: Where steps end.
+        forward_tokens: Tokens of a forward pass, padding included; one response may be longer.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        encoder: RewardEncoder,
+        *,
+        format: RewardFormat,
+        steps: Steps = "auto",
+        forward_tokens: int = FORWARD_TOKENS,
+    ) -> None:
+        self.format = format
+        self._model, self._encoder, self._steps, self._forward_tokens = model, encoder, steps, forward_tokens
+        self._known: dict[RewardInput, list[float]] = {}
+
+    def read(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
+        """Return the scores of every sample, [question][sample][step]; of the whole response where that is judged.
+
+        None stands for a response without text or steps, one that holds the separator or a special token, and one that
+        has no room in the model's context: none is cut.
+
+        Raises:
+            RunError: A score is not finite.
+        """
+        inputs = [[self._input(entry.question, sample.text) for sample in entry.samples] for entry in pool]
+        wanted = {one for row in inputs for one in row if one is not None}
+        known = {one: self._known[one] for one in wanted & self._known.keys()}
+        for batch in self._batches(wanted - known.keys()):
+            known |= zip(batch, self._scores(batch), strict=True)
+        self._known = known
+        return [[None if one is None else known[one] for one in row] for row in inputs]
+
+    def _input(self, question: Question, text: str) -> RewardInput | None:
+        steps = self._steps_of(text)
+        if not steps:
+            return None
+        found = self._encoder.encode(_text_of(question), steps)
+        room = self._model.max_context
+        return None if found is None or (room is not None and len(found.ids) > room) else found
+
+    def _steps_of(self, text: str) -> list[str]:
+        if self.format.judges == "response":
+            return [text.strip()] if text.strip() else []
+        rule = find_rule(text) if self._steps == "auto" else self._steps
+        return [text[start:end] for start, end in step_spans(text, rule)]
+
+    def _scores(self, batch: Sequence[RewardInput]) -> list[list[float]]:
+        scores = self._model.scores(batch)
+        if not all(math.isfinite(score) for row in scores for score in row):
+            raise RunError(
+                "Expected finite scores of the reward model, but got nan or infinity. Its weights are damaged, or the "
+                "numbers leave the range of its dtype: use `--engine.dtype float32`. Nothing of this batch was kept."
+            )
+        return scores
+
+    def _batches(self, inputs: Iterable[RewardInput]) -> Iterator[list[RewardInput]]:
+        """Yield the inputs by rising length, in batches within the limit on tokens."""
+        batch: list[RewardInput] = []
+        for one in sorted(inputs, key=lambda one: (len(one.ids), one.ids)):
+            if batch and (len(batch) + 1) * len(one.ids) > self._forward_tokens:
+                yield batch
+                batch = []
+            batch.append(one)
+        if batch:
+            yield batch
+
+
+def check_rewards(settings: RewardSettings) -> RewardFormat:
+    """Return the format of the reward model in ``settings``; nothing is loaded.
+
+    Raises:
+        InputError: The model or the format is not named, or not there.
+    """
+    if settings.model is None or settings.format is None:
+        raise InputError(
+            f"Expected `reward.model` and `reward.format`, the folder of a reward model and its format, but got "
+            f"{settings.model!r} and {settings.format!r}."
+        )
+    format = reward_format(settings.format)
+    if not Path(settings.model).is_dir():
+        raise InputError(f"Expected `reward.model` to be a local folder, but got {settings.model!r}.")
+    check_model_folder(settings.model, option="reward.model")
+    return format
+
+
+def reward_identity(settings: RewardSettings) -> dict[str, Any]:
+    """Return what the scores of a reward model depend on, JSON-able: its weights, its format, its tokens, the steps."""
+    format = check_rewards(settings)
+    folder = str(settings.model)
+    tokenizer = load_tokenizer(folder)
+    # The words are part of the identity as the weights are: another template or vocabulary is another input.
+    words = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template))
+    return {
+        "weights_sha256": weights_sha256(folder),
+        "tokenizer_sha256": hashlib.sha256(words.encode()).hexdigest(),
+        "format": asdict(format),
+        "steps": settings.steps if format.judges == "steps" else None,
+    }
+
+
+def open_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
+    """Load the reward model of ``settings``.
+
+    Raises:
+        InputError: It is not there, or is not of the format that was named.
+    """
+    from selfcal_lightning.rewards.model import load_reward_model
+
+    format = check_rewards(settings)
+    tokenizer = load_tokenizer(str(settings.model))
+    encoder = RewardEncoder(format, tokenizer)
+    model = load_reward_model(Path(str(settings.model)), format, encoder.output_ids, dtype=dtype)
+    if len(tokenizer) > model.num_tokens:
+        raise InputError(
+            f"Expected the reward model to come with the tokenizer of its weights, but {settings.model} has "
+            f"{len(tokenizer):,} tokens for {model.num_tokens:,} embeddings. Fetch both again."
+        )
+    return RewardReader(model, encoder, format=format, steps=settings.steps)
+
+
+def _text_of(question: Question) -> str:
+    """Return the bare question; where only the chat is known, what its user says last."""
+    if question.text:
+        return question.text
+    return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")

@@ -1,0 +1,33 @@
+"""Which reward model scores, and how responses are cut into steps for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from selfcal_lightning.errors import unknown_name
+
+Steps = Literal["auto", "sentence", "line", "blank_line", "heading"]
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Which reward model scores, and how.
+
+    Attributes:
+        model: Its folder, with weights in safetensors.
+        format: Name of its format, such as "math-shepherd".
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", or "auto", the coarsest of these that a
+            response has.
+
+    Raises:
+        InputError: ``steps`` is none of these.
+    """
+
+    model: str | None = None
+    format: str | None = None
+    steps: Steps = "auto"
+
+    def __post_init__(self) -> None:
+        if self.steps not in get_args(Steps):
+            raise unknown_name("reward.steps", self.steps, get_args(Steps))

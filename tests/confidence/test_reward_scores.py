@@ -1,0 +1,201 @@
+"""`selfcal score` with a reward model: like any confidence beside a store's rows or in a pool; refused; plugged in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
+from support.reward_models import stand_in
+
+from selfcal_lightning import plugins
+from selfcal_lightning.cli import run
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.scoring import running
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.functional.steps import aggregate
+from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.reading import RewardReader, open_rewards
+from selfcal_lightning.rewards.registry import REWARD_FORMATS, reward_format
+from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.store.annotations import annotation_names
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.strategies.driver import run_strategy
+from selfcal_lightning.strategies.replay_source import ReplaySource
+from selfcal_lightning.strategies.rules.best_of_n import BestOfN
+
+TOTAL = NUM_QUESTIONS * NUM_SAMPLES
+STEPS = ["prm", "prm_min", "prm_prod"]
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    engine = TransformersEngine(tiny_model)
+    path = sample_store(engine, tmp_path_factory.mktemp("rewards") / "store").path
+    engine.close()
+    return path
+
+
+@pytest.fixture
+def store(sampled: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sampled, tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def prm(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
+    format = reward_format("math-shepherd")
+    folder = stand_in(tiny_model, tmp_path_factory.mktemp("prm") / "m", format)
+    return RewardSettings(folder, format.name, "sentence")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
+    format = reward_format("sequence-classifier")
+    return RewardSettings(stand_in(tiny_model, tmp_path_factory.mktemp("orm") / "m", format), format.name)
+
+
+def values(store: Path, name: str) -> list[float]:
+    return SampleStore(store).index(confidences=[name]).confidences[name].tolist()
+
+
+def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: RewardSettings) -> None:
+    arguments = ["score", "--store_dir", str(store), "--estimator", json.dumps(STEPS), "--reward.model", str(prm.model)]
+    assert run([*arguments, "--reward.format", "math-shepherd", "--reward.steps", "sentence"]) == 0
+    assert annotation_names(store) == STEPS
+    rows = [row for question in open_rewards(prm).read(list(SampleStore(store).samples())) for row in question]
+    assert sum(row is not None and len(row) > 1 for row in rows) > TOTAL // 2
+    for name, how in zip(STEPS, ("last", "min", "prod"), strict=True):
+        expected = [np.nan if row is None else aggregate(row, how) for row in rows]  # type: ignore[arg-type]
+        assert values(store, name) == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    pool = list(SampleStore(store).samples(confidences=["prm"]))
+    strategy = BestOfN(max_samples=NUM_SAMPLES, confidence="prm")
+    verdicts = run_strategy(strategy, [entry.question for entry in pool], ReplaySource(pool))
+    for entry, verdict in zip(pool, verdicts, strict=True):
+        readable = [sample for sample in entry.samples if sample.answer is not None]
+        assert verdict.answer == max(readable, key=lambda sample: confidence_of(sample, "prm") or 0.0).answer
+
+
+def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(
+    store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = run_score("prm", str(store), reward=prm)
+    assert (first.scored, first.encoded) == (TOTAL, TOTAL)
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("nothing has to be loaded")
+
+    monkeypatch.setattr("selfcal_lightning.rewards.reading.open_rewards", load)
+    (again,) = run_score("prm", str(store), reward=prm)
+    assert (again.reused, again.scored) == (TOTAL, 0)
+    with pytest.raises(ValueError, match="prm"):
+        run_score("prm", str(store), reward=RewardSettings(prm.model, prm.format, "line"))
+    with pytest.raises(ValueError, match="bring 'p_true' of another model"):
+        run_score("prm", str(store), reward=prm, name="p_true")
+
+
+def test_a_broken_run_goes_on_where_it_stopped(
+    store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CHUNK_RESPONSES", NUM_SAMPLES)  # a question at a time
+    read, calls = RewardReader.read, []
+
+    def fail_at_third(self: RewardReader, pool: list[QuestionSamples]) -> Any:
+        calls.append(pool[0].question.id)
+        if len(calls) == 3:
+            raise RuntimeError("the machine is gone")
+        return read(self, pool)
+
+    monkeypatch.setattr(RewardReader, "read", fail_at_third)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run_score("prm", str(store), reward=prm)
+    (report,) = run_score("prm", str(store), reward=prm)
+    assert (report.reused, report.scored) == (2 * NUM_SAMPLES, TOTAL - 2 * NUM_SAMPLES)
+
+
+def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:
+    with pytest.raises(ValueError, match=r"judges whole responses without a probability, but got 'orm'\. Use reward\."):
+        run_score("orm", str(store), reward=outcomes)
+    with pytest.raises(ValueError, match="but got 'prm'"):
+        run_score("prm", str(store), reward=outcomes)
+    (report,) = run_score("reward", str(store), reward=outcomes)
+    assert (report.scored, report.unknown) == (TOTAL, 0)
+    rows = [row for question in open_rewards(outcomes).read(list(SampleStore(store).samples())) for row in question]
+    assert values(store, "reward") == pytest.approx([row[0] for row in rows if row is not None], abs=1e-5)
+
+
+@pytest.fixture
+def unplugged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take back what a plug-in registers, and what it leaves in this process."""
+    before = dict(REWARD_FORMATS)
+    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    os.environ.pop(plugins.VARIABLE, None)
+    REWARD_FORMATS.clear()
+    REWARD_FORMATS.update(before)
+
+
+PLUGIN = """
+    from selfcal_lightning import RewardFormat, register_reward_format
+
+    register_reward_format(
+        RewardFormat(
+            name="stars", judges="response", layout="pieces", layers=("stars",), num_outputs=3, link="softmax",
+            right=(2,), bias=True, question="Q: {question} A: ",
+        )
+    )
+"""
+
+
+@pytest.mark.usefixtures("unplugged")
+def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stars.py"
+    file.write_text(textwrap.dedent(PLUGIN))
+    pool, scored = tmp_path / "pool.jsonl", tmp_path / "scored.jsonl"
+    texts = ["So 1+1=2. The answer is 2.", "The answer is 3.", "   "]
+    row = {"id": "q", "task": "local_number", "question": "1+1?", "reference": "2"}
+    pool.write_text(json.dumps(row | {"responses": [{"text": text} for text in texts]}) + "\n")
+    arguments = [
+        "score",
+        "--pool",
+        str(pool),
+        "--output",
+        str(scored),
+        "--estimator",
+        "orm",
+        "--reward.format",
+        "stars",
+    ]
+    assert run([*arguments, "--reward.model", tiny_model]) == 1
+    assert "Expected `reward.format` to be one of" in capsys.readouterr().err, "nobody has registered it"
+    plugins.load_plugins([str(file)])
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("stars"))
+    assert run([*arguments, "--plugins", str(file), "--reward.model", folder]) == 0
+    found = [one.get("confidence", {}).get("orm") for one in json.loads(scored.read_text())["responses"]]
+    assert found[2] is None, "white space is no response"
+    assert 0.0 < found[0] < 1.0
+    assert found[0] != found[1]
+    evaluated = [
+        "evaluate",
+        "--pools.mine",
+        str(scored),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--confidences",
+        "[orm]",
+    ]
+    few = ["--strategies", "[best_of_n, cisc]", "--num_resamples", "20", "--num_reshuffles", "2"]
+    assert run([*evaluated, *few]) == 0, capsys.readouterr().err
+    assert "orm" in (tmp_path / "out" / "strategies.md").read_text()
+    assert "orm: scored 3 of 3 responses (0 had it before); 1 got none" in capsys.readouterr().err

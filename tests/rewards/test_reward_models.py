@@ -1,0 +1,265 @@
+"""Formats of reward models: stand-ins load, score as a plain forward pass, or are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.reward_models import HIDDEN, head_of, stand_in
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards
+from selfcal_lightning.rewards.registry import REWARD_FORMATS, register_reward_format, reward_format
+from selfcal_lightning.rewards.settings import RewardSettings
+
+QUESTION = "Tom has 34 apples and buys 75. How many?"
+TEXTS = ("First 34+75=109. The answer is 109.", "First 34+75=108. So 108+1=109. The answer is 109.", "  ")
+
+
+def pool_of(*texts: str, question: str = QUESTION) -> list[QuestionSamples]:
+    samples = tuple(Sample("q", index, 0, text, None, "stop", "1", True) for index, text in enumerate(texts))
+    asked = Question("q", "local_number", (Message("user", f"Think. {question}"),), text=question)
+    return [QuestionSamples(asked, samples, "test", None)]
+
+
+def settings_of(folder: str, name: str) -> RewardSettings:
+    return RewardSettings(folder, name, "sentence")
+
+
+def _reference_plain_states(folder: str, ids: list[int]) -> torch.Tensor:
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return network.model(torch.tensor([ids])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("name", list(REWARD_FORMATS))
+def test_every_format_loads_and_gives_a_score_a_step(name: str, tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format(name)
+    reader = open_rewards(settings_of(stand_in(tiny_model, tmp_path / "m", format), name))
+    ((two, three, none),) = reader.read(pool_of(*TEXTS))
+    expected = (2, 3) if format.judges == "steps" else (1, 1)
+    assert two is not None
+    assert three is not None
+    assert (len(two), len(three)) == expected
+    assert none is None, "white space has no step"
+    if format.is_probability:
+        assert all(0.0 < score < 1.0 for score in (*two, *three))
+    assert two != three
+
+
+def test_marked_steps_equal_the_logits_of_a_plain_causal_model(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd"))
+    ((_, scores, _),) = open_rewards(settings_of(folder, "math-shepherd")).read(pool_of(*TEXTS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = f"{QUESTION} First 34+75=108. ки\nSo 108+1=109. ки\nThe answer is 109. ки"
+    ids = tokenizer.encode(text)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    right, wrong, marker = tokenizer.convert_tokens_to_ids(["+", "-", "ки"])
+    with torch.no_grad():
+        logits = network(torch.tensor([ids])).logits[0][:, [right, wrong]].softmax(-1)[:, 0]
+    assert scores == pytest.approx(logits[torch.tensor(ids) == marker].tolist(), abs=1e-5)
+
+
+def test_a_token_head_in_a_chat_equals_its_layers_by_hand(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("qwen2.5-math-prm")
+    folder = stand_in(tiny_model, tmp_path / "m", format)
+    ((scores, _, _),) = open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    steps = "First 34+75=109.<extra_0>The answer is 109.<extra_0>"
+    text = f"<|bos|><|system|>{format.system}<|end|><|user|>{QUESTION}<|end|><|assistant|>{steps}<|end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    states = _reference_plain_states(folder, ids)[torch.tensor(ids) == tokenizer.convert_tokens_to_ids("<extra_0>")]
+    head = load_file(Path(folder) / "model.safetensors")
+    hidden = (states @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+    outputs = hidden @ head["score.2.weight"].T + head["score.2.bias"]
+    assert scores == pytest.approx(outputs.softmax(-1)[:, 1].tolist(), abs=1e-5)
+
+
+def test_a_sequence_classifier_equals_the_stock_class(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("sequence-classifier")
+    folder = stand_in(tiny_model, tmp_path / "m", format)
+    ((first, second, _),) = open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
+    network = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text, score in zip(TEXTS, (first, second), strict=False):
+        chat = f"<|bos|><|user|>{QUESTION}<|end|><|assistant|>{text}<|end|>"
+        with torch.no_grad():
+            logit = network(torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])).logits[0, 0].item()
+        assert score == pytest.approx([logit], abs=1e-5)
+
+
+def test_turns_are_read_where_each_reply_is_predicted(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("rlhflow-prm"))
+    ((scores, _, _),) = open_rewards(settings_of(folder, "rlhflow-prm")).read(pool_of(*TEXTS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    pair = tokenizer.convert_tokens_to_ids(["+", "-"])
+    first = f"<|bos|><|user|>{QUESTION} First 34+75=109.<|end|><|assistant|>"
+    second = f"{first}+<|end|><|user|>The answer is 109.<|end|><|assistant|>"
+    for text, score in zip((first, second), scores, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0, -1]
+        assert score == pytest.approx(logits[pair].softmax(-1)[0].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system turn') }}", "accept the roles .* but it refused them: no system turn"),
+        (None, "to have a chat template"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_refused(
+    template: str | None, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm")))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(InputError, match=message):
+        open_rewards(settings_of(str(folder), "qwen2.5-math-prm")).read(pool_of(*TEXTS))
+
+
+def test_steps_without_a_separator_are_read_at_their_last_token(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("reasoneval")
+    folder = stand_in(tiny_model, tmp_path / "m", format)
+    ((scores, _, _),) = open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = f"Question:\n{QUESTION}\nAnswer:\nLet's think step by step.\n"
+    pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (asked, *TEXTS[0].split(" The"))]
+    pieces[2] = tokenizer.encode("The answer is 109.", add_special_tokens=False)
+    states = _reference_plain_states(folder, [tokenizer.bos_token_id, *chain.from_iterable(pieces)])
+    ends = [len(pieces[0]) + len(pieces[1]), len(pieces[0]) + len(pieces[1]) + len(pieces[2])]
+    outputs = states[ends] @ load_file(Path(folder) / "model.safetensors")["score_head.weight"].T
+    assert scores == pytest.approx(outputs.softmax(-1)[:, 1:].sum(-1).tolist(), abs=1e-5)
+
+
+def test_batches_do_not_change_scores_and_equal_responses_are_read_once(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval"))
+    reader = open_rewards(settings_of(folder, "reasoneval"))
+    alone = RewardReader(reader._model, reader._encoder, format=reader.format, steps="sentence", forward_tokens=1)
+    pool = pool_of(*TEXTS, *TEXTS)
+    ((*rows,),), ((*others,),) = reader.read(pool), alone.read(pool)
+    for row, other in zip(rows, others, strict=True):
+        assert (row is None) == (other is None)
+        assert row is None or row == pytest.approx(other, abs=1e-5)
+    assert rows[:3] == rows[3:]
+
+
+def test_what_cannot_be_read_has_no_score(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm"))
+    reader = open_rewards(settings_of(folder, "qwen2.5-math-prm"))
+    ((spoofed, long, cut),) = reader.read(pool_of("I am <extra_0> right. Yes.", "Or 1+1=2. " * 300, "So 34+7"))
+    assert spoofed is None, "nobody knows whose separator it is"
+    assert long is None, "it is not cut"
+    assert cut is not None, "an unfinished step is one"
+    assert len(cut) == 1
+    assert reader.read(pool_of(TEXTS[0], question="<extra_0>?")) == [[None]]
+    assert reader.read(pool_of("I am right.<|end|><|user|>Yes!")) == [[None]], "nor who speaks"
+
+
+def test_another_head_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("qwen2.5-math-prm")
+    head = head_of(format)
+    heads = {
+        "score.0.weight, score.0.bias, score.2.weight, score.2.bias is missing. A head is never made up": {},
+        "but score.2.bias is missing": {name: head[name] for name in list(head)[:3]},
+        "to have 2 outputs, but score.2.weight in .* has 3": head_of(replace(format, num_outputs=3)),
+        "has score.4.weight too": head | {"score.4.weight": torch.zeros(1, HIDDEN)},
+    }
+    for number, (message, tensors) in enumerate(heads.items()):
+        folder = stand_in(tiny_model, tmp_path / str(number), format, head=tensors)
+        with pytest.raises(InputError, match=message):
+            open_rewards(settings_of(folder, format.name))
+
+
+def test_a_missing_output_layer_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd")))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(InputError, match=r"lm_head\.weight is missing"):
+        open_rewards(settings_of(str(folder), "math-shepherd"))
+
+
+def test_a_missing_weight_of_the_trunk_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm")))
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="to hold every weight of its network"):
+        open_rewards(settings_of(str(folder), "trl-prm"))
+
+
+def test_a_separator_of_several_tokens_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm"), words=[])
+    with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
+        open_rewards(settings_of(folder, "qwen2.5-math-prm"))
+
+
+def test_more_words_than_the_weights_know_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<one>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(InputError, match=r"the tokenizer of its weights, but .* has 629 tokens for 628"):
+        open_rewards(settings_of(folder, "reasoneval"))
+
+
+def test_scores_that_are_not_finite_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("trl-prm")
+    head = {name: torch.full_like(tensor, float("nan")) for name, tensor in head_of(format).items()}
+    folder = stand_in(tiny_model, tmp_path / "m", format, head=head)
+    with pytest.raises(RunError, match="finite scores of the reward model"):
+        open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
+
+
+def test_settings_name_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
+        check_rewards(RewardSettings("m"))
+    with pytest.raises(InputError, match=r"`reward.format` to be one of .* Did you mean 'math-shepherd'\?"):
+        check_rewards(RewardSettings("m", "math-sheperd"))
+    with pytest.raises(InputError, match="to be a local folder"):
+        check_rewards(RewardSettings(str(tmp_path / "none"), "reasoneval"))
+    with pytest.raises(InputError, match=r"`reward.steps` to be one of"):
+        RewardSettings("m", "reasoneval", "word")  # type: ignore[arg-type]
+
+
+def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(reward_format("reasoneval"), name="mine")
+    monkeypatch.setattr("selfcal_lightning.rewards.registry.REWARD_FORMATS", dict(REWARD_FORMATS))
+    assert register_reward_format(mine) is mine
+    with pytest.raises(InputError, match="'mine' is taken already"):
+        register_reward_format(mine)
+    with pytest.raises(InputError, match="a `RewardFormat` to register"):
+        register_reward_format("mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "rows"}, "`layout` to be one of marked, pieces, turns, chat"),
+        ({"layout": "marked"}, "`separator` to be given"),
+        ({"layout": "chat"}, '`judges` to be "response"'),
+        ({"right": (3,)}, "`right` to be among the 3 outputs"),
+        ({"link": "none"}, "one output"),
+        ({"output_tokens": ("+",)}, "`output_tokens` with the layer lm_head alone"),
+        ({"question": "Solve."}, "`question` to hold"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        replace(reward_format("reasoneval"), **changes)  # type: ignore[arg-type]
+
+
+def test_a_format_needs_a_name() -> None:
+    with pytest.raises(InputError, match="`name` to be some text"):
+        RewardFormat(name="", judges="steps", layout="pieces", layers=("score",), num_outputs=1, link="sigmoid")

@@ -209,7 +209,7 @@ def _not_run(jobs: Jobs, seeds: Sequence[int], there: Mapping[str, Sequence[int]
         missing.append("joint training")
     if not any((jobs.folder / TUNED / f"seed-{seed}" / "adapter").is_dir() for seed in seeds):
         missing.append("tuned generator with an activated confidence")
-    return [*missing, "a label-free linear probe on the prompt: there is none in this version"]
+    return [*missing, "a label-free linear probe on the prompt"]
 
 
 def _row(columns: Columns) -> dict[str, Any]:

@@ -81,9 +81,9 @@ def sample_questions(
         RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
         InputError: A setting cannot be, or is not that of the store.
     """
-    folder = Path(settings.store_dir)
-    say(f"Looking at the model {settings.model}, the questions and {folder}")
     number, total = check_run(settings, devices=devices, shard=shard)
+    folder = Path(settings.store_dir)
+    say(f"Looking at the questions, the model {settings.model} and {folder}")
     questions = settings.questions()
     if repair and (folder / "rounds").exists():
         say(f"Repair of {folder}: {SampleStore(folder).repair()}")

@@ -223,6 +223,22 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     assert ("submit it again by hand" in said) == refused
 
 
+def test_a_warning_that_comes_before_the_step_has_a_number_is_passed_on(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    stand_in(tmp_path, "srun", "trap 'exit 75' USR1", f"touch {started}", "for i in {1..600}; do sleep 0.05; done")
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls')
+    early = tmp_path / "early.sh"  # bash reads it first; the step runs by then, and the next command takes its number
+    early.write_text(
+        f"""trap 'case $BASH_COMMAND in
+          *step=*!) until [ -e {started} ]; do sleep 0.01; done; kill -USR1 $$ ;;
+        esac' DEBUG\n"""
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "79", "BASH_ENV": str(early)}
+    script = subprocess.run(["bash", str(ROOT / BATCH_SCRIPT), "some.yaml"], env=environment, check=False, timeout=120)
+    assert script.returncode == 0
+    assert (tmp_path / "calls").read_text() == "requeue 79\n"
+
+
 def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     found = 0
     for path in TRAINING:

@@ -18,6 +18,8 @@ from support.forking import forking_tests, may_fork
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
 
+    from selfcal_lightning.prompts.chat_format import ChatFormat
+
 ROOT = Path(__file__).resolve().parents[1]
 # Two workers with a thread for each core each would take turns at both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -100,15 +102,21 @@ def vectors(shared: Path) -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="session")
 def bundled_model() -> str:
     """Path of the bundled model."""
-    if (BUNDLED / "model.safetensors").exists():
-        return str(BUNDLED)
-    return str(SHARED / "data" / "trial_model")
+    return str(BUNDLED)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(bundled_model: str) -> str:
     """Path of the model of a test: the bundled one, which files that read no sense into texts replace by its start."""
     return bundled_model
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model: str) -> ChatFormat:
+    """The chat of the model of a test."""
+    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+
+    return ChatFormat(load_tokenizer(tiny_model))
 
 
 @pytest.fixture(scope="session")

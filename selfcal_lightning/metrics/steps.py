@@ -5,6 +5,7 @@ Positions are those of ``functional.steps.POSITIONS``. A few float64 sums for ea
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +56,9 @@ class _PositionMetric(ExactMetric):
                 values.update({f"{name}/{key}": value for key, value in self.values(sums).items()})
         return values
 
+    @abstractmethod
     def values(self, sums: Tensor) -> dict[str, float]:
         """Return the numbers of one line of sums [C], whose first is the number of prefixes."""
-        raise NotImplementedError
 
 
 class StepMetrics(_PositionMetric):

@@ -10,7 +10,7 @@ from support.fakes import FakeEngine
 
 from selfcal_lightning.confidence.estimators.verbalized import VERBAL_QUERY, Verbalized, parse_confidence
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
 
 TEXTS = ("The answer is 3.", "The answer is 4.", "The answer is 3.")
@@ -70,11 +70,6 @@ class Scripted(FakeEngine):
         if text is None:
             raise RequestsFailedError({request.id: Failure("too hard", is_refusal=True)})
         return [Response(request.id, text, (), "stop", 0.0)]
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def entry_of(chat: ChatFormat, texts: tuple[str, ...] = TEXTS) -> QuestionSamples:

@@ -16,14 +16,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, Sample
 from selfcal_lightning.store.sample_store import StoredRow
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def make_row(chat: ChatFormat, text: str = "3+4=7. The answer is 7.", **changes: Any) -> StoredRow:

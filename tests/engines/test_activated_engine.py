@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.activated_reference import SHORT, ReferencePeft, masses, without_confidence, write_adapter
 from support.engine_reference import EDT, QUESTIONS, Reference
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import engine as engine_module
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import ConfidenceQuery, Dtype, Request, Response, SamplingSettings
-
-SHORT = SamplingSettings(max_new_tokens=9)
+from selfcal_lightning.records import Dtype, Request, SamplingSettings
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +26,9 @@ def reference(tiny_model: str) -> Reference:
     return Reference(tiny_model)
 
 
-def write_adapter(tiny_model: str, folder: Path, query_ids: tuple[int, ...], **changes: Any) -> str:
-    """Write an adapter as PEFT does, that is woken by ``query_ids``."""
-    torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "down_proj"], **changes}
-    config = LoraConfig(
-        **settings, task_type="CAUSAL_LM", init_lora_weights=False, alora_invocation_tokens=list(query_ids)
-    )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def adapter(tiny_model: str, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_adapter(tiny_model, tmp_path_factory.mktemp("adapter"), reference.chat.query.suffix_ids)
-
-
-class _ReferencePeft:
-    """PEFT's own activated forward, one whole sequence at a time."""
-
-    def __init__(self, tiny_model: str, adapter: str) -> None:
-        base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        self.model = PeftModel.from_pretrained(base, adapter).eval()
-
-    @torch.no_grad()
-    def next_probabilities(self, ids: tuple[int, ...]) -> torch.Tensor:
-        return self.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-
-
-def masses(p: torch.Tensor, query: ConfidenceQuery) -> tuple[float, float]:
-    return p[list(query.yes_ids)].sum().item(), p[list(query.no_ids)].sum().item()
-
-
-def without_confidence(response: Response) -> tuple[Any, ...]:
-    return response.text, response.token_ids, response.finish, response.logprob
 
 
 @pytest.mark.parametrize("sampling", [EDT, SHORT], ids=["whole", "cut"])
@@ -78,7 +43,7 @@ def test_samples_are_the_bases_and_confidences_the_adapters(
     asked = generate(engine, requests)
     assert [without_confidence(r) for r in asked] == [without_confidence(r) for r in plain]
     assert {r.finish for r in asked} >= {"length" if sampling is SHORT else "stop"}
-    peft, query = _ReferencePeft(tiny_model, adapter), reference.chat.query
+    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
     moved = []
     for request, response, base in zip(requests, asked, plain, strict=True):
         ids = (*request.prompt_ids, *response.token_ids, *query.suffix_ids)
@@ -110,7 +75,7 @@ def test_nothing_is_encoded_twice(tiny_model: str, adapter: str, reference: Refe
 
 def test_probabilities_after_a_query_are_the_adapters(tiny_model: str, adapter: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32", max_batch=2)
-    peft, suffix = _ReferencePeft(tiny_model, adapter), reference.chat.query.suffix_ids
+    peft, suffix = ReferencePeft(tiny_model, adapter), reference.chat.query.suffix_ids
     prompts = [reference.prompt(question) for question in QUESTIONS]
     asked = [(*prompt, *reference.chat.response_ids(f"It is {i}."), *suffix) for i, prompt in enumerate(prompts)]
     found = engine.next_token_probabilities([*prompts, *asked, suffix, (7, *suffix, 9)], range(100))
@@ -139,7 +104,7 @@ def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, refere
     assert stems[0] == 3, "two prompts, and what has none"
     assert rests == (3, max(map(len, responses)))
     assert queries == (len(asked), len(suffix))
-    peft = _ReferencePeft(tiny_model, adapter)
+    peft = ReferencePeft(tiny_model, adapter)
     wanted = torch.stack([peft.next_probabilities(ids)[:100] for ids in asked])
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
@@ -182,7 +147,7 @@ def test_half_precision(tiny_model: str, adapter: str, reference: Reference) -> 
     plain = generate(TransformersEngine(tiny_model, dtype="bfloat16", device="cpu"), requests)
     asked = generate(TransformersEngine(tiny_model, adapter=adapter, dtype="bfloat16", device="cpu"), requests)
     assert [without_confidence(r) for r in asked] == [without_confidence(r) for r in plain]
-    peft, query = _ReferencePeft(tiny_model, adapter), reference.chat.query
+    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
     for request, response in zip(requests, asked, strict=True):
         ids = (*request.prompt_ids, *response.token_ids, *query.suffix_ids)
         assert response.yes_mass == pytest.approx(masses(peft.next_probabilities(ids), query)[0], abs=0.05)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.activated_reference import SHORT, ReferencePeft, masses, without_confidence, write_adapter
 from support.engine_reference import EDT, QUESTIONS, Reference
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
-from test_activated_engine import SHORT, _ReferencePeft, masses, without_confidence, write_adapter
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import sleep as transformers_sleep
@@ -71,7 +71,7 @@ def test_samples_are_the_bases_and_confidences_the_adapters(
     requests = reference.requests(sampling, count=8)
     plain, asked = (generate(engine, requests) for engine in engines)
     assert [without_confidence(r) for r in asked] == [without_confidence(r) for r in plain]
-    peft, query = _ReferencePeft(tiny_model, adapter), reference.chat.query
+    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
     for request, response in zip(requests, asked, strict=True):
         ids = (*request.prompt_ids, *response.token_ids, *query.suffix_ids)
         wanted = masses(peft.next_probabilities(ids), query)
@@ -98,7 +98,7 @@ def test_probabilities_after_a_query_are_the_adapters(
     tiny_model: str, adapter: str, reference: Reference, engines: tuple[VLLMEngine, ...]
 ) -> None:
     engine, suffix = engines[1], reference.chat.query.suffix_ids
-    peft = _ReferencePeft(tiny_model, adapter)
+    peft = ReferencePeft(tiny_model, adapter)
     prompts = [reference.prompt(question) for question in QUESTIONS]
     asked = [(*prompt, *reference.chat.response_ids(f"It is {i}."), *suffix) for i, prompt in enumerate(prompts)]
     wanted = [reference.next_probabilities(prompt) for prompt in prompts]
@@ -178,7 +178,7 @@ def test_half_precision(tiny_model: str, adapter: str, reference: Reference) -> 
     requests = reference.requests(EDT, count=2)
     engine = _engine(tiny_model, adapter=adapter, dtype="bfloat16")
     asked = generate(engine, requests)
-    peft, query = _ReferencePeft(tiny_model, adapter), reference.chat.query
+    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
     engine.close()
     for request, response in zip(requests, asked, strict=True):
         ids = (*request.prompt_ids, *response.token_ids, *query.suffix_ids)

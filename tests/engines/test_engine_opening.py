@@ -19,7 +19,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm import engine as vllm
 from selfcal_lightning.generation import process_share as shares
 from selfcal_lightning.pipelines.generate import run_generate
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.prompts.given import Prompt, PromptExample
 from selfcal_lightning.records import SamplingSettings
 
@@ -30,11 +30,6 @@ class Opened(Exception):  # noqa: N818 - no error: it ends the work once the eng
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         super().__init__(str(arguments))
-
-
-@pytest.fixture
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support.continuation_contract import PositionContract
 from support.engine_contract import EngineContract
 from support.engine_reference import EDT, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,7 +21,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
 from selfcal_lightning.generation.existing import open_existing
 from selfcal_lightning.generation.sampler import store_fingerprint
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Request, SamplingSettings
 from selfcal_lightning.store.sample_store import SampleStore
 
@@ -54,16 +55,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-class TestTransformersEngine(EngineContract):
-    draws_by_position = True
-
+class TestTransformersEngine(PositionContract, EngineContract):
     def make_engine(self, path: str) -> Engine:
         return TransformersEngine(path, dtype="float32", device="cpu", max_batch=16, max_context=self.max_context)
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 @pytest.fixture(scope="module")

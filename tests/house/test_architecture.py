@@ -78,6 +78,12 @@ def test_no_folder_is_crowded() -> None:
     assert {name: count for name, count in counts.items() if count > MOST_FILES and name not in FLAT} == {}
 
 
+def test_no_test_imports_another() -> None:
+    """What several tests need lies in `support`: a test file may be moved, split and run alone."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert not [name for name in _imported(path) if name.partition(".")[0].startswith("test_")], path
+
+
 def test_no_file_is_long() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in _sources()}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}

@@ -18,7 +18,7 @@ from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.generation.rounds.engine_check import Probe, mean_logprob_difference
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.modules import calibrated_model
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Sample, SamplingSettings
 
 
@@ -38,11 +38,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, tuple[in
     cuda.enable_cudnn_sdp(True)
     yield seen
     cuda.enable_cudnn_sdp(allowed)
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def _is_pinned(calls: list[tuple[bool, tuple[int, ...]]]) -> bool:

@@ -23,7 +23,7 @@ from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.packing_support import logit_tolerance, prefer_segments, spread_ids
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import ConfidenceQuery
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
@@ -33,11 +33,6 @@ WINDOW = 24  # tokens; prompts alone are longer
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model: str) -> str:
     return shallow_model
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def activated_module(folder: Path, family: str, chat: ChatFormat, tokenizer: str, **config: Any) -> Any:

@@ -24,7 +24,7 @@ from selfcal_lightning.models.model_outputs import (
     read_outputs,
 )
 from selfcal_lightning.modules.step_log import StepLog
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import ConfidenceQuery
 
 SMALL = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -134,11 +134,6 @@ def test_it_is_told_what_follows_the_output_layer() -> None:
 
 
 # ---- a micro-step
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False], ids=["packed", "apart"])

@@ -18,7 +18,7 @@ from selfcal_lightning.callbacks.confidence_writer import prediction_origin
 from selfcal_lightning.models.lora import merge_adapter
 from selfcal_lightning.models.quantization import keep_quantized_gradients, load_nf4_causal_lm, quantized_layers
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 
@@ -29,11 +29,6 @@ NF4 = torch.tensor(
      -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:

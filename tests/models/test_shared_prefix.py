@@ -32,7 +32,7 @@ from selfcal_lightning.models.segment_attention import (
     tree_block_mask,
 )
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
@@ -170,11 +170,6 @@ def test_no_mask_would_cut_responses_from_their_prompt(ids: torch.Tensor, tmp_pa
 
 
 # ---- both losses and their gradients
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def losses_and_gradients(module: SelfCalibrationModule, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

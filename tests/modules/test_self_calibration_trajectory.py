@@ -16,17 +16,12 @@ from support.trainers import KeepState
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 
 
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model: str) -> str:
     return shallow_model
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 LR = 1e-3  # at ten times that the model is sure of everything after two steps, and its gradients are rounding

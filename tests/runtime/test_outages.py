@@ -23,7 +23,7 @@ from selfcal_lightning.engines.vllm import start_order
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.pipelines.score import run_score
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample, SamplingSettings
 from selfcal_lightning.store.annotations import annotation_names
 from selfcal_lightning.store.sample_store import SampleStore
@@ -45,11 +45,6 @@ class Outage:
     async def _answer(self, exchange: Exchange) -> None:
         self.left -= 1
         await (self._complete(exchange) if self.left >= 0 else self._fault(exchange))
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 @pytest.fixture

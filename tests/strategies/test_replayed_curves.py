@@ -98,8 +98,8 @@ def test_a_strategy_without_a_grid_is_told_what_it_lacks() -> None:
         confidence: str | None = None
 
         def solve(self, question: Question) -> Solving:
-            """Do nothing."""
-            raise NotImplementedError
+            """Not asked for: what is missing is told before."""
+            raise AssertionError("solve was called")
 
     with pytest.raises(ValueError, match=r"Expected nameless to name the field .* as `grid_parameter`, but got none"):
         fit_budget_threshold(Nameless(), even_pool(), (1,), budget=1.0)

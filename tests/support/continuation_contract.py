@@ -14,22 +14,14 @@ from selfcal_lightning.records import Request, SamplingSettings
 
 
 class ContinuationContract:
-    """The tests of prefixes and steps.
-
-    ``draws_by_position`` says whether token i of a response is drawn with number i of its stream, wherever it begins.
-    """
+    """The tests of prefixes and steps."""
 
     max_context = 256
+    # Whether token i of a response is drawn with number i of its stream, wherever it begins: PositionContract.
     draws_by_position = False
 
     def test_a_continuation_is_the_rest_of_the_greedy_response(self, engine: Engine, reference: Reference) -> None:
         self._check_continuations(engine, reference, GREEDY)
-
-    def test_a_continuation_is_the_rest_of_the_sampled_response(self, engine: Engine, reference: Reference) -> None:
-        if not self.draws_by_position:
-            pytest.skip("needs an engine that draws by the position in the response")
-        for sampling in (EDT, replace(FIXED, top_p=0.8)):
-            self._check_continuations(engine, reference, sampling)
 
     def _check_continuations(self, engine: Engine, reference: Reference, sampling: SamplingSettings) -> None:
         """Continue responses from several places, many at once, some of them several times."""
@@ -141,3 +133,13 @@ def _reference_logprob(reference: Reference, request: Request, tokens: Sequence[
     context = request.context_ids
     logits = reference.logits((*context, *tokens))[len(context) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).sum().item()
+
+
+class PositionContract(ContinuationContract):
+    """The tests of an engine that draws token i of a response with number i of its stream, wherever it begins."""
+
+    draws_by_position = True
+
+    def test_a_continuation_is_the_rest_of_the_sampled_response(self, engine: Engine, reference: Reference) -> None:
+        for sampling in (EDT, replace(FIXED, top_p=0.8)):
+            self._check_continuations(engine, reference, sampling)

@@ -7,6 +7,7 @@ Hugging Face forward pass that shares no code with the engines.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,12 +27,12 @@ from selfcal_lightning.records import Request, SamplingSettings
 NUM_ONE_TOKEN_SAMPLES = 1024
 
 
-class EngineContract(ContinuationContract):
+class EngineContract(ContinuationContract, ABC):
     """The tests. ``engine`` has room for a context of ``max_context`` tokens, which is at most the model's own."""
 
+    @abstractmethod
     def make_engine(self, path: str) -> Engine:
         """Build the engine over ``path`` in float32 on its default device, with ``self.max_context``."""
-        raise NotImplementedError
 
     @pytest.fixture(scope="class")
     def engine(self, tiny_model: str) -> Iterator[Engine]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from support.module_batches import NO_DROPOUT, Planned, module_of, quiet_trainer
+from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -24,32 +25,6 @@ UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_pr
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model: str) -> str:
     return shallow_model
-
-
-class Record(Callback):
-    """The loss and the norm of the gradients, after they are clipped, of every optimiser step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.done = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.done = trainer.global_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self.done < trainer.global_step:
-            self.done = trainer.global_step
-            self.losses.append(trainer.callback_metrics["train/loss/Total"].item())
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-            self.norms.append(torch.stack([g.float().norm() for g in whole]).norm().item())
-
-
-def strategy_of(name: str) -> Any:
-    if name == "groups":
-        return AdapterModelParallelStrategy(data_parallel_size=2)
-    return AdapterModelParallelStrategy() if name == "fsdp2" else name
 
 
 def trajectory(tiny_model: str, name: str, world: int, settings: dict[str, Any], options: dict[str, Any]) -> Any:

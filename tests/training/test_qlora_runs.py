@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.quantization import build_optimizer, quantized_layers
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 
 pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -34,11 +34,6 @@ WIDE = replace(NO_DROPOUT, r=32, alpha=16)  # tensors of 4,096 elements (q_proj,
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model: str) -> str:
     return shallow_model
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:

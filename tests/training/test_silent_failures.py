@@ -19,17 +19,12 @@ from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.quantization import quantized_layers
 from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 
 
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model: str) -> str:
     return shallow_model
-
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
 
 
 def repacks_in_evaluation() -> bool:

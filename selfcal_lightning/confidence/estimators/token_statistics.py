@@ -5,6 +5,7 @@ The model is untempered, however the response was drawn, and the end-of-turn tok
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.confidence.estimators.token_reader import ResponseStatistics, TokenReader
 
 
-class _TokenStatistic:
+class _TokenStatistic(ABC):
     """What the statistics have in common; a member adds its name and how it is read.
 
     Args:
@@ -35,9 +36,9 @@ class _TokenStatistic:
         return self._tokens.scores(pool, self.read)
 
     @staticmethod
+    @abstractmethod
     def read(statistics: ResponseStatistics) -> float:
         """Return the statistic of a response; nan where it has no token to take a mean over."""
-        raise NotImplementedError
 
 
 class SequenceLogprob(_TokenStatistic):

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.activated_reference import ReferencePeft, masses, without_confidence, write_adapter
 from support.engine_reference import EDT, Reference
 from support.openai_models import RealModel
 from support.openai_server import ADAPTER, FakeServer
-from test_activated_engine import _ReferencePeft, masses, without_confidence, write_adapter
-from test_engine_openai_server import _free_port, _wait_until_ready
+from support.vllm_server import free_port, wait_until_ready
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
@@ -26,7 +26,7 @@ from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONTEXT = 256
 
 
@@ -75,7 +75,7 @@ def _hold(engine: OpenAIEngine, tiny_model: str, adapter: str, reference: Refere
     plain, asked = generate(base_engine, requests), generate(engine, requests)
     base_engine.close()
     assert [without_confidence(r)[:3] for r in asked] == [without_confidence(r)[:3] for r in plain]
-    peft, query = _ReferencePeft(tiny_model, adapter), reference.chat.query
+    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
     rows = [(*q.prompt_ids, *r.token_ids, *query.suffix_ids) for q, r in zip(requests, asked, strict=True)]
     wanted = [peft.next_probabilities(ids) for ids in rows]
     for response, p in zip(asked, wanted, strict=True):
@@ -161,7 +161,7 @@ def _plugin_path(folder: Path) -> Path:
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: Reference, tmp_path: Path) -> None:
-    port, log = _free_port(), tmp_path / "log"
+    port, log = free_port(), tmp_path / "log"
     options = {
         "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "dtype": "float32",
         "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
@@ -180,7 +180,7 @@ def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: 
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
         engine = _engine(f"http://127.0.0.1:{port}/v1", tiny_model, adapter)
         _hold(engine, tiny_model, adapter, reference)
         engine.close()

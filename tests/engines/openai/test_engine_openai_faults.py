@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, requests_of
+from support.openai_engines import EVENT, KEY, Connect, requests_of
 from support.openai_server import FakeServer, Fault, hangs_up, is_silent, says, status
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message
 
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
-
-
-@pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_NAME, KEY)
-
-
-@pytest.fixture
-def server(chat: ChatFormat) -> Iterator[FakeServer]:
-    server = FakeServer(canned(chat), chat.tokenizer, key=KEY)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def connect(server: FakeServer, tiny_model: str, chat: ChatFormat) -> Iterator[Connect]:
-    with connecting(server, tiny_model, chat) as connect:
-        yield connect
+pytestmark = pytest.mark.usefixtures("key")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.engine_contract import EngineContract
 from support.engine_reference import EDT
-from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, requests_of
+from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, requests_of
 from support.openai_models import RealModel
 from support.openai_server import FakeServer, is_silent, says, status
 from support.options import nested
@@ -26,28 +26,7 @@ from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 from selfcal_lightning.store.sample_store import SampleStore
 
-
-@pytest.fixture(scope="module")
-def chat(tiny_model: str) -> ChatFormat:
-    return ChatFormat(load_tokenizer(tiny_model))
-
-
-@pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_NAME, KEY)
-
-
-@pytest.fixture
-def server(chat: ChatFormat) -> Iterator[FakeServer]:
-    server = FakeServer(canned(chat), chat.tokenizer, key=KEY)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def connect(server: FakeServer, tiny_model: str, chat: ChatFormat) -> Iterator[Connect]:
-    with connecting(server, tiny_model, chat) as connect:
-        yield connect
+pytestmark = pytest.mark.usefixtures("key")
 
 
 class TestContract(EngineContract):

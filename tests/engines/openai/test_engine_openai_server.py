@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +15,7 @@ import pytest
 import torch
 from support.engine_contract import EngineContract
 from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
+from support.vllm_server import free_port, wait_until_ready
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
@@ -35,21 +32,14 @@ pytestmark = [
 ]
 
 CONTEXT = 256
-START_SECONDS = 480.0
 KEY_NAME = "SELFCAL_TEST_SERVER_KEY"
 KEY = "sk-only-for-this-test"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of vLLM's server over the bundled model, in float32, with our processor for EDT and a key."""
-    port, log = _free_port(), tmp_path_factory.mktemp("server") / "log"
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     options = {
         "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "api-key": KEY,
         "dtype": "float32", "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
@@ -69,7 +59,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             start_new_session=True,
         )
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.send_signal(signal.SIGINT)
@@ -78,19 +68,6 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5.0) as answer:  # noqa: S310
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"the server was not ready: {log.read_text(errors='replace')[-3000:]}")
 
 
 @pytest.fixture(autouse=True, scope="module")

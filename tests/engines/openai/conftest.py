@@ -1,0 +1,32 @@
+"""Fixtures of the engine over a server: a server in this process that says what it is told to, and its key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.openai_engines import KEY, KEY_NAME, Connect, canned, connecting
+from support.openai_server import FakeServer
+
+from selfcal_lightning.prompts.chat_format import ChatFormat
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's key, where the engine looks for it."""
+    monkeypatch.setenv(KEY_NAME, KEY)
+
+
+@pytest.fixture
+def server(chat: ChatFormat) -> Iterator[FakeServer]:
+    """A server that asks for the key."""
+    server = FakeServer(canned(chat), chat.tokenizer, key=KEY)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(server: FakeServer, tiny_model: str, chat: ChatFormat) -> Iterator[Connect]:
+    """A maker of engines that are connected to the server."""
+    with connecting(server, tiny_model, chat) as connect:
+        yield connect

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm setup-smollm demo demo-real test test-slow report report-capability report-real lint docs model clean
+.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -38,9 +38,16 @@ demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and count
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones
+	@$(MAKE) --no-print-directory --jobs 2 tests-in-workers tests-that-fork
+
+tests-in-workers: $(VENV)/.ready
 	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not forks" \
 	  --doctest-modules --doctest-ignore-import-errors tests selfcal_lightning
-	$(BIN)/python -m pytest --quiet -m "not slow and forks" tests
+
+# Beside the others, where cores wait for the disk and for one another; what they print comes in one piece.
+tests-that-fork: $(VENV)/.ready
+	@said=$$($(BIN)/python -m pytest --quiet -m "not slow and forks" tests 2>&1); status=$$?; \
+	printf '\nTests that fork:\n%s\n' "$$said"; exit $$status
 
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
 	$(BIN)/python -m pytest --quiet -m slow tests

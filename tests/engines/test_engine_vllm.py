@@ -224,6 +224,7 @@ def test_a_killed_child_is_replaced_and_every_response_arrives(vllm_engine: VLLM
     _wait_for_end(pid)
 
 
+@pytest.mark.slow
 def test_processed_probabilities_are_those_of_dynamic_temperature(
     tiny_model: str, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def test_a_poison_request_is_named_and_the_others_go_on(
     _wait_for_end(pid)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_the_one_that_peft_would_apply(tiny_model: str, reference: Reference, tmp_path: Path) -> None:
     prompts = [reference.prompt(question) for question in QUESTIONS]
     plain = torch.stack([reference.next_probabilities(prompt) for prompt in prompts]).float()
@@ -309,6 +311,7 @@ def test_an_adapter_is_the_one_that_peft_would_apply(tiny_model: str, reference:
     engine.close()
 
 
+@pytest.mark.slow
 def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, reference: Reference) -> None:
     """The output layer multiplies the hidden states of half precision in float32; it once rounded P(True) to steps."""
     engine = _engine(tiny_model, dtype="bfloat16")
@@ -352,6 +355,7 @@ def test_closing_ends_the_child(vllm_engine: VLLMEngine) -> None:
         vllm_engine.submit([])
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tiny_model: str) -> None:
     engine = _engine(tiny_model, max_context=100_000)
     with pytest.raises(EngineCrashedError, match=r"max_context.*at most the model's 512.*100000"):

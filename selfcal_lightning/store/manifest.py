@@ -16,8 +16,8 @@ from selfcal_lightning.store.records import Reread, ShardEntry, read_record
 
 # All that lies in the folder of a store, also where a run was stopped before its first sample.
 CONTENTS = {
-    "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "aside", "adapters",
-    "meetings", "runs",
+    "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "verdicts", "aside",
+    "adapters", "meetings", "runs",
 }  # fmt: skip
 MANIFEST_FILE = "manifest.json"
 

@@ -374,11 +374,9 @@ class SampleStore:
         if key not in self._questions:
             table = read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
             self._check_fingerprint(entry, table)
-            columns = [table[name].to_pylist() for name in table.column_names]
-            sizes = Counter(columns[0])
-            self._questions[key] = {
-                name: StoredQuestion(*found, sizes[name]) for name, *found in zip(*columns, strict=True)
-            }
+            names, splits, digests = (table[name].to_pylist() for name in table.column_names)
+            sizes, found = Counter(names), zip(names, splits, digests, strict=True)
+            self._questions[key] = {name: StoredQuestion(split, sha, sizes[name]) for name, split, sha in found}
         return self._questions[key]
 
     def _handle(self, file: str) -> tuple[pq.ParquetFile, np.ndarray]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from selfcal_lightning.confidence.estimators.token_ids import ResponseIds, entry_ids
-from selfcal_lightning.engines.base import Engine, RequestsFailedError
-from selfcal_lightning.errors import RunError
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.replies import ask_for_replies
 from selfcal_lightning.functional.base import check_positive
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
@@ -101,29 +101,9 @@ class Verbalized:
         )
         prompts = {f"verbalized/{attempt}/{number}": prompt for number, prompt in enumerate(seeds)}
         requests = [Request(name, prompt, sampling, seeds[prompt] + attempt) for name, prompt in prompts.items()]
-        values = {prompts[name]: parse_confidence(reply) for name, reply in self._replies(requests).items()}
+        replies = ask_for_replies(self._engine, requests)
+        values = {prompts[name]: parse_confidence(reply.text) for name, reply in replies.items()}
         return {prompt: value for prompt, value in values.items() if value is not None}
-
-    def _replies(self, requests: Sequence[Request]) -> dict[str, str]:
-        """Return the replies by request id, without those that the engine refuses by itself."""
-        pending = set(self._engine.submit(requests))
-        replies: dict[str, str] = {}
-        try:
-            while pending:
-                try:
-                    responses = self._engine.poll()
-                except RequestsFailedError as error:
-                    pending -= error.failures.keys()
-                    if not all(failure.is_refusal for failure in error.failures.values()):
-                        raise  # to ask again another time, instead of taking silence for an answer
-                    continue
-                if not responses:
-                    raise RunError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
-                replies |= {response.request_id: response.text for response in responses}
-                pending -= replies.keys()
-        finally:
-            self._engine.cancel(pending)
-        return replies
 
 
 def parse_confidence(text: str) -> float | None:

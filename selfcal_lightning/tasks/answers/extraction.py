@@ -180,6 +180,17 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
         >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
         ('sinclair lewis', None)
     """
+    stated = stated_short_text(text, finished=finished)
+    return None if stated is None else normalise_short_text(stated)
+
+
+def stated_short_text(text: str, *, finished: bool = True) -> str | None:
+    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`.
+
+    Example:
+        >>> stated_short_text("Answer: 1.5 million")
+        '1.5 million'
+    """
     part = final_part(text)
     if part is None:
         return None
@@ -188,10 +199,8 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
     candidates += answer_fields(part)[-1:]
     if finished:
         candidates += [line for line in part.splitlines() if line.strip()][-1:]
-    for candidate in candidates:
-        if answer := normalise_short_text(candidate[:MAX_SHORT_TEXT_LENGTH]):
-            return answer
-    return None
+    cut = (candidate[:MAX_SHORT_TEXT_LENGTH].strip() for candidate in candidates)
+    return next((candidate for candidate in cut if normalise_short_text(candidate)), None)
 
 
 def normalise_short_text(text: str) -> str:

@@ -86,12 +86,17 @@ def test_p_true_of_the_responses_is_averaged(store: Path) -> None:
     read = load_capability_pool(str(store), split="test", task=None)
 
     def asked(entry: QuestionSamples) -> QuestionSamples:
-        samples = [replace(s, yes_mass=0.1 * (1 + s.index), no_mass=1.0 - 0.1 * (1 + s.index)) for s in entry.samples]
+        masses = [0.1 * (1 + sample.index) for sample in entry.samples]
+        samples = [
+            replace(sample, yes_mass=yes, no_mass=1.0 - yes, confidences={"own": 0.25 * (1 + sample.index)})
+            for sample, yes in zip(entry.samples, masses, strict=True)
+        ]
         return replace(entry, samples=(replace(samples[0], yes_mass=None), *samples[1:]))
 
     pool = replace(read.pool, entries=tuple(map(asked, read.pool.entries)))
-    test = estimates.test_questions(replace(read, pool=pool), ["p_true"], estimate_samples=3)
+    test = estimates.test_questions(replace(read, pool=pool), ["p_true", "own"], estimate_samples=3)
     np.testing.assert_allclose(test.estimates["p_true"], (0.2 + 0.3) / 2)
+    np.testing.assert_allclose(test.estimates["own"], 0.5)
 
 
 def test_random_numbers_are_the_same_every_time_and_uniform() -> None:
@@ -119,7 +124,8 @@ def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:
     text = (output / "capability.md").read_text()
     assert "| estimate | error against responses | = error of capability | + spread of responses |" in text
     assert "The verdict on one response a question differs from capability by" in text
-    assert (output / "decomposition.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("decomposition.png", "cost.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_gap_between_the_targets_by_hand() -> None:

@@ -117,5 +117,6 @@ def _reads_responses(name: str) -> bool:
 def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
     """Return which estimates are means of a confidence over responses."""
     kept = question_annotation_names(read.path) if read.path.is_dir() else []
-    recorded = {P_TRUE} - {*kept}
+    brought = {name for entry in read.pool.entries for sample in entry.samples for name in sample.confidences}
+    recorded = ({P_TRUE} | brought) - {*kept, *RESPONSE_ESTIMATORS}
     return {*averaged_names(read.path, names), *(recorded & {*names})}

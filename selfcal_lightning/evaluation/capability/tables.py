@@ -16,7 +16,8 @@ from selfcal_lightning.functional.estimates import Estimate
 HEADINGS = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
 BUDGET_NOTE = (
     "Budgets: expected share of questions with a right sample, at a mean of B samples a question; below the first row "
-    "the difference from it. Samples that an estimate has read are not charged."
+    "the difference from it. Shared before any is drawn, or one at a time, with a verifier that stops at the first "
+    "right one. Samples that an estimate has read are not charged."
 )
 DECOMPOSITION_HEADINGS = (
     "estimate", "error against responses", "= error of capability", "+ spread of responses",

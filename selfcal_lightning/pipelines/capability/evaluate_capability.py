@@ -17,6 +17,7 @@ from selfcal_lightning.confidence.fitting.calibration_split import check_disjoin
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow, compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, compare_estimators
+from selfcal_lightning.evaluation.capability.costs import cost_figure
 from selfcal_lightning.evaluation.capability.decomposition import (
     DecompositionRow,
     DefinitionGap,
@@ -44,7 +45,7 @@ from selfcal_lightning.runtime.progress import Stage
 
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
-FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png")
+FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png")
 
 
 def run_evaluate_capability(
@@ -161,6 +162,7 @@ def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _
     save_figure(pass_at_k_figure(found.curves), folder / FIGURES[1], dpi=120)
     save_figure(budget_figure(found.budgets), folder / FIGURES[2], dpi=120)
     save_figure(decomposition_figure(found.parts, test, seed=settings["seed"]), folder / FIGURES[3], dpi=120)
+    save_figure(cost_figure(found.comparison), folder / FIGURES[4], dpi=120)
 
 
 def _show(found: _Found, test: TestQuestions, folder: Path) -> None:

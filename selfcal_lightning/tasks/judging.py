@@ -99,7 +99,8 @@ def judge(
     """
     reader = Judge(question, task, round=round)
     for sample in earlier:
-        reader.read(None if is_failed(sample) else replace(_record_of(sample), answer=sample.answer))
+        record = replace(_record_of(sample), answer=sample.answer, correct=sample.correct)
+        reader.read(None if is_failed(sample) else record)
     return tuple(reader.read(response) for response in responses)
 
 

@@ -26,7 +26,7 @@ from selfcal_lightning.tasks.registry import get_task
 
 TEXTS = {
     "who": ("local_text", "sinclair lewis", ["Answer: S. Lewis", "Answer: S. Lewis", "Answer: Orwell", " "]),
-    "how many": ("local_text", "15", ["Answer: 1.5", "Answer: Sinclair"]),
+    "how many": ("local_text", "1500", ["Answer: 1,500 m", "Answer: Sinclair"]),
     "half": ("math500", r"\\frac{1}{2}", [r"\\boxed{0.5}", r"\\boxed{2^{-1}}"]),
     "sum": ("local_number", "4", ["Answer: 4", "Answer: 5"]),
     "open": ("local_text", None, ["Answer: anything"]),
@@ -64,16 +64,18 @@ def test_verdicts_reach_the_responses_and_are_asked_for_once(tmp_path: Path) -> 
     store = store_of(tmp_path)
     before = verdicts(store)
     assert before["who"] == [False, False, False, False]
-    assert before["how many"] == [True, False], "the form in which answers are compared has lost the point"
+    assert before["how many"] == [False, False]
     report, engine = judged(store, sensible)
     assert (report.answers, report.asked) == (5, 5)
     assert (report.right, report.wrong, report.not_attempted, report.unreadable) == (3, 1, 1, 0)
     after = verdicts(store)
     assert after["who"] == [True, True, False, False], "no answer is never right, and is not asked about"
     assert (after["half"], after["sum"], after["open"]) == (before["half"], before["sum"], before["open"])
-    assert report.verdicts_changed == 2
+    assert after["how many"] == [True, False]
+    assert report.verdicts_changed == 3
     assert {request.sampling.temperature for request in engine.requests} == {0.0}
-    assert any('Answer to grade: "1.5"' in prompt and 'Reference answer: "15"' in prompt for prompt in engine.asked)
+    asked = "\n".join(engine.asked)
+    assert 'Reference answer: "1500"\nAnswer to grade: "1,500 m"' in asked, "the words of the response"
     again, engine = judged(store, lambda _: "B")
     assert (again.asked, again.verdicts_changed, engine.asked) == (0, 0, [])
 

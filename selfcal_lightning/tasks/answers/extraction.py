@@ -40,6 +40,7 @@ _NUMBER = re.compile(
 _LATEX_FRACTION = re.compile(rf"\\[dtc]?frac\s*(?:\{{\s*(-?{_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}|(\d)\s*(\d))")
 _BEFORE_FRACTION = re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac)")
 _LETTER_WRAPPING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}")
+_PUNCTUATION = re.compile(rf"(?!(?<![a-z.])\.(?=\d))(?!(?<!\S)-\.?(?=\d))[{re.escape(string.punctuation)}]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -206,11 +207,13 @@ def stated_short_text(text: str, *, finished: bool = True) -> str | None:
 def normalise_short_text(text: str) -> str:
     """Return ``text`` in lower case without articles, punctuation and extra spaces (SQuAD's normalisation).
 
+    The point and the sign of a number stay, as 1.5 is not 15.
+
     Example:
-        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A")
-        ('beatles', 'a')
+        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A"), normalise_short_text("-1,000.5 m.")
+        ('beatles', 'a', '-1000.5 m')
     """
-    lowered = text.lower().translate(str.maketrans("", "", string.punctuation))
+    lowered = _PUNCTUATION.sub("", text.lower())
     without_articles = " ".join(_ARTICLES.sub(" ", lowered).split())
     return without_articles or " ".join(lowered.split())
 

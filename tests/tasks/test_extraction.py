@@ -13,6 +13,7 @@ from selfcal_lightning.tasks.answers.extraction import (
     canonical_number,
     final_part,
     last_boxed,
+    normalise_short_text,
     read_letter,
     read_number,
     read_short_text,

@@ -40,6 +40,7 @@ FUNCTION_VERBS = {
         "tune a generator, merge it, and calibrate the tuned model",
     ),
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
+    "judge": ("capability.judge", "run_judge", "let a model decide which answers of a store are right"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
     "fit-probe": (
@@ -91,6 +92,7 @@ KEPT = {
     "export": _NOTHING,
     "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
+    "judge": "Verdicts so far are kept in the store; the same command goes on.",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",

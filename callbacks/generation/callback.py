@@ -284,6 +284,7 @@ class SSCGeneration(Callback):
             adapter=adapter,
             quantization=module.quantization if round else None,  # only later rounds run the trainer's own model
             round=round,
+            splits=splits,
         )
         if is_complete(existing, splits, shard=shard, round=round):
             total = sum(map(len, splits.values()))
@@ -303,6 +304,7 @@ class SSCGeneration(Callback):
                 num_samples=data.num_samples,
                 engine=engine.describe(),
                 round=round,
+                splits=splits,
             )
             for split, questions in splits.items():
                 _say(

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from selfcal_lightning.capability.question_table import QuestionTable
+from selfcal_lightning.confidence.estimators.verbal_scales import NUMBERS, PERCENTAGES, TEN_WORDS, VerbalScale
+from selfcal_lightning.confidence.estimators.verbalized import ask_for_confidences
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.prompts.chat_format import ChatFormat
-from selfcal_lightning.records import Question, normalised_p_true
+from selfcal_lightning.records import Question, normalised_p_true, question_hash, sample_seed
 from selfcal_lightning.runtime.progress import Progress
 
 PROBE, P_TRUE_BEFORE = "probe", "p_true_before"
-PROMPT_ESTIMATORS = (PROBE, P_TRUE_BEFORE)
+# What the model is asked to state in words before it answers, by the scale.
+VERBAL_ESTIMATORS: Mapping[str, VerbalScale] = {
+    "verbalized_before": NUMBERS,
+    "verbalized_words_before": TEN_WORDS,
+    "verbalized_percent_before": PERCENTAGES,
+}
+PROMPT_ESTIMATORS = (PROBE, P_TRUE_BEFORE, *VERBAL_ESTIMATORS)
+VERBAL_ATTEMPTS, VERBAL_TOKENS = 3, 256
 BEFORE_QUERY = "Can you answer the question correctly? (Yes/No)"
 _CHUNK = 512
 
@@ -28,7 +37,7 @@ class ResponseEstimator:
         estimate: Returns one value a question [Q]; nan where it is unknown.
         is_probability: Whether it lies in [0, 1].
         needs_labels: Whether it looks at verdicts; such a one is an oracle.
-        least_samples: Responses that it needs.
+        least_samples: Responses that it needs; 0 where it reads none.
     """
 
     estimate: Callable[[QuestionTable], Floats]
@@ -42,7 +51,18 @@ RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
     "top_share": ResponseEstimator(lambda table: table.top_share),
     "mean_logprob": ResponseEstimator(lambda table: table.mean_logprob, is_probability=False),
     "oracle": ResponseEstimator(lambda table: table.expected_accuracy, needs_labels=True),
+    "random": ResponseEstimator(lambda table: random_values(table.question_id.tolist()), least_samples=0),
 }
+
+
+def random_values(question_ids: Sequence[str]) -> Floats:
+    """Return a number in [0, 1) for each question [Q], uniform and always the same: what knowing nothing costs.
+
+    Example:
+        >>> random_values(["a", "b", "a"]).round(2).tolist()
+        [0.79, 0.24, 0.79]
+    """
+    return np.array([question_hash(name) / 2**63 for name in question_ids], dtype=np.float64)
 
 
 def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question]) -> list[float | None]:
@@ -70,6 +90,41 @@ def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question
                 found.append(None if row is None else normalised_p_true(sum(row[:yes]), sum(row[yes:])))
             progress.update(len(chunk))
     return found
+
+
+def verbalized_before(
+    engine: Engine, chat: ChatFormat, questions: Sequence[Question], scale: VerbalScale
+) -> list[float | None]:
+    """Ask the model to state how likely it is to answer each question correctly, and read its reply.
+
+    The query follows an empty response, as that of :func:`p_true_before` does. A reply that cannot be read is asked for
+    again, drawn at temperature 1, and never replaced by .5.
+
+    Args:
+        engine: What answers.
+        chat: Its chat format, with the query to put.
+        questions: The questions.
+        scale: How replies are read.
+
+    Returns:
+        One value a question; None where no reply states one, or the prompt has no room.
+    """
+    asked = [chat.prompt_ids(question.messages) + chat.query.suffix_ids for question in questions]
+    seeds = {
+        prompt: sample_seed(0, 0, question.id, 0)
+        for question, prompt in zip(questions, asked, strict=True)
+        if len(prompt) + VERBAL_TOKENS <= engine.max_context
+    }
+    stated: dict[tuple[int, ...], float] = {}
+    prompts = list(seeds)
+    with Progress(len(prompts), label="Asking before answering", unit="questions") as progress:
+        for start in range(0, len(prompts), _CHUNK):
+            chunk = {prompt: seeds[prompt] for prompt in prompts[start : start + _CHUNK]}
+            stated |= ask_for_confidences(
+                engine, chunk, parse=scale.parse, attempts=VERBAL_ATTEMPTS, max_new_tokens=VERBAL_TOKENS
+            )
+            progress.update(len(chunk))
+    return [stated.get(prompt) for prompt in asked]
 
 
 def as_column(values: Sequence[float | None]) -> Floats:

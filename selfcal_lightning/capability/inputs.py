@@ -47,9 +47,18 @@ class CapabilityPool:
         return self.fingerprint.as_json()["sampling"]
 
 
-def load_capability_pool(path: str, *, split: str | None, task: str | None) -> CapabilityPool:
-    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind."""
-    pool = load_recorded_pool(path, split=split, task=task, texts=False)
+def load_capability_pool(
+    path: str, *, split: str | None, task: str | None, confidences: Sequence[str] = ()
+) -> CapabilityPool:
+    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind.
+
+    Args:
+        path: File of JSON lines, or folder of a store.
+        split: Split to read; None reads all.
+        task: Task to read.
+        confidences: Confidences beside the rows of a store that the responses get.
+    """
+    pool = load_recorded_pool(path, split=split, task=task, texts=False, confidences=confidences)
     place = Path(path)
     return CapabilityPool(place, pool, SampleStore(place).round_manifest().fingerprint if place.is_dir() else None)
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.capability.estimators import BEFORE_QUERY, PROBE, PROMPT_ESTIMATORS, p_true_before
+from selfcal_lightning.capability.estimators import (
+    BEFORE_QUERY,
+    PROBE,
+    PROMPT_ESTIMATORS,
+    VERBAL_ATTEMPTS,
+    VERBAL_ESTIMATORS,
+    VERBAL_TOKENS,
+    p_true_before,
+    verbalized_before,
+)
 from selfcal_lightning.capability.inputs import feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
 from selfcal_lightning.capability.prompt_features import feature_origin
@@ -32,7 +41,7 @@ class QuestionScoring:
         estimator: One of ``PROMPT_ESTIMATORS``.
         probe: Folder of the probe, where the estimator is one.
         model: Folder or hub name; None takes the one that sampled the store.
-        query: The query of p_true_before; None is ``BEFORE_QUERY``.
+        query: What is asked by an estimator that asks; None is ``BEFORE_QUERY``, or that of the verbal scale.
         engine: What answers, or reads hidden states.
         features_dir: Where hidden states are kept; None is a folder in the store.
     """
@@ -54,7 +63,7 @@ class QuestionScoring:
                 f"{self.estimator!r}."
             )
         if self.estimator == PROBE and self.query is not None:
-            raise InputError(f"Expected `query` with p_true_before only, but got {self.query!r} with {PROBE!r}.")
+            raise InputError(f"Expected `query` with what asks the model, but got {self.query!r} with {PROBE!r}.")
         if self.estimator == PROBE:
             check_gives_hidden_states(self.engine)
 
@@ -67,14 +76,19 @@ def score_questions(
     Raises:
         InputError: The probe was fitted on another model, adapter, template or sampling, or settings cannot be.
     """
-    query = None if run.estimator == PROBE else run.query or BEFORE_QUERY
+    scale = VERBAL_ESTIMATORS.get(run.estimator)
+    asked_for = BEFORE_QUERY if scale is None else scale.before
+    query = None if run.estimator == PROBE else run.query or asked_for
     settings = ModelSettings(run.model, query, run.engine)
     with PromptModel(settings, fingerprint) as model:
         if run.estimator == PROBE:
             return _by_probe(run, model, questions, fingerprint, store)
-        values = p_true_before(model.open(), model.chat, questions)
         asked = {**model.identity, **adapter_identity(run.engine.adapter)}
-        return values, {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
+        origin = {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
+        if scale is None:
+            return p_true_before(model.open(), model.chat, questions), origin
+        values = verbalized_before(model.open(), model.chat, questions, scale)
+        return values, {**origin, "attempts": VERBAL_ATTEMPTS, "max_new_tokens": VERBAL_TOKENS}
 
 
 def _by_probe(

@@ -51,6 +51,7 @@ __getattr__, __dir__, __all__ = face(
         "capability": ("agreeing_pairs", "expected_accuracy", "pass_at_k", "simulated_pass_at_k", "top_share"),
         "capability_beta": ("InflatedBeta", "beta_pass_at_k", "fit_concentration", "fit_inflated_beta"),
         "capability_errors": ("ErrorParts", "error_parts", "random_brier", "skill", "squared_error", "squared_errors"),
+        "capability_gap": ("TargetGap", "drawn_verdicts", "target_gap"),
         "capability_maps": ("PassAtKMaps", "fit_pass_at_k_maps", "isotonic_knots", "quantile_mapping"),
         "certainty": (
             "TokenStatistics",
@@ -81,6 +82,7 @@ __getattr__, __dir__, __all__ = face(
             "aurc",
             "auroc",
             "average_rank",
+            "kendall",
             "pearson",
             "roc_curve",
             "spearman",

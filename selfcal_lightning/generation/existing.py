@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ def open_existing(
     quantization: str | None = None,
     plan: str | None = None,
     round: int = 0,
+    splits: Collection[str] = (),
+    top_up: bool = False,
 ) -> SampleStore | None:
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
 
@@ -51,6 +53,8 @@ def open_existing(
         quantization: How the engine's weights are quantised, such as "nf4".
         plan: Digest of a plan by which questions have different numbers of responses; None without one.
         round: Generation round.
+        splits: The splits that are meant, which may have more samples than others.
+        top_up: Whether these are to have ``num_samples`` from now on, where they have fewer.
 
     Raises:
         ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question.
@@ -68,7 +72,9 @@ def open_existing(
         head_dtype=head_dtype,
     )
     fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
-    return SampleStore.create_or_open(store_dir, fingerprint, num_samples=num_samples, engine={}, round=round)
+    return SampleStore.create_or_open(
+        store_dir, fingerprint, num_samples=num_samples, engine={}, round=round, splits=splits, top_up=top_up
+    )
 
 
 def is_complete(

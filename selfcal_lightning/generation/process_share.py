@@ -49,6 +49,7 @@ class GenerationSettings:
     questions_per_shard: int
     max_failures: int
     plan: str | None = None
+    top_up: bool = False
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
@@ -69,6 +70,8 @@ class GenerationSettings:
         for name in ("num_samples", "questions_per_shard", "max_failures"):
             if getattr(self, name) < 1:
                 raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
+        if self.top_up and self.plan is not None:
+            raise InputError("Expected `top_up` without a `plan`, which says how many responses each question gets.")
         if not self.task:
             raise InputError("Expected `task` to name at least one task, but got none.")
         if self.path is not None and len(self.task) > 1:
@@ -108,6 +111,8 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             store_fingerprint(engine, chat, settings.sampling, settings.seed, plan=digest),
             num_samples=settings.num_samples if plan is None else None,
             engine=engine.describe(),
+            splits=(settings.store_split,),
+            top_up=settings.top_up,
         )
         return generate_samples(
             questions,

@@ -142,8 +142,8 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
 
 
 def _what_is_kept(store_dir: Path) -> str:
-    entries = part_entries(store_dir)
-    number = sum(entry.questions for entry in entries)
+    store = SampleStore(store_dir)
+    number = len(store.question_ids(include_parts=True)) if part_entries(store_dir) else 0
     return f"{number:,} questions with all their samples are in {store_dir}; the same command goes on from there."
 
 
@@ -163,6 +163,8 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
         seed=settings.seed,
         num_samples=settings.num_samples if plan is None else None,
         plan=None if plan is None else plan.digest,
+        splits=(settings.store_split,),
+        top_up=settings.top_up,
     )
     return is_complete(store, {settings.store_split: share})
 
@@ -172,13 +174,16 @@ def _sample_on_devices(
 ) -> GenerationReport:
     """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
-    store, parts = SampleStore(settings.store_dir), {part_name(shard) for shard in shards}
+    wanted = settings.num_samples if settings.plan is None else None
+    store, parts = SampleStore(settings.store_dir, num_samples=wanted), {part_name(shard) for shard in shards}
     new = not (store.path / "rounds").exists()
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
     busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
-    # Of a plan nobody sees from here which questions are done, and with them how many responses.
-    each, unit = (settings.num_samples, "responses") if settings.plan is None else (1, "questions")
+    # Of a plan, or of what is topped up, nobody sees from here which questions are done, and how many responses.
+    each, unit = (settings.num_samples, "responses")
+    if settings.plan is not None or settings.top_up:
+        each, unit = 1, "questions"
     with Progress(len(missing) * each, label=f"Sampling {settings.store_split}", unit=unit) as bar:
 
         def tick() -> None:

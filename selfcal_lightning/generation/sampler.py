@@ -26,6 +26,7 @@ from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.runtime.stop_signals import Interrupt, never
 from selfcal_lightning.store.parts import ShardWriter
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+from selfcal_lightning.store.topping_up import EarlierSamples
 from selfcal_lightning.tasks.answers.math_processes import Undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import judge
@@ -121,11 +122,15 @@ def generate_samples(
     with store.writer(part, round=round, questions_per_shard=questions_per_shard) as writer:
         todo = missing_questions(share, store, split=split, round=round)
         if planned is None:
-            _check_number(store, num_samples, len(todo), round=round)
+            _check_number(store, num_samples, len(todo), split=split, round=round)
         counts = {question.id: num_samples if planned is None else planned[question.id] for question in todo}
+        earlier = store.earlier_samples(round)
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
-        with Progress(sum(counts.values()), label=f"Sampling {split}", enabled=progress) as bar:
-            sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, counts, seed, round, max_failures)
+        drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
+        with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
+            sampler = _Sampler(
+                engine, chat, tasks, writer, bar, split, sampling, counts, earlier, seed, round, max_failures
+            )
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     return GenerationReport(
@@ -164,12 +169,14 @@ class _Sampler:
         split: str,
         sampling: SamplingSettings,
         counts: Mapping[str, int],
+        earlier: EarlierSamples,
         seed: int,
         round: int,
         max_failures: int,
     ) -> None:
         self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
         self.split, self.sampling, self.counts, self.seed, self.round = split, sampling, counts, seed, round
+        self.earlier = earlier
         self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
         self._failed = 0
@@ -243,11 +250,11 @@ class _Sampler:
         return bool(self._in_flight)
 
     def _open(self, question: Question, prompt_ids: tuple[int, ...]) -> Iterator[Request]:
-        number = self.counts[question.id]
-        state = _OpenQuestion(question, prompt_ids, [None] * number, number)
-        for index in range(number):
+        first, number = self.earlier.count(question.id), self.counts[question.id]
+        state = _OpenQuestion(question, prompt_ids, [None] * (number - first), number - first)
+        for index in range(first, number):
             name = f"{self.round}/{index}/{question.id}"
-            self._in_flight[name] = state, index
+            self._in_flight[name] = state, index - first
             yield Request(
                 id=name,
                 prompt_ids=prompt_ids,
@@ -303,8 +310,10 @@ class _Sampler:
     def _store(self, state: _OpenQuestion) -> int:
         """Judge a question's responses and append them to the writer; return how many could not be read."""
         responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
-        samples = judge(state.question, responses, self.tasks(state.question.task), round=self.round)
-        self.writer.append(QuestionSamples(state.question, samples, self.split, state.prompt_ids))
+        earlier = self.earlier.of(state.question.id)
+        task = self.tasks(state.question.task)
+        samples = judge(state.question, responses, task, round=self.round, earlier=earlier)
+        self.writer.append(QuestionSamples(state.question, (*earlier, *samples), self.split, state.prompt_ids))
         given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
         unreadable = sum(sample.answer is None for sample in given)
         self.generated += len(given)
@@ -327,10 +336,10 @@ def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int
             )
 
 
-def _check_number(store: SampleStore, num_samples: int, missing: int, *, round: int) -> None:
+def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: str, round: int) -> None:
     """Refuse another number of samples than the store has, unless it has more and nothing is missing."""
-    stored = store.round_manifest(round).num_samples
-    if num_samples < 1 or num_samples > stored:
+    stored = store.round_manifest(round).samples_of(split)
+    if stored is None or not 1 <= num_samples <= stored:
         raise InputError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
     if missing and num_samples != stored:
         raise InputError(

@@ -44,7 +44,9 @@ def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[
 
 
 def missing_questions(questions: Sequence[Question], store: SampleStore, *, split: str, round: int) -> list[Question]:
-    """Return the questions that no part of the store has committed.
+    """Return the questions that no part of the store has committed, or with fewer samples than are wanted of them.
+
+    Those are as many as the store was opened for, or as it says that questions of the split have.
 
     Raises:
         ValueError: A question lies there with another wording or reference, or in another split.
@@ -62,4 +64,5 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
                 f"Expected question {question.id!r} to be as it was when the store {store.path} was sampled, but got "
                 "another task, wording or reference. Use another `store_dir`, or go back to the earlier questions."
             )
-    return [question for question in questions if question.id not in stored]
+    wanted = store.num_samples or store.round_manifest(round).samples_of(split) or 0
+    return [question for question in questions if question.id not in stored or stored[question.id].samples < wanted]

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = face(
         "base": ("ExactMetric",),
         "calibration": ("BinnedCalibrationError",),
         "capability": ("CapabilityMetrics",),
+        "capability_parts": ("CapabilityErrorParts",),
         "collection": ("CalibrationMetrics", "CalibrationPoints"),
         "discrimination": ("ConfidenceAUROC", "WithinQuestionAUROC"),
         "steps": ("QuantileMetrics", "StepMetrics"),

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.pools.line_format import is_written_pool, pool_line
+from selfcal_lightning.pools.sampled_files import (
+    GROUND_TRUTH,
+    SAMPLED,
+    SAMPLED_KEYS,
+    TRUTH_KEYS,
+    sampled_rows,
+    truth_row,
+)
 from selfcal_lightning.runtime.files import write_json_lines
+from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.runtime.overwriting import check_replaceable
 from selfcal_lightning.store.sample_store import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """How many questions and responses were written."""
+    """What was written.
+
+    Attributes:
+        questions: Questions.
+        responses: Their responses.
+        dropped: Responses that the format cannot say and that were left out: those to questions of which one was not
+            judged, and empty ones that the engine could not give.
+    """
 
     questions: int
     responses: int
+    dropped: int = 0
 
 
 def export_pool(
@@ -62,3 +81,52 @@ def export_pool(
 
     write_json_lines(Path(path), lines())
     return ExportReport(questions, responses)
+
+
+def export_sampled(
+    store_dir: str | Path, folder: str | Path, *, split: str | None = None, round: int = 0, task: str | None = None
+) -> ExportReport:
+    """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back.
+
+    Args:
+        store_dir: Folder of the store.
+        folder: Where both files go.
+        split: Split to write; None writes all.
+        round: Generation round to write.
+        task: Task to write; None writes all.
+
+    Raises:
+        InputError: There are no judged samples, or something else lies in the place of a file.
+    """
+    place = Path(folder)
+    for name, keys in ((SAMPLED, SAMPLED_KEYS), (GROUND_TRUTH, TRUTH_KEYS)):
+        check_replaceable(place / name, partial(_begins_with, keys), option="path", kind="an earlier file of its kind")
+    place.mkdir(parents=True, exist_ok=True)
+    truths: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for group in SampleStore(store_dir).samples(split=split, round=round, task=task):
+            written = list(sampled_rows(group)) if all(s.correct is not None for s in group.samples) else []
+            counts.update(responses=len(written), dropped=len(group.samples) - len(written))
+            if written:
+                truths.append(truth_row(group))
+            yield from written
+        if not truths:
+            raise InputError(
+                f"Expected {store_dir} to hold judged samples of split {split!r}, round {round} and task {task!r}, but "
+                f"got none, and {counts['dropped']:,} that nobody judged. Name another split, or questions with "
+                "reference answers."
+            )
+
+    write_json_lines(place / SAMPLED, rows())
+    write_json_lines(place / GROUND_TRUTH, truths)
+    return ExportReport(len(truths), counts["responses"], counts["dropped"])
+
+
+def _begins_with(keys: Sequence[str], path: Path) -> bool:
+    try:
+        first = next((line for _, line in read_json_lines(path)), {})
+    except InputError:
+        return False
+    return set(keys) == first.keys()

@@ -10,6 +10,11 @@ from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.records import Message, Question
 
 USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
+BASES = ("task", "none", "boxed")
+BOXED = (
+    "Reason step by step. Then write your final answer, and nothing else, in \\boxed{}; where options are given, the "
+    "letter of one."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +35,14 @@ class Prompt:
     """How questions are put to the model. It is part of what a store says that its samples are.
 
     Attributes:
-        base: "task" starts from the task's own prompt; "none" from the bare question, without any system text.
+        base: "task" starts from the task's own prompt; "none" from the bare question, without any system text; "boxed"
+            from the question and, in the same turn, the instruction to reason and to put the answer in a box, which
+            studies of large models give for every data set.
         system: System text in the place of that one; "" is none at all, None keeps it.
         examples: Questions with responses that stand before the question, as turns of the chat.
     """
 
-    base: Literal["task", "none"] = "task"
+    base: Literal["task", "none", "boxed"] = "task"
     system: str | None = None
     examples: tuple[PromptExample, ...] = ()
 
@@ -56,8 +63,8 @@ class Prompt:
         """
         _check_fields(content, ("base", "system", "examples"), "prompt")
         base, system, examples = content.get("base", "task"), content.get("system"), content.get("examples") or ()
-        if base not in ("task", "none"):
-            raise InputError(f"Expected `prompt.base` to be task or none, but got {base!r}.")
+        if base not in BASES:
+            raise InputError(f"Expected `prompt.base` to be one of {', '.join(BASES)}, but got {base!r}.")
         if system is not None and not isinstance(system, str):
             raise InputError(f"Expected `prompt.system` to be text, but got {system!r}.")
         if not isinstance(examples, list | tuple):
@@ -104,7 +111,9 @@ def stated_prompt(identity: Mapping[str, Any]) -> Prompt | None:
 
 
 def _messages(question: Question, prompt: Prompt) -> tuple[Message, ...]:
-    own = question.messages if prompt.base == "task" else (Message("user", question.text),)
+    own = question.messages
+    if prompt.base != "task":
+        own = (Message("user", f"{question.text}\n\n{BOXED}" if prompt.base == "boxed" else question.text),)
     system = tuple(message for message in own if message.role == "system")
     if prompt.system is not None:
         system = (Message("system", prompt.system),) if prompt.system else ()

@@ -34,6 +34,7 @@ from selfcal_lightning.store.origins import origin_differences
 from selfcal_lightning.store.parts import PartLock
 from selfcal_lightning.store.records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
 from selfcal_lightning.store.shards import StoreCorruptError, StoredRow
+from selfcal_lightning.store.topping_up import row_origins
 
 logger = logging.getLogger(__name__)
 
@@ -124,12 +125,12 @@ class Annotation:
         if np.isinf(values).any() or len(values) != len(index):
             raise InputError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
         known = {entry.file: entry for entry in shards}
-        entries = [known[file] for file in index.files]
+        origins, hashes = row_origins(index, shards)
         columns = {
             "question_id": index.question_id.tolist(),
             "index": index.sample_index,
-            "round": np.array([entry.round for entry in entries], dtype=np.int32)[index.shard],
-            "shard": np.array([entry.origin for entry in entries], dtype=object)[index.shard].tolist(),
+            "round": np.array([known[file].round for file in index.files], dtype=np.int32)[index.shard],
+            "shard": np.array(hashes, dtype=object)[origins].tolist(),
             "value": pa.array(values, pa.float64(), from_pandas=True),  # nan becomes null
         }
         sink = pa.BufferOutputStream()
@@ -228,8 +229,8 @@ class Annotation:
         self, index: SampleIndex, shards: Sequence[ShardEntry], parts: Sequence[AnnotationPart]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the value of each row, nan where unknown, float64 [R], and whether it was scored, bool [R]."""
-        origin = {entry.file: entry.origin for entry in shards}
-        digests = pa.array([origin[file] for file in index.files], pa.string())
+        origins, hashes = row_origins(index, shards)
+        digests = pa.array(hashes, pa.string())
         values, scored = np.full(len(index), np.nan), np.zeros(len(index), dtype=bool)
         names, codes = np.unique(index.question_id, return_inverse=True)
         stride = int(index.sample_index.max(initial=0)) + 1
@@ -241,7 +242,7 @@ class Annotation:
             sample = table["index"].to_numpy()
             key = np.where((question >= 0) & (sample < stride), question * stride + sample, -1)
             place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
-            found = (keys[place] == key) & (index.shard[place] == shard)
+            found = (keys[place] == key) & (origins[place] == shard)
             values[place[found]] = table["value"].to_numpy()[found]
             scored[place[found]] = True
         return values, scored

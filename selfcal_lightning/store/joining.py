@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.store.manifest import MANIFEST_FILE, StoreManifest, read_rounds
-from selfcal_lightning.store.parts import find_duplicates, part_rereads
+from selfcal_lightning.store.manifest import MANIFEST_FILE, StoredQuestion, StoreManifest, read_rounds
+from selfcal_lightning.store.parts import part_rereads
 from selfcal_lightning.store.records import ShardEntry, read_record
 from selfcal_lightning.store.shards import StoreCorruptError, StoreVersionError, check_shard
+from selfcal_lightning.store.topping_up import find_duplicates
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def merge_parts(
     entries: Sequence[ShardEntry],
     *,
     check: Callable[[ShardEntry], None],
-    questions: Callable[[ShardEntry], Collection[str]],
+    questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]],
 ) -> StoreManifest:
     """Return the manifest over the shards of all parts.
 
@@ -35,7 +36,7 @@ def merge_parts(
         root: The store's folder.
         entries: The shards, in the order that decides who is first.
         check: Holds the content of a shard against its entry; those that an earlier join verified are spared it.
-        questions: Returns the ids of the questions in a shard.
+        questions: Returns the questions in a shard.
 
     Raises:
         StoreCorruptError: A shard is missing, cut short or changed.
@@ -47,21 +48,28 @@ def merge_parts(
             check_shard(root / entry.file, size=entry.bytes, sha256=None)
         else:
             check(entry)
-    equal, differing = find_duplicates(root, entries, questions)
-    if differing:
-        file, names = next(iter(differing.items()))
+    found = find_duplicates(root, entries, questions)
+    if found.differing:
+        file, names = next(iter(found.differing.items()))
         raise InputError(
-            f"Expected every question to be sampled by one part, but got {sum(map(len, differing.values()))} with"
+            f"Expected every question to be sampled by one part, but got {sum(map(len, found.differing.values()))} with"
             f" different samples in two parts, for example {names[0]!r} again in {file}. Two runs worked on one share."
             " Start `selfcal generate` again with `--repair true` to keep those of the first part, or delete the folder"
             " of one part."
         )
     shards = tuple(
-        replace(entry, dropped=tuple(sorted({*entry.dropped, *equal.get(entry.file, ())}))) for entry in entries
+        replace(
+            entry,
+            dropped=tuple(
+                sorted({*entry.dropped, *found.equal.get(entry.file, ()), *found.continued.get(entry.file, ())})
+            ),
+            continues=tuple(found.continues.get(entry.file, ())),
+        )
+        for entry in entries
     )
     hidden = sum(len(entry.dropped) for entry in shards)
-    if hidden:
-        logger.warning("%d questions of %s are hidden: they lie in two parts, or a repair dropped them.", hidden, root)
+    if strange := hidden - sum(map(len, found.continued.values())):
+        logger.warning("%d questions of %s are hidden: they lie in two parts, or a repair dropped them.", strange, root)
     return StoreManifest(
         rounds=read_rounds(root),
         questions=sum(entry.questions for entry in shards) - hidden,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from selfcal_lightning.runtime.files import remove_abandoned
 from selfcal_lightning.store.manifest import (
     MANIFEST_FILE,
     RoundRecord,
+    StoredQuestion,
     StoreManifest,
     read_round,
     read_rounds,
@@ -23,7 +24,6 @@ from selfcal_lightning.store.parts import (
     PartLock,
     drop_questions,
     drop_shards,
-    find_duplicates,
     find_failed,
     part_entries,
     part_folders,
@@ -31,6 +31,7 @@ from selfcal_lightning.store.parts import (
 )
 from selfcal_lightning.store.records import ShardEntry, read_record, write_record
 from selfcal_lightning.store.shards import StoreCorruptError, StoreVersionError
+from selfcal_lightning.store.topping_up import find_duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,12 @@ def all_parts(root: Path) -> Iterator[list[Path]]:
             lock.release()
 
 
-def repair_store(root: Path, questions: Callable[[ShardEntry], Collection[str]]) -> RepairReport:
+def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]) -> RepairReport:
     """Do what :meth:`SampleStore.repair` says, but for joining.
 
     Args:
         root: The store's folder.
-        questions: Returns the ids of the questions in a shard.
+        questions: Returns the questions in a shard.
     """
     moved: list[str] = []
     lost = unfinished = 0
@@ -100,7 +101,7 @@ def repair_store(root: Path, questions: Callable[[ShardEntry], Collection[str]])
             files, gone, removed = repair_part(folder, root / "aside")
             moved, lost, unfinished = [*moved, *files], lost + gone, unfinished + removed
         failed = _drop(root, find_failed(root, part_entries(root)))
-        duplicates = _drop(root, find_duplicates(root, part_entries(root), questions)[1])
+        duplicates = _drop(root, find_duplicates(root, part_entries(root), questions).differing)
     return RepairReport(tuple(moved), lost, duplicates, unfinished + remove_abandoned(root), failed)
 
 

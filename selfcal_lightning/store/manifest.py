@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from selfcal_lightning.store.records import Reread, ShardEntry, read_record
 
 # All that lies in the folder of a store, also where a run was stopped before its first sample.
 CONTENTS = {
-    "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "aside", "adapters",
-    "meetings", "runs",
+    "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "verdicts", "aside",
+    "adapters", "meetings", "runs",
 }  # fmt: skip
 MANIFEST_FILE = "manifest.json"
 
@@ -91,6 +91,7 @@ class RoundRecord:
             change when fingerprints get further fields.
         num_samples: Samples a question; None for any number.
         engine: What ran the model when the round was entered; recorded, not compared.
+        raised: Samples a question of the splits that were topped up.
     """
 
     round: int
@@ -98,6 +99,11 @@ class RoundRecord:
     written: Mapping[str, Any]
     num_samples: int | None
     engine: Mapping[str, Any]
+    raised: Mapping[str, int] = field(default_factory=dict)
+
+    def samples_of(self, split: str) -> int | None:
+        """Return how many samples a question of a split has; None for any number."""
+        return self.raised.get(split, self.num_samples)
 
     @property
     def digest(self) -> str:
@@ -113,20 +119,22 @@ class RoundRecord:
         """
         written = content["fingerprint"]
         fingerprint = StoreFingerprint.from_json(written)
-        record = cls(content["round"], fingerprint, written, content["num_samples"], content["engine"])
+        numbers = content["num_samples"], content["engine"], content.get("raised", {})
+        record = cls(content["round"], fingerprint, written, *numbers)
         if record.digest != content["digest"]:
             raise ValueError(f"a fingerprint of digest {record.digest[:12]} under the digest {content['digest'][:12]}")
         return record
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON types."""
-        return {
+        """Return the record as plain JSON types, without what was topped up where nothing was."""
+        content = {
             "round": self.round,
             "fingerprint": dict(self.written),
             "digest": self.digest,
             "num_samples": self.num_samples,
             "engine": dict(self.engine),
         }
+        return {**content, "raised": dict(self.raised)} if self.raised else content
 
 
 @dataclass(frozen=True)
@@ -175,10 +183,11 @@ class StoreManifest:
 
 @dataclass(frozen=True, slots=True)
 class StoredQuestion:
-    """A question that is complete in the store: its split, and the digest of its messages and reference."""
+    """A question in the store: its split, the digest of its messages and reference, and how many samples it has."""
 
     split: str
     digest: str
+    samples: int
 
 
 def fingerprint_digest(content: Mapping[str, Any]) -> str:

@@ -9,10 +9,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -116,17 +116,19 @@ class ShardWriter:
         fingerprint_digest: str,
         engine: Mapping[str, Any],
         questions_per_shard: int,
+        raised: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         if questions_per_shard < 1:
             raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
-        self.folder, self.round, self.num_samples = folder, round, num_samples
+        self.folder, self.round, self.num_samples, self.raised = folder, round, num_samples, raised
         self.fingerprint_digest, self.engine = fingerprint_digest, dict(engine)
         self.questions_per_shard = questions_per_shard
         self.orphans = self.committed = 0
         self._lock = PartLock(folder)
         self._tables: list[pa.Table] = []
         self._splits: dict[str, int] = {}
-        self._ids: set[str] = set()
+        self._sizes: dict[str, int] = {}  # samples of each question, by its id
+        self._buffered: dict[str, int] = {}
         self._part: PartManifest | None = None
 
     @property
@@ -143,7 +145,9 @@ class ShardWriter:
             for shard in self._part.shards:
                 if shard.round == self.round:
                     column = read_shard(self.folder / shard.file, columns=("question_id",))["question_id"]
-                    self._ids |= set(column.unique().to_pylist()) - set(shard.dropped)
+                    found = {each["values"]: each["counts"] for each in column.value_counts().to_pylist()}
+                    for name in found.keys() - set(shard.dropped):
+                        self._sizes[name] = max(found[name], self._sizes.get(name, 0))
         except BaseException:
             self._lock.release()
             raise
@@ -164,12 +168,13 @@ class ShardWriter:
         """Add a question with all its samples, by index from 0; a full shard is committed at once.
 
         Raises:
-            InputError: The samples are not those of this question, round and number, or the question is there already.
+            InputError: The samples are not those of this question, round and number, or the question is there already
+                with as many.
         """
         self._check(group)
         self._tables.append(encode_question(group))
         self._splits[group.split] = self._splits.get(group.split, 0) + 1
-        self._ids.add(group.question.id)
+        self._buffered[group.question.id] = len(group.samples)
         if self.buffered >= self.questions_per_shard:
             self.commit()
 
@@ -197,20 +202,22 @@ class ShardWriter:
         write_part(self.folder, part)
         self._part = part
         self.committed += shard.questions
-        self._tables, self._splits = [], {}
+        self._sizes |= self._buffered
+        self._forget()
         return shard.questions
 
     def discard(self) -> None:
         """Forget what is buffered: those questions count as not sampled."""
-        for table in self._tables:
-            self._ids -= set(table["question_id"].to_pylist())
-        self._tables, self._splits = [], {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables, self._splits, self._buffered = [], {}, {}
 
     def _check(self, group: QuestionSamples) -> None:
         name, samples = group.question.id, group.samples
         if self._part is None:
             raise RunError("Expected the writer to be open, but got a question outside its `with` block.")
-        if name in self._ids:
+        if name in self._buffered or len(samples) <= self._sizes.get(name, -1):
             raise InputError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
         if any(sample.question_id != name or sample.round != self.round for sample in samples):
             raise InputError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
@@ -218,8 +225,9 @@ class ShardWriter:
             raise InputError(
                 f"Expected samples 0, 1, 2 ... of question {name!r}, but got {[sample.index for sample in samples]}."
             )
-        if self.num_samples is not None and len(samples) != self.num_samples:
-            raise InputError(f"Expected {self.num_samples} samples of question {name!r}, but got {len(samples)}.")
+        wanted = self.raised.get(group.split, self.num_samples)
+        if self.num_samples is not None and len(samples) != wanted:
+            raise InputError(f"Expected {wanted} samples of question {name!r}, but got {len(samples)}.")
 
 
 def read_part(folder: Path) -> PartManifest:
@@ -278,31 +286,6 @@ def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
     if files:
         logger.info("Removed %d unfinished files of a killed run from %s.", len(files), folder)
     return len(files)
-
-
-def find_duplicates(
-    root: Path, entries: Sequence[ShardEntry], questions: Callable[[ShardEntry], Collection[str]]
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Find questions of one round that an earlier shard holds already.
-
-    Args:
-        root: The store's folder.
-        entries: Shards in the order that decides who is first.
-        questions: Returns the ids of the questions in a shard.
-
-    Returns:
-        (questions whose rows equal the earlier ones, questions whose rows differ), each by file.
-    """
-    first: dict[tuple[int, str], str] = {}
-    equal: dict[str, list[str]] = {}
-    differing: dict[str, list[str]] = {}
-    for entry in entries:
-        for name in sorted(set(questions(entry)) - set(entry.dropped)):
-            other = first.setdefault((entry.round, name), entry.file)
-            if other != entry.file:
-                mine, theirs = (_question_rows(root / file, name) for file in (entry.file, other))
-                (equal if mine.equals(theirs) else differing).setdefault(entry.file, []).append(name)
-    return equal, differing
 
 
 def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
@@ -370,11 +353,6 @@ def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
         write_part(folder, replace(part, shards=kept))
     remove_unfinished(folder, kept)
     return len(part.shards) - len(kept)
-
-
-def _question_rows(path: Path, name: str) -> pa.Table:
-    table = read_shard(path)
-    return table.filter(pc.equal(table["question_id"], name)).replace_schema_metadata(None)
 
 
 def _is_damaged(path: Path, entry: ShardEntry) -> bool:

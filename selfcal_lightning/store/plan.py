@@ -46,8 +46,8 @@ def plan_sampling(
         responses = sum(planned[name] for name in planned if question_ids is None or name in question_ids) * rounds
     if not (Path(store_dir) / "rounds").is_dir():
         return Sampling(store_dir, responses, most_tokens=most_tokens)
-    stored = SampleStore(store_dir).question_ids(include_parts=True)
-    there = stored if question_ids is None else stored & set(question_ids)
+    stored = SampleStore(store_dir).stored_questions(include_parts=True)
+    there = {name: one.samples for name, one in stored.items() if question_ids is None or name in question_ids}
     entries = part_entries(Path(store_dir))
     rows = sum(entry.rows for entry in entries)
     return Sampling(
@@ -60,8 +60,11 @@ def plan_sampling(
     )
 
 
-def _stored(there: Collection[str], num_samples: int, planned: Mapping[str, int] | None) -> int:
-    return len(there) * num_samples if planned is None else sum(planned.get(name, 0) for name in there)
+def _stored(there: Mapping[str, int], num_samples: int, planned: Mapping[str, int] | None) -> int:
+    """Return how many of the samples that are wanted are there."""
+    if planned is None:
+        return sum(min(count, num_samples) for count in there.values())
+    return sum(planned.get(name, 0) for name in there)
 
 
 def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:

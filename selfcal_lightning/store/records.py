@@ -36,6 +36,7 @@ class ShardEntry:
         dropped: Ids of questions in it that readers do not see.
         replaces: The shard whose place it took, relative to the store's folder, where its answers were read anew.
         sampled_sha256: Hash of the shard that its samples were first written to, where that is another one.
+        continues: Questions whose first samples were written to earlier shards: (id, how many, hash of that shard).
     """
 
     file: str
@@ -49,6 +50,7 @@ class ShardEntry:
     dropped: tuple[str, ...] = ()
     replaces: str | None = None
     sampled_sha256: str | None = None
+    continues: tuple[tuple[str, int, str], ...] = ()
 
     @property
     def origin(self) -> str:
@@ -59,11 +61,12 @@ class ShardEntry:
     def from_json(cls, content: Mapping[str, Any]) -> ShardEntry:
         """Return the entry that :meth:`as_json` gave."""
         _check_inside(content["file"])
-        return cls(**{**content, "dropped": tuple(content.get("dropped", ()))})
+        continues = tuple((name, count, sha) for name, count, sha in content.get("continues", ()))
+        return cls(**{**content, "dropped": tuple(content.get("dropped", ())), "continues": continues})
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry as plain JSON types; what most shards do not have is left out."""
-        content = {**asdict(self), "dropped": list(self.dropped)}
+        content = {**asdict(self), "dropped": list(self.dropped), "continues": list(map(list, self.continues))}
         return {name: value for name, value in content.items() if value not in ([], None)}
 
 
@@ -217,6 +220,8 @@ def way_out(path: Path) -> str:
     """Return what a user may do about a damaged record."""
     if path.name == "annotation.json":
         return f"Restore it from a copy, or delete {path.parent} and run `selfcal score` or `selfcal predict` again."
+    if path.name == "verdicts.json":
+        return f"Restore it from a copy, or delete {path.parent} and run `selfcal judge` again."
     if path.name == "question_values.json":
         return f"Restore it from a copy, or delete {path.parent} and run `selfcal score-questions` again."
     return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."

@@ -44,6 +44,7 @@ def write_reread(
     *,
     readers: Mapping[str, str],
     stale: Collection[str],
+    hidden: Mapping[str, Collection[str]],
     on_question: Callable[[QuestionSamples], None],
 ) -> Reread:
     """Read every answer of the store in ``root`` anew, and let what changed take the place of what was there.
@@ -55,6 +56,8 @@ def write_reread(
         read: Returns a question with the answers and verdicts that its samples should have.
         readers: What reads, by task, complete when all was read; recorded.
         stale: Annotations that depend on answers: they are removed when one has changed.
+        hidden: Questions that readers do not see, by file: those that were topped up since, whose first samples must
+            go on equalling those of the longer copy, are read and not counted.
         on_question: Called with every question that was read.
     """
     remove_unfinished_rereads(root)
@@ -67,7 +70,7 @@ def write_reread(
     try:
         shards: list[ShardEntry] = []
         for entry in part_entries(root):
-            groups = list(_read_shard(root, entry, read, counts, on_question))
+            groups = list(_read_shard(root, entry, read, counts, hidden.get(entry.file, ()), on_question))
             if any(changed for _, changed in groups):
                 shards.append(_write_shard(folder, len(shards), entry, [group for group, _ in groups]))
         for name in stale if shards else ():
@@ -109,6 +112,7 @@ def _read_shard(
     entry: ShardEntry,
     read: Reader,
     counts: Counter[str],
+    hidden: Collection[str],
     on_question: Callable[[QuestionSamples], None],
 ) -> Iterator[tuple[QuestionSamples, bool]]:
     """Yield the questions of a shard that readers see, read anew, and whether anything about one changed."""
@@ -123,11 +127,12 @@ def _read_shard(
             first.question, tuple(row.sample for row in of_question), first.split, first.prompt_ids
         )
         after = read(before)
-        pairs = list(zip(before.samples, after.samples, strict=True))
-        counts["responses"] += len(pairs)
-        counts["answers"] += sum(old.answer != new.answer for old, new in pairs)
-        counts["verdicts"] += sum(old.correct != new.correct for old, new in pairs)
-        on_question(after)
+        if name not in hidden:
+            pairs = list(zip(before.samples, after.samples, strict=True))
+            counts["responses"] += len(pairs)
+            counts["answers"] += sum(old.answer != new.answer for old, new in pairs)
+            counts["verdicts"] += sum(old.correct != new.correct for old, new in pairs)
+            on_question(after)
         yield after, before != after
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +50,7 @@ from selfcal_lightning.store.parts import ShardWriter, part_entries, part_folder
 from selfcal_lightning.store.records import Reread, ShardEntry, sealed, write_record
 from selfcal_lightning.store.reread import drop_replaced, write_reread
 from selfcal_lightning.store.shards import StoreCorruptError, StoredRow, check_shard, decode_rows, read_shard
+from selfcal_lightning.store.topping_up import EarlierSamples, raise_samples
 
 __all__ = ["RepairReport", "SampleStore", "StoreCorruptError", "StoreFingerprint", "StoredQuestion", "StoredRow"]
 
@@ -94,6 +95,8 @@ class SampleStore:
         num_samples: int | None,
         engine: Mapping[str, Any],
         round: int = 0,
+        splits: Collection[str] = (),
+        top_up: bool = False,
     ) -> SampleStore:
         """Open the store for samples of ``round``, and enter the round when it is new.
 
@@ -103,6 +106,8 @@ class SampleStore:
             num_samples: Samples a question; fewer than the store has shows the first ones. None for any number.
             engine: What runs the model (name, dtype, version); recorded, not compared.
             round: Generation round, from 0.
+            splits: The splits that are meant, which may have more samples than others.
+            top_up: Whether these are to have ``num_samples`` from now on, where they have fewer.
 
         Raises:
             ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question; or the
@@ -127,11 +132,13 @@ class SampleStore:
                 + "; ".join(differences)
                 + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
             )
-        known = stored.num_samples
-        if known is not None and num_samples is not None and num_samples > known:
+        if top_up and num_samples is not None:
+            stored = raise_samples(store.path, round, splits, num_samples)
+        known = min((stored.samples_of(split) or 0 for split in splits), default=stored.num_samples)
+        if stored.num_samples is not None and num_samples is not None and num_samples > (known or 0):
             raise InputError(
-                f"Expected `num_samples` to be at most {stored.num_samples}, the number of samples a question in "
-                f"{path}, but got {num_samples}. Use another `store_dir` for more samples, or ask for fewer."
+                f"Expected `num_samples` to be at most {known}, the number of samples a question in {path}, but got "
+                f"{num_samples}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
             )
         store._engine = dict(engine)
         return store
@@ -158,6 +165,7 @@ class SampleStore:
             self.path / "parts" / part,
             round=round,
             num_samples=record.num_samples,
+            raised=record.raised,
             fingerprint_digest=record.digest,
             engine=record.engine if self._engine is None else self._engine,
             questions_per_shard=questions_per_shard,
@@ -218,7 +226,8 @@ class SampleStore:
         with all_parts(self.path):
             self.join()
             drop_replaced(self.path)  # which a killed one may have left
-            reread = write_reread(self.path, read, readers=readers, stale=stale, on_question=on_question)
+            hidden = {entry.file: entry.dropped for entry in self.manifest.shards}
+            reread = write_reread(self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question)
             self.join()
             drop_replaced(self.path)
         return reread
@@ -253,9 +262,14 @@ class SampleStore:
             if entry.round == round:
                 hidden = set(entry.dropped)
                 for name, question in self._questions_of(entry).items():
-                    if name not in hidden:
-                        found.setdefault(name, question)
+                    if name not in hidden and (name not in found or found[name].samples < question.samples):
+                        found[name] = question
         return found
+
+    def earlier_samples(self, round: int = 0) -> EarlierSamples:
+        """Return what gives the samples that questions of ``round`` have, those that nobody has joined yet included."""
+        entries = [entry for entry in part_entries(self.path) if entry.round == round]
+        return EarlierSamples(self.path, entries, self._questions_of)
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
         """Return the ids of the complete questions of ``round``, of one split or of all."""
@@ -360,8 +374,9 @@ class SampleStore:
         if key not in self._questions:
             table = read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
             self._check_fingerprint(entry, table)
-            columns = [table[name].to_pylist() for name in table.column_names]
-            self._questions[key] = {name: StoredQuestion(*found) for name, *found in zip(*columns, strict=True)}
+            names, splits, digests = (table[name].to_pylist() for name in table.column_names)
+            sizes, found = Counter(names), zip(names, splits, digests, strict=True)
+            self._questions[key] = {name: StoredQuestion(split, sha, sizes[name]) for name, split, sha in found}
         return self._questions[key]
 
     def _handle(self, file: str) -> tuple[pq.ParquetFile, np.ndarray]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from selfcal_lightning.records import Question
 
 AnswerType = Literal["number", "option letter", "expression", "short text"]
+# What a model that judges is asked: whether an answer is right, wrong or not attempted; whether two are equivalent.
+JudgeForm = Literal["facts", "mathematics"]
 
 
 class Task(Protocol):
@@ -50,3 +52,19 @@ class Task(Protocol):
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         """Return ``answers`` with equal ones replaced by the first seen of their class; None stays None."""
         ...
+
+
+@runtime_checkable
+class NamesJudge(Protocol):
+    """A task, or a data set, whose answers a model may judge where comparing texts falls short.
+
+    Attributes:
+        judge: What that model is asked; None where comparing decides.
+    """
+
+    judge: JudgeForm | None
+
+
+def judge_form(task: object) -> JudgeForm | None:
+    """Return what a model is asked that judges the answers of a task or a data set; None where it names nothing."""
+    return task.judge if isinstance(task, NamesJudge) else None

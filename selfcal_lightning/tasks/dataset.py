@@ -12,9 +12,18 @@ from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.records import Message, Question, duplicate_ids
 from selfcal_lightning.tasks.answers.extraction import LETTERS
 from selfcal_lightning.tasks.answers.types import Answers
-from selfcal_lightning.tasks.base import AnswerType
+from selfcal_lightning.tasks.base import AnswerType, JudgeForm, judge_form
 from selfcal_lightning.tasks.question_rows import QuestionRow, check_question_file, read_question_file
-from selfcal_lightning.tasks.rows import FileSource, HubSource, Row, check_file, load_file_rows, load_hub_rows
+from selfcal_lightning.tasks.rows import (
+    FileSource,
+    HubSource,
+    JoinedSource,
+    Row,
+    check_file,
+    load_file_rows,
+    load_hub_rows,
+    load_joined_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +53,7 @@ class DataSet(Protocol):
 
     name: str
     answers: Answers
-    source: HubSource | FileSource | None
+    source: HubSource | JoinedSource | FileSource | None
     columns: tuple[str, ...]
     id_column: str | None
 
@@ -62,6 +71,17 @@ class OwnFormat(Protocol):
     """
 
     question_rows: Literal[True]
+
+
+@runtime_checkable
+class RepeatedRows(Protocol):
+    """A data set that has a question in several rows, such as one a document: the first of each id counts.
+
+    Attributes:
+        repeated_rows: Yes.
+    """
+
+    repeated_rows: Literal[True]
 
 
 class Prompt(Protocol):
@@ -86,6 +106,7 @@ class DatasetTask:
         self.prompt: Prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
+        self.judge: JudgeForm | None = judge_form(dataset)
 
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
@@ -110,12 +131,18 @@ class DatasetTask:
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
         num_read = 0
+        earlier = set[str]() if isinstance(self.dataset, RepeatedRows) else None
         for index, row in enumerate(rows):
             if limit is not None and len(questions) >= limit:
                 break
-            num_read += 1
             try:
-                questions.append(self._question(row, self._question_id(row, split, index), chain_of_thought))
+                name = self._question_id(row, split, index)
+                if earlier is not None and name in earlier:
+                    continue
+                num_read += 1
+                questions.append(self._question(row, name, chain_of_thought))
+                if earlier is not None:
+                    earlier.add(name)
             except UnusableRowError as error:
                 unusable[str(error)] += 1
         if unusable:
@@ -173,7 +200,7 @@ class DatasetTask:
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return whether loading asks the hub."""
-        return path is None and isinstance(self.dataset.source, HubSource)
+        return path is None and isinstance(self.dataset.source, HubSource | JoinedSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the canonical answer that a response gives, or None; see ``Task``."""
@@ -192,9 +219,12 @@ class DatasetTask:
         source = self.dataset.source
         if path is None and isinstance(source, FileSource):
             path = source.files[split]
-        if path is not None or not isinstance(source, HubSource):
-            return f"the file {path}", load_file_rows(str(path), self.dataset.columns)
-        return f"{source.hub_id} ({source.splits[split]})", load_hub_rows(source, split, self.dataset.columns)
+        columns = self.dataset.columns
+        if path is None and isinstance(source, HubSource):
+            return source.describe(split), load_hub_rows(source, split, columns)
+        if path is None and isinstance(source, JoinedSource):
+            return source.describe(split), load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
+        return f"the file {path}", load_file_rows(str(path), columns)
 
     def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
         self.check_source(split, path=path)

@@ -86,32 +86,43 @@ class Judge:
 
 
 def judge(
-    question: Question, responses: Sequence[Response | RecordedResponse | None], task: Task, *, round: int = 0
+    question: Question,
+    responses: Sequence[Response | RecordedResponse | None],
+    task: Task,
+    *,
+    round: int = 0,
+    earlier: Sequence[Sample] = (),
 ) -> tuple[Sample, ...]:
-    """Return the samples of all responses to a question, in the order of ``responses``."""
+    """Return the samples of all responses to a question, in the order of ``responses``.
+
+    With ``earlier`` samples of it they follow these: answers are named by the first seen among all of them.
+    """
     reader = Judge(question, task, round=round)
+    for sample in earlier:
+        record = replace(_record_of(sample), answer=sample.answer, correct=sample.correct)
+        reader.read(None if is_failed(sample) else record)
     return tuple(reader.read(response) for response in responses)
 
 
 def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
     """Return a question with the answers and verdicts that are read from its texts now; the rest stays as it is."""
-    records = [
-        None
-        if is_failed(sample)
-        else RecordedResponse(
-            text=sample.text,
-            token_ids=sample.token_ids,
-            finish=sample.finish,
-            logprob=sample.logprob,
-            yes_mass=sample.yes_mass,
-            no_mass=sample.no_mass,
-            confidences=sample.confidences,
-            num_tokens=sample.num_tokens,
-            prefix_tokens=sample.prefix_tokens,
-        )
-        for sample in group.samples
-    ]
+    records = [None if is_failed(sample) else _record_of(sample) for sample in group.samples]
     return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
+
+
+def _record_of(sample: Sample) -> RecordedResponse:
+    """Return a sample as its record, without its answer and its verdict."""
+    return RecordedResponse(
+        text=sample.text,
+        token_ids=sample.token_ids,
+        finish=sample.finish,
+        logprob=sample.logprob,
+        yes_mass=sample.yes_mass,
+        no_mass=sample.no_mass,
+        confidences=sample.confidences,
+        num_tokens=sample.num_tokens,
+        prefix_tokens=sample.prefix_tokens,
+    )
 
 
 def _recorded(response: Response) -> RecordedResponse:

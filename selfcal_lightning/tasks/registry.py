@@ -12,6 +12,7 @@ from selfcal_lightning.tasks.families.arithmetic import GSM8K, SVAMP, ObjectCoun
 from selfcal_lightning.tasks.families.choice import (
     ARC,
     GPQA,
+    MMLU,
     AquaRat,
     CommonsenseQA,
     MathQA,
@@ -19,7 +20,8 @@ from selfcal_lightning.tasks.families.choice import (
     SciQ,
     WinoGrande,
 )
-from selfcal_lightning.tasks.families.competition import Math500
+from selfcal_lightning.tasks.families.competition import AIME, AIME25, AIMETrain, Math, Math500
+from selfcal_lightning.tasks.families.facts import SimpleQATrain, SimpleQAVerified, TriviaQA
 from selfcal_lightning.tasks.families.local import LocalQuestions
 from selfcal_lightning.tasks.families.reading import LogiQA, ReClor
 from selfcal_lightning.tasks.families.word_problems import WordProblems
@@ -124,11 +126,19 @@ for _dataset in (
     ReClor(),
     LogiQA(),
     GPQA(),
+    MMLU(),
     Math500(),
+    Math(),
+    AIME25(),
+    AIME(),
+    AIMETrain(),
+    TriviaQA(),
+    SimpleQAVerified(),
+    SimpleQATrain(),
     LocalQuestions("local_number", NumberAnswers()),
     LocalQuestions("local_choice", LetterAnswers("ABCDEFGH")),
-    LocalQuestions("local_expression", ExpressionAnswers()),
-    LocalQuestions("local_text", ShortTextAnswers()),
+    LocalQuestions("local_expression", ExpressionAnswers(), judge="mathematics"),
+    LocalQuestions("local_text", ShortTextAnswers(), judge="facts"),
 ):
     register_task(DatasetTask(_dataset))
 register_task(WordProblems())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,71 @@ class HubSource:
     config: str | None = None
     data_dir: str | None = None
     revision: str | None = None
+
+    def describe(self, split: str) -> str:
+        """Return where a split lies, for messages."""
+        return f"{self.hub_id} ({self.splits[split]})"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Rows of the hub that are left out of a split, since another one has them.
+
+    Attributes:
+        source: Where they are.
+        split: Their split, by its name in ``source``.
+        column: What tells rows apart, there and here.
+    """
+
+    source: HubSource
+    split: str
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubRows:
+    """Rows of one place on the hub: a piece of a split that is put together.
+
+    Attributes:
+        source: The place.
+        split: Its split, by its name in ``source``.
+        renamed: Columns here -> what they are called there, where that differs.
+        number_column: Column that the number of each row, from 0, is put in; None for none.
+        mark: Stands before the ids of the rows, which are unique within their own place only.
+        without: Rows that are left out; None leaves out none.
+    """
+
+    source: HubSource
+    split: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    number_column: str | None = None
+    mark: str = ""
+    without: OtherRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource:
+    """A data set whose splits are put together: of several places on the hub, or of one less the rows of another.
+
+    A local file stands for a split as it is: nothing is left out of it.
+
+    Attributes:
+        pieces: Names of the splits -> the pieces whose rows follow one another.
+    """
+
+    pieces: Mapping[str, tuple[HubRows, ...]]
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Names of the splits -> where each is."""
+        return {
+            name: " + ".join(piece.source.describe(piece.split) for piece in pieces)
+            for name, pieces in self.pieces.items()
+        }
+
+    def describe(self, split: str) -> str:
+        """Return where a split lies, for messages."""
+        return self.splits[split]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +167,37 @@ def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iter
         ) from error
     _check_columns(source.hub_id, rows.column_names, columns)
     return rows
+
+
+def load_joined_rows(
+    source: JoinedSource, split: str, columns: Sequence[str], *, id_column: str | None
+) -> Iterator[Row]:
+    """Yield the rows of a split that is put together, each piece under the names of the columns here.
+
+    Args:
+        source: The pieces.
+        split: The split.
+        columns: Columns that a row must have, by their names here.
+        id_column: Column of the ids, that a piece may mark; None where there is none.
+
+    Raises:
+        RunError: The hub cannot be reached, or does not give a data set away.
+        InputError: Columns are missing.
+    """
+    for piece in source.pieces[split]:
+        needed = [piece.renamed.get(column, column) for column in columns if column != piece.number_column]
+        others: set[object] = set()
+        if (without := piece.without) is not None:
+            others = {row[without.column] for row in load_hub_rows(without.source, without.split, [without.column])}
+        for number, found in enumerate(load_hub_rows(piece.source, piece.split, needed)):
+            row = {**found, **{here: found[there] for here, there in piece.renamed.items()}}
+            if piece.number_column is not None:
+                row[piece.number_column] = number
+            if without is not None and row[without.column] in others:
+                continue
+            if id_column is not None and piece.mark and id_column in row:
+                row[id_column] = f"{piece.mark}{row[id_column]}"
+            yield row
 
 
 def _load_parquet(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

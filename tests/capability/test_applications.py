@@ -14,7 +14,7 @@ from selfcal_lightning.capability.inputs import load_capability_pool
 from selfcal_lightning.capability.score_files import QuestionScore, read_scores, write_scores
 from selfcal_lightning.cli import run
 from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.functional.allocation import beta_allocation, greedy_allocation
+from selfcal_lightning.functional.allocation import beta_allocation, greedy_allocation, interpolated_allocation
 from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration
 from selfcal_lightning.functional.capability_maps import fit_pass_at_k_maps
 from selfcal_lightning.generation.sample_plan import load_plan
@@ -73,8 +73,12 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
     assert lines[0]["pass_at_k"]["power"]["1"] == pytest.approx(p[0])
     assert lines[0]["pass_at_k"]["maps"]["16"] is None
     assert "maps" in capsys.readouterr().out
-    alone = run_predict_pass_at_k(str(written / "scores.jsonl"), str(output))
-    assert list(alone.ways) == ["power"]
+    alone = run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), ks=[4], zero_below=[0.0, 1.0])
+    assert list(alone.ways) == ["power", "power from 0", "power from 1"]
+    np.testing.assert_allclose(alone.ways["power from 0"], alone.ways["power"])
+    np.testing.assert_allclose(alone.ways["power from 1"], 0.0)
+    with pytest.raises(InputError, match="`zero_below` to lie in"):
+        run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), zero_below=[2.0])
 
 
 def test_plans_by_hand(tmp_path: Path) -> None:
@@ -89,6 +93,11 @@ def test_plans_by_hand(tmp_path: Path) -> None:
     plan = run_allocate(**options, budget=2, concentration=2.0, skip_below=0.1)
     assert plan.samples["q3"] == 0
     assert sum(plan.samples.values()) == 8, "what is not spent on it goes to the others"
+    plan = run_allocate(**options, budget=2, gain="geometric", even_share=0.25)
+    expected = interpolated_allocation([2] * 4, greedy_allocation(p, 8, maximum=100), 0.25)
+    assert list(plan.samples.values()) == expected.tolist()
+    plan = run_allocate(**options, budget=2.25, gain="geometric", even_share=1.0)
+    assert list(plan.samples.values()) == [3, 2, 2, 2]
 
 
 def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path: Path) -> None:
@@ -121,6 +130,7 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     output = str(tmp_path / "out.jsonl")
     for options, words in (
         ({"budget": 0}, "`budget` to be above 0"),
+        ({"even_share": 1.5}, r"`even_share` to lie in \[0, 1\], but got 1.5"),
         ({"gain": "best"}, "one of beta, geometric"),
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
         ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),

@@ -95,7 +95,7 @@ def test_pass_at_k_by_hand() -> None:
 
 def test_budgets_by_hand() -> None:
     test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0], "wrong": [0.0, 0.0, 1.0], "score": [-1.0, -2.0, -3.0]})
-    even, right, wrong, oracle = compare_budgets(test, budgets=[1, 2], num_resamples=20)
+    even, right, wrong, oracle, *sequential = compare_budgets(test, budgets=[1, 2], num_resamples=20)
     # Evenly: 1, 1/4 and 0; then 1, 1 - C(3, 2) / C(4, 2) = 1/2 and 0.
     assert [estimate.value for estimate in even.solved] == pytest.approx([5 / 12, 1 / 2])
     # One for the first question, all others for the second: 1/2 of two samples, 1 of four.
@@ -104,7 +104,13 @@ def test_budgets_by_hand() -> None:
     assert [estimate.value for estimate in right.gain] == pytest.approx([1 / 12, 1 / 6])
     assert wrong.solved[1].value <= even.solved[1].value
     assert [estimate.value for estimate in oracle.solved] == pytest.approx([1 / 2, 2 / 3])
-    assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 6, "with the Beta gain of both"
+    assert [row.way for row in sequential] == ["one at a time", "right, one at a time", "wrong, one at a time"]
+    # A sample each; then the first question is closed, and the second, of 1 right in 4, gets two more.
+    assert [estimate.value for estimate in sequential[0].solved] == pytest.approx([5 / 12, 7 / 12], abs=0.1)
+    # The first is known to be right, so the others have all of the rest: 3 of 4 samples hold the right one, then all.
+    assert sequential[1].solved[1].value == pytest.approx(2 / 3)
+    assert sequential[2].solved[1].value < sequential[1].solved[1].value
+    assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 9, "with the Beta gain of both"
     with pytest.raises(InputError, match=r"`budgets` to lie between 1 and 4.*got \[5\]"):
         compare_budgets(test, budgets=[5])
 

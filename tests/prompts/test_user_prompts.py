@@ -60,7 +60,7 @@ def test_an_example_is_not_among_the_questions() -> None:
     [
         ({"sytem": "x"}, "Did you mean 'system'"),
         ({"system": 3}, "`prompt.system` to be text, but got 3"),
-        ({"base": "non"}, "`prompt.base` to be task or none, but got 'non'"),
+        ({"base": "non"}, "`prompt.base` to be one of task, none, boxed, but got 'non'"),
         ({"examples": "x"}, "`prompt.examples` to be a list"),
         ({"examples": [{"question": "x"}]}, "`response` of an example of the prompt to hold text, but got None"),
         ({"examples": [{"question": "x", "answer": "y"}]}, "but got 'answer'"),

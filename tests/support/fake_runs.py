@@ -13,9 +13,13 @@ from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.store.sample_store import SampleStore
 
 
-def open_store(path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES) -> SampleStore:
+def open_store(
+    path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES, split: str = "train", top_up: bool = False
+) -> SampleStore:
     fingerprint = store_fingerprint(engine, FakeChat(), SAMPLING, SEED)
-    return SampleStore.create_or_open(path, fingerprint, num_samples=num_samples, engine=engine.describe())
+    return SampleStore.create_or_open(
+        path, fingerprint, num_samples=num_samples, engine=engine.describe(), splits=(split,), top_up=top_up
+    )
 
 
 def run(
@@ -24,11 +28,12 @@ def run(
     *,
     engine: FakeEngine | None = None,
     num_samples: int = NUM_SAMPLES,
+    top_up: bool = False,
     **options: object,
 ) -> GenerationReport:
     engine = engine or FakeEngine()
     arguments = {"split": "train", "sampling": SAMPLING, "seed": SEED, "tasks": FakeTask, "progress": False} | options
-    store = open_store(path, engine, num_samples=num_samples)
+    store = open_store(path, engine, num_samples=num_samples, split=str(arguments["split"]), top_up=top_up)
     return generate_samples(
         questions, engine=engine, chat=FakeChat(), store=store, num_samples=num_samples, **arguments
     )

@@ -6,7 +6,7 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from selfcal_lightning.records import ConfidenceQuery, Message, Question, Request, Response
@@ -151,6 +151,26 @@ class FakeEngine:
             yes_mass=None if request.query is None else yes,
             no_mass=None if request.query is None else (1.0 - yes) * 0.5,
         )
+
+
+class ReplyingEngine(FakeEngine):
+    """Says what ``reply`` makes of the text of the prompt; each text is kept in ``asked``.
+
+    Args:
+        reply: Returns the response to a prompt, control tokens left out.
+        options: Of the fake engine.
+    """
+
+    def __init__(self, reply: Callable[[str], str], **options: Any) -> None:
+        super().__init__(**options)
+        self.reply = reply
+        self.asked: list[str] = []
+
+    def _respond(self, request: Request) -> Response:
+        prompt = FakeChat().decode(request.prompt_ids)
+        self.asked.append(prompt)
+        ids = tuple(self.reply(prompt).encode())[: request.sampling.max_new_tokens]
+        return Response(request.id, bytes(ids).decode(errors="replace"), ids, "stop", -1.0)
 
 
 class FakeTask:

@@ -23,8 +23,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("tasks store models metrics", "questions, reading and judging; samples on disk; networks; torchmetrics"),
     ("pools engines rewards", "recorded responses and their formats; who samples; reward models"),
     (
-        "confidence capability training modules",
-        "of a response, and of a question: estimators, what is fitted, scoring; checkpoints, FSDP2; LightningModules",
+        "confidence judges capability training modules",
+        "of a response, and of a question: estimators, what is fitted, scoring; models that judge; checkpoints, FSDP2; "
+        "LightningModules",
     ),
     ("exports generation", "adapters and merged models on disk; filling the store"),
     ("strategies", "test-time strategies, their driver and their thresholds"),

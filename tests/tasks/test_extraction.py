@@ -13,6 +13,7 @@ from selfcal_lightning.tasks.answers.extraction import (
     canonical_number,
     final_part,
     last_boxed,
+    normalise_short_text,
     read_letter,
     read_number,
     read_short_text,
@@ -265,3 +266,11 @@ def test_reference_vectors_qwen_extract(vectors: Callable[[str], dict[str, Any]]
     for case in vectors("qwen_math_extract")["cases"]:
         expected = last_boxed(case["extracted"]) or case["extracted"]
         assert (read_expression(case["text"]) or "") == expected, case
+
+
+def test_a_short_text_keeps_the_point_and_the_sign_of_a_number() -> None:
+    assert read_short_text("Answer: 1.5 million.") == "1.5 million"
+    texts = ["1.5", "15", "-5", "5", ".5", "No. 5", "U.S.A.", "1999-2000", "$1,200.50"]
+    assert [normalise_short_text(text) for text in texts] == [
+        "1.5", "15", "-5", "5", ".5", "no 5", "usa", "19992000", "1200.50",
+    ]  # fmt: skip

@@ -81,6 +81,18 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
         r"\frac{1}{2}",
         "p",
     ),
+    "math": ({"problem": "p", "answer": r"\frac12", "unique_id": "train/algebra/1.json"}, r"\frac{1}{2}", "p"),
+    "mmlu": ({"question": "q", "choices": ["w", "x", "y", "z"], "answer": 2, "subject": "s"}, "C", "(C) y\n(D) z"),
+    "aime25": ({"id": "3", "problem": "p", "answer": "070"}, "70", "p"),
+    "aime": ({"id": 60, "problem": "p", "answer": 204}, "204", "p"),
+    "aime_train": ({"ID": "1983-1", "Year": 1983, "Question": "p", "Answer": "60"}, "60", "p"),
+    "triviaqa": (
+        {"question_id": "tc_2", "question": "q", "answer": {"value": "Sinclair Lewis", "aliases": ["(H. S.) Lewis"]}},
+        '["sinclair lewis", "h s lewis"]',
+        "q",
+    ),
+    "simpleqa_verified": ({"original_index": 5, "problem": "q", "answer": "Michio Sugeno"}, "michio sugeno", "q"),
+    "simpleqa_train": ({"input_query": "q", "expected_answer": "Michio Sugeno"}, "michio sugeno", "q"),
     "local_number": ({"question": "q", "answer": 3}, "3", "q"),
     "local_choice": ({"id": "x", "question": "q", "answer": "g"}, "G", "q"),
     "local_expression": ({"question": "q", "answer": "50\\%"}, "50\\%", "q"),
@@ -103,6 +115,12 @@ HUB: dict[str, tuple[tuple[str, str | None, str | None, str | None], dict[str, s
     "reclor": (("tasksource/reclor", None, None, None), {"train": "train", "validation": "validation"}),
     "logiqa": (("lucasmccabe/logiqa", None, "default", "refs/convert/parquet"), {"train": "train", "test": "test"}),
     "gpqa": (("Idavidrein/gpqa", "gpqa_diamond", None, None), {"test": "train"}),
+    "mmlu": (("cais/mmlu", "all", None, None), {"validation": "validation", "test": "test"}),
+    "math": (("appier-ai-research/MATH-train-11498", None, None, None), {"train": "train"}),
+    "aime25": (("math-ai/aime25", None, None, None), {"test": "test"}),
+    "aime_train": (("gneubig/aime-1983-2024", None, None, None), {"train": "train"}),
+    "triviaqa": (("mandarjoshi/trivia_qa", "rc.nocontext", None, None), {"train": "train", "validation": "validation"}),
+    "simpleqa_verified": (("google/simpleqa-verified", None, None, None), {"test": "eval"}),
     "math500": (("HuggingFaceH4/MATH-500", None, None, None), {"test": "test"}),
 }
 
@@ -120,7 +138,9 @@ def write_lines(path: Path, *rows: Any) -> str:
 
 def test_every_data_set_is_covered() -> None:
     assert set(ROWS) == {name for name, task in TASKS.items() if isinstance(task, DatasetTask)}
-    assert len(HUB) == 15
+    joined = {"aime", "simpleqa_train"}  # of several places: ``test_joined_sources``
+    local = {name for name in ROWS if name.startswith("local_")}
+    assert set(HUB) == set(ROWS) - joined - local
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -303,6 +323,9 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
         ("math_qa", {"options": "all of them"}),
         ("aqua_rat", {"correct": "F"}),
         ("svamp", {"ID": ""}),
+        ("mmlu", {"answer": 4}),
+        ("aime_train", {"Year": 2024}),
+        ("triviaqa", {"answer": {"value": "", "aliases": ["x"]}}),
     ],
 )
 def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict[str, Any], tmp_path: Path) -> None:

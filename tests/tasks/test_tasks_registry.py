@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.tasks.answers.types import NumberAnswers
+from selfcal_lightning.tasks.base import judge_form
 from selfcal_lightning.tasks.dataset import DatasetTask, Item
 from selfcal_lightning.tasks.registry import TASKS, get_task, register_task
 from selfcal_lightning.tasks.rows import HubSource, Row
@@ -19,6 +20,22 @@ def test_all_data_sets_of_the_self_calibration_paper_are_there() -> None:
     names += "object_counting aqua_rat gpqa math500 word_problems"
     for name in names.split():
         assert get_task(name).name == name
+
+
+def test_all_data_sets_of_the_capability_paper_are_there() -> None:
+    splits = {
+        "triviaqa": "train validation", "simpleqa_verified": "test", "simpleqa_train": "train", "gsm8k": "train test",
+        "math500": "test", "math": "train validation", "aime25": "test", "aime_train": "train", "aime": "test",
+        "mmlu": "validation test", "gpqa": "test train validation main extended",
+    }  # fmt: skip
+    for name, wanted in splits.items():
+        for split in wanted.split():
+            get_task(name).check_source(split)
+    judged = {name: judge_form(get_task(name)) for name in splits}
+    assert {name for name, form in judged.items() if form == "facts"} == {
+        "triviaqa", "simpleqa_verified", "simpleqa_train",
+    }  # fmt: skip
+    assert {name for name, form in judged.items() if form == "mathematics"} == {"math500", "math"}
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

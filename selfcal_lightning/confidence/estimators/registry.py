@@ -15,7 +15,7 @@ from selfcal_lightning.confidence.estimators.token_statistics import (
     SequenceLogprob,
     TokenEntropy,
 )
-from selfcal_lightning.confidence.estimators.verbalized import Verbalized
+from selfcal_lightning.confidence.estimators.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.errors import InputError, unknown_name
 
@@ -51,6 +51,8 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
     (
         PTrue,
         Verbalized,
+        VerbalizedWords,
+        VerbalizedPercent,
         ResponseConsistency,
         SequenceLogprob,
         MeanLogprob,

@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = face(
     {
         "budgets": ["BudgetRow", "compare_budgets"],
         "comparison": ["CapabilityComparison", "EstimatorRow", "compare_estimators"],
+        "costs": ["cost_figure"],
+        "decomposition": ["DecompositionRow", "DefinitionGap", "decompose_errors", "definition_gap"],
         "estimates": ["TestQuestions", "test_questions"],
         "figures": ["budget_figure", "capability_reliability", "pass_at_k_figure"],
         "pass_at_k": ["PassAtKCurve", "pass_at_k_curves"],

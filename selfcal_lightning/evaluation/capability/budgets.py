@@ -10,7 +10,12 @@ import numpy as np
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
 from selfcal_lightning.evaluation.capability.pass_at_k import powers_of_two
-from selfcal_lightning.functional.allocation import beta_allocation, expected_solved, greedy_allocation
+from selfcal_lightning.functional.allocation import (
+    beta_allocation,
+    expected_solved,
+    greedy_allocation,
+    sequential_allocation,
+)
 from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.functional.capability_beta import fit_concentration
 from selfcal_lightning.functional.estimates import Estimate
@@ -18,6 +23,8 @@ from selfcal_lightning.functional.question_means import estimate_of, resample_we
 
 UNIFORM, ORACLE = "evenly", "by the responses' own verdicts (oracle)"
 GEOMETRIC, BETA = "geometric gain", "Beta gain"
+SEQUENTIAL = "one at a time"
+ORDERS = 20  # of the recorded samples, which are exchangeable; the numbers are means over them
 _LEAST_P = 1e-3
 
 
@@ -46,9 +53,11 @@ def compare_budgets(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[BudgetRow]:
-    """Return what each estimate solves when samples are shared by it before any is drawn.
+    """Return what each estimate solves when samples are shared by it: before any is drawn, and one at a time.
 
-    What is solved is exact for samples drawn without replacement from the recorded ones, of which no question gets more
+    One at a time a verifier sees each sample: a right one closes its question, and the next sample goes to the question
+    that is likeliest to be right then, by a Beta distribution around the estimate. What is solved before any is drawn
+    is exact for samples drawn without replacement from the recorded ones, of which no question gets more
     than it has. The intervals resample questions and keep what each was given.
 
     Args:
@@ -83,7 +92,54 @@ def compare_budgets(
                 tuple(estimate_of(found[budget] - base[budget]) for budget in chosen),
             )
         )
+    rows += _sequential_rows(test, calibration, chosen, base, weights, seed=seed)
     return rows
+
+
+def _sequential_rows(
+    test: TestQuestions,
+    calibration: TestQuestions | None,
+    budgets: Sequence[int],
+    base: Mapping[int, Floats],
+    weights: Floats,
+    *,
+    seed: int,
+) -> list[BudgetRow]:
+    """Return what is solved with a verifier beside, without an estimate and by each of them."""
+    flat = np.ones(len(test.truth))
+    priors: dict[str, tuple[Floats, Floats]] = {SEQUENTIAL: (flat, flat)}
+    for name, values in test.estimates.items():
+        if ((values < 0.0) | (values > 1.0)).any():
+            continue
+        concentration = 1.0
+        if calibration is not None:
+            counts = calibration.truth.num_correct, calibration.truth.num_samples
+            concentration = fit_concentration(calibration.estimates[name], *counts)
+        mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
+        priors[f"{name}, {SEQUENTIAL}"] = concentration * mean, concentration * (1.0 - mean)
+    orders = [_drawn(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
+    rows = []
+    for way, (right, wrong) in priors.items():
+        found = {}
+        for budget in budgets:
+            total = budget * len(test.truth)
+            solved = [sequential_allocation(order, total, right=right, wrong=wrong).solved for order in orders]
+            found[budget] = np.mean(solved, axis=0) @ weights
+        rows.append(
+            BudgetRow(
+                way,
+                tuple(budgets),
+                tuple(estimate_of(found[budget]) for budget in budgets),
+                tuple(estimate_of(found[budget] - base[budget]) for budget in budgets),
+            )
+        )
+    return rows
+
+
+def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return the verdicts on the samples of each question in a random order."""
+    counts = zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True)
+    return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
 
 
 def _ways(test: TestQuestions, calibration: TestQuestions | None, most: int) -> Mapping[str, Callable[[int], Integers]]:

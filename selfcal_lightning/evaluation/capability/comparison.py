@@ -88,7 +88,7 @@ def compare_estimators(
     spread = _spread(truth.num_correct, truth.num_samples, weights)
     rows: list[EstimatorRow] = []
     errors: list[Floats] = []
-    for name, values, needs_labels in _candidates(test, calibration):
+    for name, values, needs_labels in candidates(test, calibration):
         is_chance = bool(((values >= 0.0) & (values <= 1.0)).all())
         mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights if is_chance else None
         if mse is not None:
@@ -123,7 +123,8 @@ def mapped(scores: Floats, calibration: TestQuestions, name: str) -> Floats:
     return np.interp(scores, x, y)
 
 
-def _candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[tuple[str, Floats, bool]]:
+def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[tuple[str, Floats, bool]]:
+    """Return every estimate and, with calibration questions, each mapped: (name, values [Q], whether it saw labels)."""
     found = [(name, values, name in test.needs_labels) for name, values in test.estimates.items()]
     if calibration is not None:
         found += [

@@ -10,8 +10,11 @@ import numpy as np
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, as_column
 from selfcal_lightning.capability.inputs import CapabilityPool
 from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.capability.response_means import averaged_names, mean_confidence
+from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.store.annotations import annotation_names
 from selfcal_lightning.store.question_annotations import question_annotation_names, question_values
 from selfcal_lightning.store.shards import question_digest
 
@@ -52,14 +55,17 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
         InputError: There is no such estimate, a question has too few responses, or verdicts are missing.
     """
     check_names(read, names, estimate_samples=estimate_samples)
-    reads = [name for name in names if name in RESPONSE_ESTIMATORS]
+    means = _means(read, names)
+    reads = [name for name in names if name in means or _reads_responses(name)]
     first = question_table(read.pool.entries, stop=estimate_samples) if reads else None
     truth = question_table(read.pool.entries, start=estimate_samples if reads else 0)
     truth.check_judged("pool", str(read.path))
     estimates: dict[str, Floats] = {}
     for name in names:
-        if name in RESPONSE_ESTIMATORS and first is not None:
-            estimates[name] = RESPONSE_ESTIMATORS[name].estimate(first)
+        if name in means:
+            estimates[name] = mean_confidence(read.pool.entries, name, stop=estimate_samples)
+        elif name in RESPONSE_ESTIMATORS:
+            estimates[name] = RESPONSE_ESTIMATORS[name].estimate(first if first and name in reads else truth)
         else:
             keys = [(question.id, question_digest(question)) for question in read.questions]
             estimates[name] = as_column(question_values(read.path, name, keys))
@@ -74,7 +80,7 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
         truth.select(known),
         {name: values[known] for name, values in estimates.items()},
         {name: estimate_samples if name in reads else 0 for name in names},
-        frozenset(name for name in reads if RESPONSE_ESTIMATORS[name].needs_labels),
+        frozenset(name for name in reads if name not in means and RESPONSE_ESTIMATORS[name].needs_labels),
         int((~known).sum()),
     )
 
@@ -84,7 +90,10 @@ def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples:
     if not names or len(set(names)) < len(names):
         raise InputError(f"Expected `estimator` to name different estimates, at least one, but got {list(names)}.")
     kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    means = _means(read, names)
     for name in names:
+        if name in means and estimate_samples < 1:
+            raise InputError(f"Expected `estimate_samples` to be at least 1 for {name}, but got {estimate_samples}.")
         if name in RESPONSE_ESTIMATORS:
             least = RESPONSE_ESTIMATORS[name].least_samples
             if estimate_samples < least:
@@ -93,9 +102,21 @@ def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples:
                 )
             if RESPONSE_ESTIMATORS[name].needs_labels:
                 question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
-        elif name not in kept:
-            known = [*kept, *RESPONSE_ESTIMATORS]
+        elif name not in kept and name not in means:
+            known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
             raise InputError(
                 f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. Values of "
-                "questions are put on a store by `selfcal score-questions`."
+                "questions are put on a store by `selfcal score-questions`, those of responses by `selfcal score`."
             )
+
+
+def _reads_responses(name: str) -> bool:
+    return name in RESPONSE_ESTIMATORS and RESPONSE_ESTIMATORS[name].least_samples > 0
+
+
+def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
+    """Return which estimates are means of a confidence over responses."""
+    kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    brought = {name for entry in read.pool.entries for sample in entry.samples for name in sample.confidences}
+    recorded = ({P_TRUE} | brought) - {*kept, *RESPONSE_ESTIMATORS}
+    return {*averaged_names(read.path, names), *(recorded & {*names})}

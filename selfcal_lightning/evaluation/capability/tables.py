@@ -8,6 +8,7 @@ from rich.table import Table
 
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, EstimatorRow
+from selfcal_lightning.evaluation.capability.decomposition import DecompositionRow, DefinitionGap
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve
 from selfcal_lightning.evaluation.reports.calibration_tables import format_estimate
 from selfcal_lightning.functional.estimates import Estimate
@@ -15,8 +16,12 @@ from selfcal_lightning.functional.estimates import Estimate
 HEADINGS = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
 BUDGET_NOTE = (
     "Budgets: expected share of questions with a right sample, at a mean of B samples a question; below the first row "
-    "the difference from it. Samples that an estimate has read are not charged."
+    "the difference from it. Shared before any is drawn, or one at a time, with a verifier that stops at the first "
+    "right one. Samples that an estimate has read are not charged."
 )
+DECOMPOSITION_HEADINGS = (
+    "estimate", "error against responses", "= error of capability", "+ spread of responses",
+)  # fmt: skip
 CURVE_HEADINGS = ("estimate", "pass@k by", "curve error")
 
 
@@ -37,6 +42,31 @@ def comparison_cells(row: EstimatorRow) -> list[str]:
 def curve_cells(curve: PassAtKCurve) -> list[str]:
     """Return the cells of a curve: its error, and the squared error of a question for each k."""
     return [curve.name, curve.way, _shown(curve.curve_error), *map(_shown, curve.instance_mse)]
+
+
+def decomposition_cells(row: DecompositionRow) -> list[str]:
+    """Return the cells of an estimate's error, taken apart."""
+    return [row.name, *map(_shown, (row.response, row.capability, row.spread))]
+
+
+def decomposition_table(rows: Sequence[DecompositionRow], *, title: str = "") -> Table:
+    """Return the table of errors taken apart for a terminal."""
+    return _table(DECOMPOSITION_HEADINGS, [decomposition_cells(row) for row in rows], title)
+
+
+def gap_note(gap: DefinitionGap) -> str:
+    """Return how far the two targets are apart.
+
+    Example:
+        >>> print(gap_note(DefinitionGap(0.25, 0.7, None)))
+        The verdict on one response a question differs from capability by .250 on average (Spearman .700, Kendall \
+undefined; means over 5 draws).
+    """
+    correlations = ["undefined" if value is None else _plain(value) for value in (gap.spearman, gap.kendall)]
+    return (
+        f"The verdict on one response a question differs from capability by {_plain(gap.mae)} on average (Spearman "
+        f"{correlations[0]}, Kendall {correlations[1]}; means over {gap.draws} draws)."
+    )
 
 
 def comparison_table(comparison: CapabilityComparison, *, title: str = "") -> Table:
@@ -62,17 +92,24 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
 
 
 def comparison_markdown(
-    comparison: CapabilityComparison, curves: Sequence[PassAtKCurve], budgets: Sequence[BudgetRow] = ()
+    comparison: CapabilityComparison,
+    curves: Sequence[PassAtKCurve],
+    budgets: Sequence[BudgetRow] = (),
+    *,
+    parts: Sequence[DecompositionRow] = (),
+    gap: DefinitionGap | None = None,
 ) -> str:
     """Return all tables in Markdown, with what a reader must know."""
-    parts = [
+    tables = [
         _markdown(HEADINGS, [comparison_cells(row) for row in comparison.rows]),
         what_to_know(comparison),
+        _markdown(DECOMPOSITION_HEADINGS, [decomposition_cells(row) for row in parts]) if parts else "",
+        "" if gap is None else gap_note(gap),
         _markdown(_curve_headings(curves), [curve_cells(curve) for curve in curves]) if curves else "",
         _markdown(_budget_headings(budgets), [budget_cells(row) for row in budgets]) if budgets else "",
         BUDGET_NOTE if budgets else "",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(table for table in tables if table) + "\n"
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:
@@ -91,6 +128,10 @@ def _budget_headings(rows: Sequence[BudgetRow]) -> list[str]:
 
 def _curve_headings(curves: Sequence[PassAtKCurve]) -> list[str]:
     return [*CURVE_HEADINGS, *(f"MSE at {k}" for k in (curves[0].k if curves else ()))]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3f}".replace("0.", ".", 1)
 
 
 def _shown(estimate: Estimate | None, *, signed: bool = False) -> str:

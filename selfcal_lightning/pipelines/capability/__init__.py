@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = face(
         "evaluate_capability": ["run_evaluate_capability"],
         "fit_asking_threshold": ["run_fit_asking_threshold"],
         "fit_probe": ["run_fit_probe"],
+        "judge": ["JudgeReport", "run_judge"],
         "predict_pass_at_k": ["run_predict_pass_at_k"],
         "score_questions": ["run_score_questions"],
     },

@@ -10,7 +10,12 @@ import numpy as np
 from selfcal_lightning.capability.calibration import calibration_questions
 from selfcal_lightning.capability.score_files import QuestionScore, read_scores
 from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.functional.allocation import beta_allocation, greedy_allocation
+from selfcal_lightning.functional.allocation import (
+    beta_allocation,
+    greedy_allocation,
+    interpolated_allocation,
+    round_to_total,
+)
 from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.functional.capability_beta import fit_concentration
 from selfcal_lightning.generation.sample_plan import SamplePlan, check_plan_target
@@ -31,6 +36,7 @@ def run_allocate(
     minimum: int = 0,
     maximum: int = 100,
     skip_below: float | None = None,
+    even_share: float = 0.0,
 ) -> SamplePlan:
     """Share a budget of samples among questions by their predicted capability, into a plan for `selfcal generate`.
 
@@ -53,6 +59,8 @@ def run_allocate(
         maximum: Samples that a question gets at most.
         skip_below: Questions of a lower capability get none at all, and their share goes to the others; null skips
             none. `selfcal fit-asking-threshold` finds such a threshold.
+        even_share: Share of an even plan that is mixed in, in [0, 1]: 1 gives all questions that are asked as many,
+            which wrong predictions cannot harm.
 
     Returns:
         The plan.
@@ -63,6 +71,8 @@ def run_allocate(
     check_plan_target(output)
     if gain not in ("beta", "geometric"):
         raise unknown_name("gain", gain, ("beta", "geometric"))
+    if not 0.0 <= even_share <= 1.0:
+        raise InputError(f"Expected `even_share` to lie in [0, 1], but got {even_share}.")
     if not budget > 0.0:
         raise InputError(f"Expected `budget` to be above 0, but got {budget}.")
     questions = read_scores(scores)
@@ -79,10 +89,12 @@ def run_allocate(
         raise InputError(f"Expected a question with a capability of at least {skip_below}, but got {most:.3f} at most.")
     given = np.zeros(len(p), dtype=np.int64)
     total = round(budget * len(p))
-    given[asked] = _allocated(p[asked], total, concentration, minimum=minimum, maximum=maximum)
+    greedy = _allocated(p[asked], total, concentration, minimum=minimum, maximum=maximum)
+    even = round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
+    given[asked] = interpolated_allocation(even, greedy, even_share)
     details = {
         "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, "minimum": minimum,
-        "maximum": maximum, "skip_below": skip_below,
+        "maximum": maximum, "skip_below": skip_below, "even_share": even_share,
     }  # fmt: skip
     plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
     plan.save(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,19 @@ from rich.console import Console
 
 from selfcal_lightning.capability.inputs import CapabilityPool, load_capability_pool
 from selfcal_lightning.capability.origins import check_origins
+from selfcal_lightning.capability.response_means import averaged_names
 from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow, compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, compare_estimators
+from selfcal_lightning.evaluation.capability.costs import cost_figure
+from selfcal_lightning.evaluation.capability.decomposition import (
+    DecompositionRow,
+    DefinitionGap,
+    decompose_errors,
+    decomposition_figure,
+    definition_gap,
+)
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
 from selfcal_lightning.evaluation.capability.figures import budget_figure, capability_reliability, pass_at_k_figure
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve, pass_at_k_curves
@@ -25,6 +34,8 @@ from selfcal_lightning.evaluation.capability.tables import (
     comparison_markdown,
     comparison_table,
     curve_table,
+    decomposition_table,
+    gap_note,
     what_to_know,
 )
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
@@ -34,7 +45,7 @@ from selfcal_lightning.runtime.progress import Stage
 
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
-FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png")
+FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png")
 
 
 def run_evaluate_capability(
@@ -58,8 +69,9 @@ def run_evaluate_capability(
         pool: Folder of a store, or a JSON-lines pool; its questions need reference answers.
         output_dir: Folder of tables and figures.
         estimator: Estimates: names under which `selfcal score-questions` keeps values in the store, such as probe and
-            p_true_before, or what reads responses: agreeing_pairs, top_share, mean_logprob, and the oracle, the share
-            of right ones among them.
+            p_true_before; what reads responses: agreeing_pairs, top_share, mean_logprob, p_true (its mean over them),
+            names under which `selfcal score` keeps confidences, such as verbalized (likewise), and the oracle, the
+            share of right ones among them; and random, a number drawn for each question.
         split: Split of the pool to judge on; null takes all.
         calibration_split: Split with reference answers to map estimates on, by isotonic regression and for each k;
             null maps none. It must share no question with ``split``.
@@ -89,21 +101,36 @@ def run_evaluate_capability(
     others = None if calibration is None else calibration[1]
     with Stage("Resampling questions"):
         comparison = compare_estimators(test[1], others, num_resamples=num_resamples, seed=seed)
+        parts = decompose_errors(test[1], others, num_resamples=num_resamples, seed=seed)
+        gap = definition_gap(test[1], seed=seed)
         curves = pass_at_k_curves(test[1], others, ks=ks, num_resamples=num_resamples, seed=seed)
         budgets = compare_budgets(test[1], others, num_resamples=num_resamples, seed=seed)
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
         "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
     }  # fmt: skip
-    _write(folder, settings, test[1], comparison, curves, budgets)
-    _show(comparison, curves, budgets, test[1], folder)
+    found = _Found(comparison, parts, gap, curves, budgets)
+    _write(folder, settings, test[1], found)
+    _show(found, test[1], folder)
     return comparison
+
+
+@dataclass(frozen=True)
+class _Found:
+    """All that an evaluation finds."""
+
+    comparison: CapabilityComparison
+    parts: Sequence[DecompositionRow]
+    gap: DefinitionGap
+    curves: Sequence[PassAtKCurve]
+    budgets: Sequence[BudgetRow]
 
 
 def _read(
     pool: str, names: Sequence[str], *, split: str | None, task: str | None, samples: int
 ) -> tuple[CapabilityPool, TestQuestions]:
-    read = load_capability_pool(pool, split=split, task=task)
+    beside = averaged_names(Path(pool), names)
+    read = load_capability_pool(pool, split=split, task=task, confidences=beside)
     check_origins(read, names)
     return read, test_questions(read, names, estimate_samples=samples)
 
@@ -121,41 +148,34 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _write(
-    folder: Path,
-    settings: dict[str, Any],
-    test: TestQuestions,
-    comparison: CapabilityComparison,
-    curves: Sequence[PassAtKCurve],
-    budgets: Sequence[BudgetRow],
-) -> None:
+def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _Found) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {
-        "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(comparison),
-        "pass_at_k": [asdict(curve) for curve in curves], "budgets": [asdict(row) for row in budgets],
+        "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(found.comparison),
+        "decomposition": [asdict(row) for row in found.parts], "definition_gap": asdict(found.gap),
+        "pass_at_k": [asdict(curve) for curve in found.curves], "budgets": [asdict(row) for row in found.budgets],
     }  # fmt: skip
     write_atomically(folder / RESULTS, to_json(record))
-    write_atomically(folder / TABLES, comparison_markdown(comparison, curves, budgets).encode())
+    tables = comparison_markdown(found.comparison, found.curves, found.budgets, parts=found.parts, gap=found.gap)
+    write_atomically(folder / TABLES, tables.encode())
     save_figure(capability_reliability(test), folder / FIGURES[0], dpi=120)
-    save_figure(pass_at_k_figure(curves), folder / FIGURES[1], dpi=120)
-    save_figure(budget_figure(budgets), folder / FIGURES[2], dpi=120)
+    save_figure(pass_at_k_figure(found.curves), folder / FIGURES[1], dpi=120)
+    save_figure(budget_figure(found.budgets), folder / FIGURES[2], dpi=120)
+    save_figure(decomposition_figure(found.parts, test, seed=settings["seed"]), folder / FIGURES[3], dpi=120)
+    save_figure(cost_figure(found.comparison), folder / FIGURES[4], dpi=120)
 
 
-def _show(
-    comparison: CapabilityComparison,
-    curves: Sequence[PassAtKCurve],
-    budgets: Sequence[BudgetRow],
-    test: TestQuestions,
-    folder: Path,
-) -> None:
+def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
     console = Console(file=sys.stdout)
-    console.print(comparison_table(comparison, title="estimates of capability"))
-    console.print(what_to_know(comparison), highlight=False)
+    console.print(comparison_table(found.comparison, title="estimates of capability"))
+    console.print(what_to_know(found.comparison), highlight=False)
+    console.print(decomposition_table(found.parts, title="errors against single responses, taken apart"))
+    console.print(gap_note(found.gap), highlight=False)
     if test.num_dropped:
         console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
-    if curves:
-        console.print(curve_table(curves, title="pass@k"))
-    console.print(budget_table(budgets, title="budgets"))
+    if found.curves:
+        console.print(curve_table(found.curves, title="pass@k"))
+    console.print(budget_table(found.budgets, title="budgets"))
     console.print(BUDGET_NOTE, highlight=False)
     written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def run_predict_pass_at_k(
     calibration_pool: str | None = None,
     calibration_split: str | None = "calibration",
     estimator: str = "probe",
+    zero_below: list[float] | None = None,
 ) -> PassAtKPrediction:
     """Predict from the capability of questions how likely one of k samples is right.
 
@@ -64,6 +66,8 @@ def run_predict_pass_at_k(
             1 - (1 - p)^k alone.
         calibration_split: Its split.
         estimator: Name of its values, which must be of the kind of ``scores``.
+        zero_below: Thresholds; for each, 1 - (1 - p)^k stands once more with lower capabilities taken for 0, since
+            many samples make much of a small p.
 
     Returns:
         The predictions.
@@ -73,6 +77,8 @@ def run_predict_pass_at_k(
     """
     if not ks or min(ks) < 1:
         raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
+    if any(not 0.0 <= threshold <= 1.0 for threshold in zero_below or ()):
+        raise InputError(f"Expected `zero_below` to lie in [0, 1], but got {zero_below}.")
     check_scores_target(output)
     questions = [one for one in read_scores(scores) if one.capability is not None]
     p = np.array([one.capability for one in questions], dtype=np.float64)
@@ -80,7 +86,9 @@ def run_predict_pass_at_k(
     if calibration_pool is not None:
         found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
     chosen = tuple(sorted(set(ks)))
-    prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, _ways(p, chosen, found))
+    prediction = PassAtKPrediction(
+        tuple(one.id for one in questions), chosen, _ways(p, chosen, found, zero_below or ())
+    )
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_json_lines(
         Path(output),
@@ -114,8 +122,13 @@ def describe_prediction(prediction: PassAtKPrediction) -> str:
     return "\n".join(lines)
 
 
-def _ways(p: Floats, ks: tuple[int, ...], found: CalibrationQuestions | None) -> dict[str, Floats]:
+def _ways(
+    p: Floats, ks: tuple[int, ...], found: CalibrationQuestions | None, zero_below: Sequence[float]
+) -> dict[str, Floats]:
     ways = {POWER: np.stack([simulated_pass_at_k(p, k) for k in ks])}
+    for threshold in zero_below:
+        kept = np.where(p >= threshold, p, 0.0)
+        ways[f"{POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept, k) for k in ks])
     if found is None:
         return ways
     counts = found.table.num_correct, found.table.num_samples

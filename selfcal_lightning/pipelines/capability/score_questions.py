@@ -42,8 +42,9 @@ def run_score_questions(
     of other questions are written to ``output``, for `selfcal allocate` and `selfcal predict-pass-at-k`.
 
     Args:
-        estimator: "probe", a linear probe of hidden states, or "p_true_before", the model's own P(True) when it is
-            asked before it answers.
+        estimator: "probe", a linear probe of hidden states; "p_true_before", the model's own P(True) when it is asked
+            before it answers; or what it then states in words: "verbalized_before" (a probability),
+            "verbalized_words_before" (one of ten words) or "verbalized_percent_before".
         probe: Folder of the probe, of `selfcal fit-probe`.
         store_dir: Folder of a store.
         questions: File of questions: JSON lines {"question", "id"?, "task"?}, Parquet, or plain text.
@@ -56,9 +57,10 @@ def run_score_questions(
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the model answers with.
-        query: What p_true_before asks; null is "Can you answer the question correctly? (Yes/No)".
+        query: What the model is asked; null is "Can you answer the question correctly? (Yes/No)" for p_true_before,
+            and the question of its scale for the verbalized ones.
         features_dir: Where the probe's hidden states are kept; null is a folder in the store, or of the probe.
-        engine: What runs the model. Hidden states need transformers; any engine asks p_true_before.
+        engine: What runs the model. Hidden states need transformers; any engine asks the others.
         overwrite: Whether values of the same name that were computed otherwise may be replaced.
 
     Returns:

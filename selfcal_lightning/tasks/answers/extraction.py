@@ -40,6 +40,7 @@ _NUMBER = re.compile(
 _LATEX_FRACTION = re.compile(rf"\\[dtc]?frac\s*(?:\{{\s*(-?{_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}|(\d)\s*(\d))")
 _BEFORE_FRACTION = re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac)")
 _LETTER_WRAPPING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}")
+_PUNCTUATION = re.compile(rf"(?!(?<![a-z.])\.(?=\d))(?!(?<!\S)-\.?(?=\d))[{re.escape(string.punctuation)}]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -180,6 +181,17 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
         >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
         ('sinclair lewis', None)
     """
+    stated = stated_short_text(text, finished=finished)
+    return None if stated is None else normalise_short_text(stated)
+
+
+def stated_short_text(text: str, *, finished: bool = True) -> str | None:
+    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`.
+
+    Example:
+        >>> stated_short_text("Answer: 1.5 million")
+        '1.5 million'
+    """
     part = final_part(text)
     if part is None:
         return None
@@ -188,20 +200,20 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
     candidates += answer_fields(part)[-1:]
     if finished:
         candidates += [line for line in part.splitlines() if line.strip()][-1:]
-    for candidate in candidates:
-        if answer := normalise_short_text(candidate[:MAX_SHORT_TEXT_LENGTH]):
-            return answer
-    return None
+    cut = (candidate[:MAX_SHORT_TEXT_LENGTH].strip() for candidate in candidates)
+    return next((candidate for candidate in cut if normalise_short_text(candidate)), None)
 
 
 def normalise_short_text(text: str) -> str:
     """Return ``text`` in lower case without articles, punctuation and extra spaces (SQuAD's normalisation).
 
+    The point and the sign of a number stay, as 1.5 is not 15.
+
     Example:
-        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A")
-        ('beatles', 'a')
+        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A"), normalise_short_text("-1,000.5 m.")
+        ('beatles', 'a', '-1000.5 m')
     """
-    lowered = text.lower().translate(str.maketrans("", "", string.punctuation))
+    lowered = _PUNCTUATION.sub("", text.lower())
     without_articles = " ".join(_ARTICLES.sub(" ", lowered).split())
     return without_articles or " ".join(lowered.split())
 

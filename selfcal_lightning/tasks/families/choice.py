@@ -10,7 +10,7 @@ from selfcal_lightning.records import question_hash
 from selfcal_lightning.tasks.answers.extraction import LETTERS
 from selfcal_lightning.tasks.answers.types import LetterAnswers
 from selfcal_lightning.tasks.dataset import Item, UnusableRowError, write_options
-from selfcal_lightning.tasks.rows import PARQUET_CONVERSION, HubSource, Row
+from selfcal_lightning.tasks.rows import PARQUET_CONVERSION, HubRows, HubSource, JoinedSource, OtherRows, Row
 
 ALL_SPLITS = {"train": "train", "validation": "validation", "test": "test"}
 LABELLED_SPLITS = {"train": "train", "validation": "validation"}
@@ -162,12 +162,45 @@ class AquaRat:
         return Item(write_options(row["question"], options), row["correct"])
 
 
+class MMLU:
+    """57 subjects, from school to professions, with four options (arXiv 2009.03300)."""
+
+    name = "mmlu"
+    answers = LetterAnswers("ABCD")
+    source = HubSource("cais/mmlu", {"validation": "validation", "test": "test"}, config="all")
+    columns = ("question", "choices", "answer")
+    id_column = None
+
+    def read_row(self, row: Row, question_id: str) -> Item:
+        """Return the question with its options and the letter of the right one, an index from 0 in the source."""
+        place = str(row["answer"]).strip()
+        if not place.isdecimal() or int(place) >= len(row["choices"]):
+            raise UnusableRowError("no valid label")
+        return Item(write_options(row["question"], row["choices"]), LETTERS[int(place)])
+
+
+def _gpqa(subset: str) -> HubSource:
+    return HubSource("Idavidrein/gpqa", {"all": "train"}, config=f"gpqa_{subset}")
+
+
 class GPQA:
-    """Graduate science, diamond subset (arXiv 2311.12022); gated on the hub, one split, options in an order of ours."""
+    """Graduate science (arXiv 2311.12022); gated on the hub, options in an order of ours.
+
+    The split "test" is the diamond subset; "train" is the main set without it, and "validation" the extended set
+    without the main one.
+    """
 
     name = "gpqa"
     answers = LetterAnswers("ABCD")
-    source = HubSource("Idavidrein/gpqa", {"test": "train"}, config="gpqa_diamond")
+    source = JoinedSource(
+        {
+            "test": (HubRows(_gpqa("diamond"), "all"),),
+            "train": (HubRows(_gpqa("main"), "all", without=OtherRows(_gpqa("diamond"), "all", "Record ID")),),
+            "validation": (HubRows(_gpqa("extended"), "all", without=OtherRows(_gpqa("main"), "all", "Record ID")),),
+            "main": (HubRows(_gpqa("main"), "all"),),
+            "extended": (HubRows(_gpqa("extended"), "all"),),
+        }
+    )
     columns = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     id_column = "Record ID"
 

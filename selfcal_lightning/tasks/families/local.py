@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from selfcal_lightning.tasks.answers.types import Answers
+from selfcal_lightning.tasks.base import JudgeForm
 from selfcal_lightning.tasks.dataset import Item
 from selfcal_lightning.tasks.rows import Row
 
@@ -17,6 +18,7 @@ class LocalQuestions:
     Args:
         name: Name of the task.
         answers: How its answers are read and judged.
+        judge: What a model is asked that judges them; None where comparing decides.
     """
 
     source = None
@@ -24,9 +26,10 @@ class LocalQuestions:
     columns = ("question", "answer")
     id_column = "id"
 
-    def __init__(self, name: str, answers: Answers) -> None:
+    def __init__(self, name: str, answers: Answers, *, judge: JudgeForm | None = None) -> None:
         self.name = name
         self.answers = answers
+        self.judge = judge
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question and its answer."""

@@ -1,0 +1,144 @@
+"""Estimates by names: words before an answer, means over responses, random numbers; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.capability_pools import SPLITS, capability_store, made_up
+from support.fakes import FakeChat, ReplyingEngine, fake_questions
+
+from selfcal_lightning.capability.estimators import VERBAL_ESTIMATORS, random_values, verbalized_before
+from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.confidence.estimators.verbal_scales import NUMBERS, TEN_WORDS
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability import estimates
+from selfcal_lightning.evaluation.capability.decomposition import decompose_errors, definition_gap
+from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
+from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.store.annotations import Annotation
+from selfcal_lightning.store.question_annotations import QuestionAnnotation
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.registry import load_some
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose responses have P(True) and one confidence more, a question of the test split without both."""
+    folder = capability_store(tmp_path_factory.mktemp("estimators") / "store")
+    index, shards = SampleStore(folder).index(), SampleStore(folder).manifest.shards
+    values = np.where(index.correct == 1.0, 0.75, 0.25)
+    values[index.question_id == "word_problems/test_id/000000"] = np.nan
+    Annotation(folder, "verbalized_words").write_part("r", "p", index, values, shards)
+    Annotation(folder, "verbalized_words").publish("r", ["p"], origin={"by": "hand"}, details={})
+    return folder
+
+
+def test_words_before_an_answer() -> None:
+    questions = fake_questions(3)
+    known = {questions[0].text: r"\boxed{likely}", questions[1].text: "well"}
+    engine = ReplyingEngine(lambda prompt: next((r for text, r in known.items() if text in prompt), r"\boxed{0.1}"))
+    found = verbalized_before(engine, FakeChat("How sure?"), questions, TEN_WORDS)
+    assert found == [pytest.approx(0.65), None, pytest.approx(0.1)]
+    assert len(engine.requests) == 5, "one that says nothing is asked three times"
+    assert all("How sure?" in prompt for prompt in engine.asked)
+    short = ReplyingEngine(lambda _: r"\boxed{1}", max_context=200)
+    assert verbalized_before(short, FakeChat(), questions, NUMBERS) == [None] * 3, "no reply has room"
+
+
+@pytest.mark.parametrize("name", VERBAL_ESTIMATORS)
+def test_every_name_is_scored_into_a_store_and_judged(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ReplyingEngine(lambda prompt: rf"\boxed{{0.{1 + len(prompt) % 8}}}")
+    monkeypatch.setattr("selfcal_lightning.capability.prompt_model.open_engine", lambda *_, **__: engine)
+    values = run_score_questions(name, store_dir=str(store), split="test", model="bundled", overwrite=True)
+    assert len(values) == 24
+    assert None not in values
+    record = QuestionAnnotation(store, name).record
+    assert record is not None
+    assert (record.origin["estimator"], record.origin["attempts"]) == (name, 3)
+    test = estimates.test_questions(
+        load_capability_pool(str(store), split="test", task=None), [name, "random"], estimate_samples=4
+    )
+    assert (test.costs, set(test.truth.num_samples.tolist())) == ({name: 0, "random": 0}, {8})
+    np.testing.assert_allclose(test.estimates[name], values)
+    with pytest.raises(InputError, match=f"`probe` with the estimator 'probe' and with no other.*{name}"):
+        run_score_questions(name, probe="x", store_dir=str(store), model="bundled")
+
+
+def test_means_over_responses(store: Path) -> None:
+    read = load_capability_pool(str(store), split="test", task=None, confidences=["verbalized_words"])
+    test = estimates.test_questions(read, ["verbalized_words", "oracle"], estimate_samples=4)
+    assert test.num_dropped == 1, "nobody knows the mean of nothing"
+    np.testing.assert_allclose(test.estimates["verbalized_words"], 0.25 + 0.5 * test.estimates["oracle"])
+    assert (test.costs, test.needs_labels) == ({"verbalized_words": 4, "oracle": 4}, {"oracle"})
+    with pytest.raises(InputError, match="responses with the confidence 'p_true', but got none"):
+        estimates.test_questions(read, ["p_true"], estimate_samples=4)
+    with pytest.raises(InputError, match="`estimate_samples` to be at least 1 for verbalized_words, but got 0"):
+        estimates.test_questions(read, ["verbalized_words"], estimate_samples=0)
+
+
+def test_p_true_of_the_responses_is_averaged(store: Path) -> None:
+    read = load_capability_pool(str(store), split="test", task=None)
+
+    def asked(entry: QuestionSamples) -> QuestionSamples:
+        masses = [0.1 * (1 + sample.index) for sample in entry.samples]
+        samples = [
+            replace(sample, yes_mass=yes, no_mass=1.0 - yes, confidences={"own": 0.25 * (1 + sample.index)})
+            for sample, yes in zip(entry.samples, masses, strict=True)
+        ]
+        return replace(entry, samples=(replace(samples[0], yes_mass=None), *samples[1:]))
+
+    pool = replace(read.pool, entries=tuple(map(asked, read.pool.entries)))
+    test = estimates.test_questions(replace(read, pool=pool), ["p_true", "own"], estimate_samples=3)
+    np.testing.assert_allclose(test.estimates["p_true"], (0.2 + 0.3) / 2)
+    np.testing.assert_allclose(test.estimates["own"], 0.5)
+
+
+def test_random_numbers_are_the_same_every_time_and_uniform() -> None:
+    names = [f"q{number}" for number in range(4000)]
+    values = random_values(names)
+    assert (values == random_values(names)).all()
+    assert np.histogram(values, bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
+
+
+def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run_evaluate_capability(
+        str(store), str(output), estimator=["verbalized_words", "agreeing_pairs"],
+        split="test", calibration_split="calibration", estimate_samples=3, num_resamples=20,
+    )  # fmt: skip
+    record = json.loads((output / "capability.json").read_text())
+    mse = {row["name"]: row["mse"]["value"] for row in record["comparison"]["rows"]}
+    for row in record["decomposition"]:
+        response, capability, spread = (row[part]["value"] for part in ("response", "capability", "spread"))
+        assert response == pytest.approx(capability + spread)
+        assert capability == pytest.approx(mse[row["name"]])
+        assert row["response"]["low"] <= response <= row["response"]["high"]
+    assert len(record["decomposition"]) == 4
+    assert record["comparison"]["single"] == pytest.approx(record["decomposition"][0]["spread"]["value"])
+    text = (output / "capability.md").read_text()
+    assert "| estimate | error against responses | = error of capability | + spread of responses |" in text
+    assert "The verdict on one response a question differs from capability by" in text
+    for name in ("decomposition.png", "cost.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_gap_between_the_targets_by_hand() -> None:
+    questions = load_some("word_problems", "test_id", limit=24)
+    read: Any = [made_up(question, "test", samples=400) for question in questions]
+    table = estimates.question_table(read)
+    test = estimates.TestQuestions(table, {"p": table.expected_accuracy}, {"p": 0}, frozenset())
+    share = table.expected_accuracy
+    gap = definition_gap(test)
+    # E |c - y| = 2 c (1 - c); five draws of 24 questions come near it.
+    assert gap.mae == pytest.approx(np.mean(2 * share * (1 - share)), abs=0.08)
+    assert 0.2 < (gap.kendall or 0.0) < (gap.spearman or 0.0) < 1.0
+    (row,) = decompose_errors(test, num_resamples=10)
+    assert row.response.value == pytest.approx(np.mean(share * (1 - share)))
+    assert row.capability.value == pytest.approx(-np.mean(share * (1 - share)) / 399)
+    assert SPLITS["test"][1] == 24

@@ -100,9 +100,10 @@ def test_response_criteria_equal_the_vectors(vectors: Vectors) -> None:
     )
     for other in vectors("self_certainty")["cases"]:
         batch = torch.tensor(other["logits"]).double()
-        for logits, expected in zip(
-            batch if batch.dim() == 3 else [batch], np.atleast_1d(other["self_certainty"]), strict=True
-        ):
+        batch = batch if batch.dim() == 3 else batch[None]
+        masks = torch.tensor(other["mask"]).bool().reshape(batch.shape[:2]) if "mask" in other else [slice(None)]
+        for row, mask, expected in zip(batch, masks, np.atleast_1d(other["self_certainty"]), strict=True):
+            logits = row[mask]
             ids = torch.zeros(len(logits), dtype=torch.long)
             read = ResponseStatistics(tuple(ids.tolist()), logits.shape[1], token_statistics(logits, ids), ids.double())
             assert _score("self_certainty", read) == pytest.approx(expected, abs=1e-6)

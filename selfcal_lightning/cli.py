@@ -42,6 +42,7 @@ FUNCTION_VERBS = {
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
+    "select": ("select", "run_select", "choose training data from the responses of a store"),
     "fit-probe": (
         "capability.fit_probe",
         "run_fit_probe",
@@ -93,6 +94,7 @@ KEPT = {
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
+    "select": _NOTHING,
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",
     "score-questions": "Hidden states read so far are kept; the same command goes on.",
     "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",

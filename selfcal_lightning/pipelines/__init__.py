@@ -20,5 +20,6 @@ __getattr__, __dir__, __all__ = face(
         "import_records": ["run_import_records"],
         "reread": ["run_reread"],
         "score": ["run_score"],
+        "select": ["run_select"],
     },
 )

@@ -42,7 +42,12 @@ FUNCTION_VERBS = {
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
-    "select": ("select", "run_select", "choose training data from the responses of a store"),
+    "select": ("selection.select", "run_select", "choose training data from the responses of a store"),
+    "extract-steps": (
+        "selection.extract_steps",
+        "run_extract_steps",
+        "find the key steps of the responses of a selection",
+    ),
     "fit-probe": (
         "capability.fit_probe",
         "run_fit_probe",
@@ -95,6 +100,7 @@ KEPT = {
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
     "select": _NOTHING,
+    "extract-steps": "What was extracted is kept; the same command goes on.",
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",
     "score-questions": "Hidden states read so far are kept; the same command goes on.",
     "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",

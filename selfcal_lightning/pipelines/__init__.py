@@ -20,6 +20,5 @@ __getattr__, __dir__, __all__ = face(
         "import_records": ["run_import_records"],
         "reread": ["run_reread"],
         "score": ["run_score"],
-        "select": ["run_select"],
     },
 )

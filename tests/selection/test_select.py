@@ -18,7 +18,7 @@ from support.strategy_pools import random_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.base import MissingConfidenceError, confidence_of
-from selfcal_lightning.pipelines.select import run_select
+from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.selection.files import read_selection
 from selfcal_lightning.selection.joining import examples

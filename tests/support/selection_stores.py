@@ -8,7 +8,7 @@ from typing import Any
 
 from support.store_samples import make_store
 
-from selfcal_lightning.pipelines.select import run_select
+from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.selection.files import Selection
 from selfcal_lightning.store.sample_store import SampleStore

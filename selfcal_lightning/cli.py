@@ -48,6 +48,7 @@ FUNCTION_VERBS = {
         "run_extract_steps",
         "find the key steps of the responses of a selection",
     ),
+    "export-rl": ("selection.export_rl", "run_export_rl", "write a selection for verl, TRL or OpenRLHF"),
     "fit-probe": (
         "capability.fit_probe",
         "run_fit_probe",
@@ -100,6 +101,7 @@ KEPT = {
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
     "select": _NOTHING,
+    "export-rl": _NOTHING,
     "extract-steps": "What was extracted is kept; the same command goes on.",
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",
     "score-questions": "Hidden states read so far are kept; the same command goes on.",

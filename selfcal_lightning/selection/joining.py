@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.selection.files import Selection
 from selfcal_lightning.selection.picking import without_references
 from selfcal_lightning.selection.records import SelectedRow
+from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
+
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,28 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
     keys = zip(index.question_id.tolist(), index.sample_index.tolist(), strict=True)
     places = {key: at for at, key in enumerate(keys)}
-    for row in selection.kept:
-        at = places.get((row.question_id, row.index))
-        if at is None or origins[index.files[index.shard[at]]] != row.shard:
-            raise InputError(
-                f"Expected {place} to hold the response {row.index} to question {row.question_id!r} that was selected, "
-                "but got none or one that was sampled anew. Run `selfcal select` again."
-            )
-        if index.answer[at] != row.answer:
-            raise InputError(
-                f"Expected the answer {row.answer!r} of response {row.index} to question {row.question_id!r}, but got "
-                f"{index.answer[at]!r}: answers were read anew since. Run `selfcal select` again."
-            )
-        (found,) = store.read_rows(index.locate(np.array([at])))
-        entry = QuestionSamples(found.question, (found.sample,), row.split, found.prompt_ids)
-        seen = entry if selection.reads_reference else without_references(entry)
-        yield Example(row, seen.question, seen.samples[0], found.prompt_ids)
+    kept = selection.kept
+    for start in range(0, len(kept), _ROWS_AT_ONCE):
+        chosen = kept[start : start + _ROWS_AT_ONCE]
+        at = [places.get((row.question_id, row.index)) for row in chosen]
+        for row, found in zip(chosen, at, strict=True):
+            _check_same(row, found, index, origins, place)
+        stored = store.read_rows(index.locate(np.array(at, dtype=np.int64)))
+        for row, one in zip(chosen, stored, strict=True):
+            entry = QuestionSamples(one.question, (one.sample,), row.split, one.prompt_ids)
+            seen = entry if selection.reads_reference else without_references(entry)
+            yield Example(row, seen.question, seen.samples[0], one.prompt_ids)
+
+
+def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: Mapping[str, str], place: Path) -> None:
+    """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
+    if at is None or origins[index.files[index.shard[at]]] != row.shard:
+        raise InputError(
+            f"Expected {place} to hold the response {row.index} to question {row.question_id!r} that was selected, "
+            "but got none or one that was sampled anew. Run `selfcal select` again."
+        )
+    if index.answer[at] != row.answer:
+        raise InputError(
+            f"Expected the answer {row.answer!r} of response {row.index} to question {row.question_id!r}, but got "
+            f"{index.answer[at]!r}: answers were read anew since. Run `selfcal select` again."
+        )

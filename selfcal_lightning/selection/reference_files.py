@@ -35,6 +35,12 @@ def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
         write_atomically(folder / name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
+def remove_reference_files(folder: Path) -> None:
+    """Remove what an earlier selection in this folder left of these: they would be taken for its own."""
+    for name in (SELECTED_FILE, RESULTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _answer(one: Example) -> str | None:
     """Return the gold answer where it may be read, else the label."""
     return one.row.label.text if one.question.reference is None else one.question.reference

@@ -129,6 +129,7 @@ def test_the_manifest_says_whose_labels_these_are(made: Selection, tmp_path: Pat
 
 
 def test_the_reference_system_s_rows(made: Selection, tmp_path: Path) -> None:
+    run_export_rl(str(made.path), str(tmp_path / "out"), "verl")  # an earlier export, of which nothing stays
     run_export_rl(str(made.path), str(tmp_path / "out"), "reference")
     rows = json.loads((tmp_path / "out" / "selected.json").read_text())
     assert list(rows[1]) == ["question", "answer", "gpt_response"]

@@ -218,6 +218,8 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
     assert results["accuracy"] is None
     assert {row["correct"] for row in results["results"]} == {None}
     assert results["results"][0]["max_confidence"] == pytest.approx(-0.08)
+    select(store, tmp_path / "free", threshold=0.75)
+    assert not (tmp_path / "free" / "selected.json").exists(), "it would be taken for that of this selection"
     select(store, tmp_path / "gold", threshold=0.75, reference_files=True, references=True)
     assert json.loads((tmp_path / "gold" / "results.json").read_text())["accuracy"] == 1.0
 

@@ -138,7 +138,8 @@ class TokenReader:
         for batch in self._batches(wanted - known.keys()):
             known |= zip(batch, self._forward(batch), strict=True)
         self._known = known
-        self._spans = {key: spans for key, spans in self._spans.items() if key[0] in {ids for _, ids in known}}
+        responses = {response for _, response in known}
+        self._spans = {key: spans for key, spans in self._spans.items() if key[0] in responses}
         return [[None if key is None else known.get(key) for key in row] for row in keys]
 
     def scores(

@@ -10,7 +10,7 @@ from selfcal_lightning.selection.files import Selection, check_selection_target,
 from selfcal_lightning.selection.joining import examples
 from selfcal_lightning.selection.loading import read_source
 from selfcal_lightning.selection.picking import select_rows
-from selfcal_lightning.selection.reference_files import write_reference_files
+from selfcal_lightning.selection.reference_files import remove_reference_files, write_reference_files
 from selfcal_lightning.selection.settings import FUSED, SHARE, LabelKind, Order, SelectionSettings
 
 
@@ -78,6 +78,7 @@ def run_select(
     source = read_source(store_dir, settings, split=split, task=task, round=round)
     with Stage("Selecting"):
         selected = select_rows(source.entries, settings)
+    remove_reference_files(Path(output))
     selection = write_selection(output, selected, source, settings)
     if reference_files:
         write_reference_files(Path(output), list(examples(selection)))

@@ -90,6 +90,8 @@ def export_rl(
         files[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in _earlier_files(folder):
+        (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         write_atomically(folder / name, data)
     settings = selection.manifest["settings"]
@@ -106,6 +108,13 @@ def export_rl(
     }
     write_atomically(folder / MANIFEST_FILE, to_json(manifest))
     return RLExport(folder, manifest)
+
+
+def _earlier_files(folder: Path) -> list[str]:
+    """Return the files of an earlier export in a folder, its manifest first: another format has others."""
+    file = folder / MANIFEST_FILE
+    earlier = (json_object_or_none(file) or {}) if file.is_file() else {}
+    return [MANIFEST_FILE, *(Path(name).name for name in earlier.get("files", ()))] if earlier else []
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,8 @@ def read_selection(path: str | Path) -> Selection:
 
 def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:
     label = row.label
-    plain = {name: getattr(row, name) for name, _ in _FIELDS if name in SelectedRow.__dataclass_fields__}
+    plain = asdict(row)
+    scores = plain.pop("scores")
     return {
         **plain,
         "label": label.text,
@@ -183,7 +184,7 @@ def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:
         "ssc": label.confidence,
         "label_margin": label.margin,
         "shard": source.shards[row.question_id],
-        **{f"{_SCORE}{name}": value for name, value in row.scores.items()},
+        **{f"{_SCORE}{name}": value for name, value in scores.items()},
     }
 
 
@@ -196,6 +197,6 @@ def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _from_json(row: Mapping[str, Any]) -> SelectedRow:
     label = Label(row["label_kind"], row["label"], row["label_share"], row["ssc"], row["label_margin"])
-    names = [name for name, _ in _FIELDS if name in SelectedRow.__dataclass_fields__ and name != "label"]
+    own = {field.name for field in fields(SelectedRow)} - {"label", "scores"}
     scores = {name.removeprefix(_SCORE): value for name, value in row.items() if name.startswith(_SCORE)}
-    return SelectedRow(**{name: row[name] for name in names}, label=label, scores=scores)
+    return SelectedRow(**{name: value for name, value in row.items() if name in own}, label=label, scores=scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from selfcal_lightning.confidence.estimators.registry import EstimatorClass
@@ -33,19 +33,20 @@ class CriteriaSettings:
     lowest: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in (("steps", get_args(Steps)), ("over_steps", get_args(Aggregation))):
-            if getattr(self, name) not in known:
-                raise unknown_name(f"criteria.{name}", getattr(self, name), known)
+        for name, value, kind in (("steps", self.steps, Steps), ("over_steps", self.over_steps, Aggregation)):
+            if value not in get_args(kind):
+                raise unknown_name(f"criteria.{name}", value, get_args(kind))
 
     def of(self, kind: EstimatorClass) -> dict[str, Any]:
         """Return those settings that an estimator takes."""
         taken = inspect.signature(kind).parameters
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
+        return {name: value for name, value in asdict(self).items() if name in taken}
 
     def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
         """Raise InputError where a setting was changed that none of the estimators takes."""
         taken = {name for kind in kinds for name in self.of(kind)}
-        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        defaults = asdict(CriteriaSettings())
+        changed = [name for name, value in asdict(self).items() if value != defaults[name]]
         if unread := [name for name in changed if name not in taken]:
             raise InputError(
                 f"Expected `criteria.{unread[0]}` with an estimator that takes it, but got it with "

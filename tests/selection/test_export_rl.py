@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -206,6 +207,22 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     found = reward.reward_func(["P? " + right, "P? " + wrong], ["P? "] * 2, [label] * 2, extra=1)
     assert torch.equal(found["rewards"], torch.tensor([1.0, 0.0]))
     assert set(found) == {"rewards", "scores", "extra_logs"}
+
+
+def test_no_name_stands_for_two_things() -> None:
+    """Modules of this package do use one name for two things, such as MAX_DECIMAL_ERROR."""
+    source = reward_source(get_task(name) for name in ("math500", "commonsense_qa", "local_text", "word_problems"))
+    names = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets]
+    assert len(names) > 60
+    assert len(set(names)) == len(names)
+    assert source == reward_source(
+        get_task(name) for name in ("word_problems", "math500", "local_text", "commonsense_qa")
+    )
 
 
 def test_it_stands_alone(made: Selection, tmp_path: Path) -> None:

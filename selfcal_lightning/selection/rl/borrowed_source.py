@@ -5,20 +5,20 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 _PACKAGE = "selfcal_lightning"
 Place = tuple[str, str]  # a module and a name in it
 
 
-def borrow(wanted: Iterable[Place], *, replaced: Mapping[str, str]) -> str:
+def borrow(wanted: Iterable[Place], *, replaced: Collection[str]) -> str:
     """Return source that defines functions of this package, and whatever of it they use.
 
-    Private names get their module's name in front, for two modules may use one name for two things.
+    Every name gets its module's in front (:func:`borrowed_name`): two modules may use one name for two things.
 
     Args:
         wanted: The functions, each as (module, name).
-        replaced: Names that are defined otherwise by whoever takes the source; they are not followed.
+        replaced: Names that whoever takes the source defines; they keep their names and are not followed.
     """
     found: dict[Place, str] = {}
     imports: dict[str, None] = {}
@@ -26,9 +26,9 @@ def borrow(wanted: Iterable[Place], *, replaced: Mapping[str, str]) -> str:
     order: list[Place] = []
     while waiting:
         place = waiting.pop()
-        if place in found or place[1] in replaced:
+        if place in found:
             continue
-        node, names, others = _definition(place)
+        node, names, others = _definition(place, replaced)
         found[place] = _renamed(node, names)
         order.append(place)
         imports |= dict.fromkeys(others)
@@ -53,10 +53,10 @@ def borrowed_name(place: Place) -> str:
 
     Example:
         >>> borrowed_name(("selfcal_lightning.tasks.answers.expressions", "_DECIMAL"))
-        '_expressions_DECIMAL'
+        'expressions_DECIMAL'
     """
     module, name = place
-    return f"_{module.rpartition('.')[2]}{name}" if name.startswith("_") else name
+    return f"{module.rpartition('.')[2]}_{name.lstrip('_')}"
 
 
 def _of(module: str, places: Iterable[Place]) -> list[Place]:
@@ -67,14 +67,14 @@ def _line(place: Place) -> int:
     return _top_level(place[0])[0][place[1]].lineno
 
 
-def _definition(place: Place) -> tuple[ast.stmt, dict[str, Place], list[str]]:
+def _definition(place: Place, replaced: Collection[str]) -> tuple[ast.stmt, dict[str, Place], list[str]]:
     """Return where a name is defined, what of this package its definition uses, and the other imports that it needs."""
     module, name = place
     defined, own, others = _top_level(module)
     node = defined[name]
     used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     names = {one: (module, one) for one in used if one in defined and one != name}
-    names |= {one: (own[one], one) for one in used if one in own}
+    names |= {one: (own[one], one) for one in used if one in own and one not in replaced}
     names[name] = place
     return node, names, [others[one] for one in used if one in others]
 

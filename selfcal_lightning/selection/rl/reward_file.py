@@ -67,7 +67,7 @@ def _compared(answer, reference):
 
         if is_main:
             signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        return are_equal(answer, reference)
+        return math_worker_are_equal(answer, reference)
     except (ImportError, OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
     finally:
@@ -131,7 +131,7 @@ def reward_source(tasks: Iterable[Task]) -> str:
     family = None in kinds.values()
     if family:
         places += [(_FAMILY, name) for name in ("_ANSWER", "_NUMBER", "_canonical_number")]
-    parts.append(borrow(places, replaced={"default_pool": "", "MathPool": ""}))
+    parts.append(borrow(places, replaced={"default_pool"}))
     if "expressions_equal" in wanted:
         parts.append(f"\n\n{_ALGEBRA}")
     if family:
@@ -158,7 +158,7 @@ def _reader(kind: Answers | None) -> str:
     """Return the pair of functions that read and compare, as source."""
     if kind is None:
         return "(_word_problem_extract, _word_problem_verify)"
-    read, equal = _READERS[type(kind)]
+    read, equal = (borrowed_name((f"{_ANSWERS}.{_HOMES[name]}", name)) for name in _READERS[type(kind)])
     if isinstance(kind, LetterAnswers):
         return f"(lambda text: {read}(text, {kind.letters!r}, digits={kind.digits!r}), {equal})"
     return f"({read}, {equal})"

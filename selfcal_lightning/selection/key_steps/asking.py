@@ -11,7 +11,7 @@ from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow,
 from selfcal_lightning.errors import RunError
 from selfcal_lightning.records import Message, Request, SamplingSettings, sample_seed
 from selfcal_lightning.selection.joining import Example
-from selfcal_lightning.selection.key_steps.base import LONGEST_FORM, MOST_FORMS, MOST_STEPS, REFUSED, Extracted
+from selfcal_lightning.selection.key_steps.base import LONGEST_FORM, MOST_FORMS, MOST_STEPS, NO_ROOM, REFUSED, Extracted
 from selfcal_lightning.selection.key_steps.checks import checked_steps
 from selfcal_lightning.selection.key_steps.replies import Reply, read_reply
 
@@ -82,8 +82,8 @@ class EngineExtractor:
         """
         jobs = {f"steps/{number}": _Job(example) for number, example in enumerate(chosen)}
         room = self._room()
-        refused = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
-        yield from (_none(jobs.pop(name).example, REFUSED) for name in refused)
+        too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
+        yield from (_none(jobs.pop(name).example, NO_ROOM) for name in too_long)
         failures: dict[str, Any] = {}
         in_a_row = FailuresInARow(self._max_failures, way_out=_WAY_OUT)
         pending = set(self._engine.submit([self._request(name, job) for name, job in jobs.items()]))

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from selfcal_lightning.selection.joining import Example
 
 # Why a response has no key steps.
-EMPTY, NO_JSON, NO_SCHEMA, REFUSED, NOTHING_LEFT = "empty", "no_json", "schema", "refused", "nothing_left"
+EMPTY, NO_JSON, NO_SCHEMA, NOTHING_LEFT = "empty", "no_json", "schema", "nothing_left"
+REFUSED, NO_ROOM = "refused", "no_room"
 MOST_STEPS, MOST_FORMS, LONGEST_FORM = 32, 8, 200
 
 
@@ -42,7 +43,8 @@ class Extracted:
         round: Generation round of the response.
         index: The response.
         steps: Its key steps; None where there are none to be had, which is never an empty text.
-        reason: Why there are none: empty, no_json, schema, refused or nothing_left; None where there are some.
+        reason: Why there are none: empty, no_json, schema, nothing_left, refused (by the
+            engine) or no_room (in its context); None where there are some.
         repaired: Whether a second request was needed.
         ungrounded: Forms that were left out since the response lacks one of their numbers.
         leaking: Forms that were left out since they are the answer itself.

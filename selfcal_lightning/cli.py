@@ -43,6 +43,13 @@ FUNCTION_VERBS = {
     "judge": ("capability.judge", "run_judge", "let a model decide which answers of a store are right"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
     "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
+    "select": ("selection.select", "run_select", "choose training data from the responses of a store"),
+    "extract-steps": (
+        "selection.extract_steps",
+        "run_extract_steps",
+        "find the key steps of the responses of a selection",
+    ),
+    "export-rl": ("selection.export_rl", "run_export_rl", "write a selection for verl, TRL or OpenRLHF"),
     "fit-probe": (
         "capability.fit_probe",
         "run_fit_probe",
@@ -95,6 +102,9 @@ KEPT = {
     "judge": "Verdicts so far are kept in the store; the same command goes on.",
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
+    "select": _NOTHING,
+    "export-rl": _NOTHING,
+    "extract-steps": "What was extracted is kept; the same command goes on.",
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",
     "score-questions": "Hidden states read so far are kept; the same command goes on.",
     "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",

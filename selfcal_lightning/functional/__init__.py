@@ -150,6 +150,7 @@ __getattr__, __dir__, __all__ = face(
             "threshold_for_count",
             "threshold_for_share",
         ),
+        "step_rewards": ("canonical_step", "step_key", "step_match", "step_numbers"),
         "steps": (
             "Span",
             "aggregate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
 from selfcal_lightning.confidence.scoring.model import ModelSettings
 from selfcal_lightning.confidence.scoring.running import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
 from selfcal_lightning.engines.settings import EngineSettings
@@ -30,6 +31,7 @@ def run_score(
     shard: str = "0/1",
     overwrite: bool = False,
     reward: RewardSettings = RewardSettings(),
+    criteria: CriteriaSettings = CriteriaSettings(),
 ) -> list[ScoreReport]:
     """Score the responses of a store, or of a JSON-lines pool, with estimators of confidence.
 
@@ -39,7 +41,9 @@ def run_score(
 
     Args:
         estimator: Name, or a list of names: p_true, verbalized, response_consistency, sequence_logprob, mean_logprob,
-            self_certainty, token_entropy; with a reward model prm, prm_min, prm_prod, orm or reward.
+            min_logprob, self_certainty, response_certainty, token_entropy, lowest_group_confidence, step_certainty,
+            step_entropy, step_coe_c, step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw; with a reward model
+            prm, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.
@@ -56,6 +60,8 @@ def run_score(
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
         reward: The reward model of prm, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
+        criteria: How scores of tokens and steps become one: of step_certainty, step_entropy, step_coe_c,
+            step_self_evaluation and lowest_group_confidence.
 
     Returns:
         What each estimator did.
@@ -67,9 +73,13 @@ def run_score(
     if store_dir is not None:
         part = parse_shard(shard)
         return score_store(
-            StoreScoring(store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite)
+            StoreScoring(
+                store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite, criteria
+            )
         )
-    return score_pool(PoolScoring(str(pool), str(output), names, settings, name, task, consistency_samples, overwrite))
+    return score_pool(
+        PoolScoring(str(pool), str(output), names, settings, name, task, consistency_samples, overwrite, criteria)
+    )
 
 
 def _check_place(

@@ -28,7 +28,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         "LightningModules",
     ),
     ("exports generation", "adapters and merged models on disk; filling the store"),
-    ("strategies", "test-time strategies, their driver and their thresholds"),
+    (
+        "strategies selection",
+        "test-time strategies, their driver and their thresholds; training data chosen from responses, and its formats",
+    ),
     ("evaluation serving", "comparisons, tables and figures; answering"),
     ("pipelines", "the verbs of the command line"),
     ("datamodules callbacks", "Lightning adapters, which meet at the store"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.estimators.token_ids import ResponseIds, entry_ids
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.records import QuestionSamples, normalised_p_true
+from selfcal_lightning.records import ConfidenceQuery, QuestionSamples, normalised_p_true
 
 if TYPE_CHECKING:
     from selfcal_lightning.prompts.chat_format import ChatFormat
@@ -46,20 +46,40 @@ class PTrue:
         query = self._chat.query
         sequences = [[self._sequence(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
         distinct = list(dict.fromkeys(sequence for row in sequences for sequence in row if sequence is not None))
-        masses = self._engine.next_token_probabilities(distinct, [*query.yes_ids, *query.no_ids]) if distinct else []
-        found = dict(zip(distinct, map(self._read, masses), strict=True))
+        found = p_true_of(self._engine, distinct, query, normalised=self._normalised)
         return [[None if sequence is None else found[sequence] for sequence in row] for row in sequences]
 
     def _sequence(self, ids: ResponseIds | None) -> tuple[int, ...] | None:
         """Return prompt + response + query, or None where there is no response or the engine has no room for it."""
         if ids is None:
             return None
-        sequence = (*ids.prompt, *ids.response, *self._chat.query.suffix_ids)
+        sequence = sequence_behind(ids, self._chat.query)
         return sequence if len(sequence) <= self._engine.max_context else None
 
-    def _read(self, masses: Sequence[float] | None) -> float | None:
-        if masses is None:
-            return None
-        number = len(self._chat.query.yes_ids)
-        yes, no = sum(masses[:number]), sum(masses[number:])
-        return normalised_p_true(yes, no) if self._normalised else yes
+
+def sequence_behind(ids: ResponseIds, query: ConfidenceQuery, *, end: int | None = None) -> tuple[int, ...]:
+    """Return prompt + the first ``end`` tokens of the response (None: all) + query."""
+    return (*ids.prompt, *ids.response[:end], *query.suffix_ids)
+
+
+def p_true_of(
+    engine: Engine, sequences: Sequence[tuple[int, ...]], query: ConfidenceQuery, *, normalised: bool = True
+) -> dict[tuple[int, ...], float | None]:
+    """Return P(True) behind each of different sequences that end with the query.
+
+    None stands for a sequence without mass, and for one that the engine refuses.
+
+    Raises:
+        RequestsFailedError: The engine did not answer for another reason.
+    """
+    wanted = [*query.yes_ids, *query.no_ids]
+    masses = engine.next_token_probabilities(list(sequences), wanted) if sequences else []
+    found: dict[tuple[int, ...], float | None] = {}
+    for sequence, row in zip(sequences, masses, strict=True):
+        if row is None:
+            found[sequence] = None
+            continue
+        number = len(query.yes_ids)
+        yes, no = sum(row[:number]), sum(row[number:])
+        found[sequence] = normalised_p_true(yes, no) if normalised else yes
+    return found

@@ -9,12 +9,18 @@ from selfcal_lightning.confidence.base import STORED, Estimator
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
 from selfcal_lightning.confidence.estimators.p_true import PTrue
 from selfcal_lightning.confidence.estimators.reward_model import REWARD_SCORES
+from selfcal_lightning.confidence.estimators.step_self_evaluation import StepSelfEvaluation
+from selfcal_lightning.confidence.estimators.step_statistics import StepCertainty, StepEntropy, StepTrajectory
 from selfcal_lightning.confidence.estimators.token_statistics import (
+    LowestGroupConfidence,
+    LowestLogprob,
     MeanLogprob,
+    ResponseCertainty,
     SelfCertainty,
     SequenceLogprob,
     TokenEntropy,
 )
+from selfcal_lightning.confidence.estimators.trajectories import TRAJECTORIES
 from selfcal_lightning.confidence.estimators.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.errors import InputError, unknown_name
@@ -56,8 +62,16 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         ResponseConsistency,
         SequenceLogprob,
         MeanLogprob,
+        LowestLogprob,
         SelfCertainty,
+        ResponseCertainty,
         TokenEntropy,
+        LowestGroupConfidence,
+        StepCertainty,
+        StepEntropy,
+        StepTrajectory,
+        StepSelfEvaluation,
+        *TRAJECTORIES,
         *REWARD_SCORES,
     ),
 )

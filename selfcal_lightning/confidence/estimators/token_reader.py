@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
+from selfcal_lightning.confidence.estimators.token_pieces import steps_of
+from selfcal_lightning.engines.transformers.prompt_states import watch_levels
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.certainty import token_statistics
+from selfcal_lightning.functional.certainty import TokenStatistics, token_statistics, top_k_confidence
+from selfcal_lightning.functional.steps import Span
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.settings import Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
     from selfcal_lightning.prompts.chat_format import ChatFormat
 
 Key = tuple[tuple[int, ...], tuple[int, ...]]
+# Likeliest tokens whose mean log-probability is the confidence of a token, as in Deep Think with Confidence.
+TOP_K = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +37,39 @@ class ResponseStatistics:
     """What the model says of one response's n tokens, without end-of-turn; in nats.
 
     Attributes:
-        num_tokens: n.
-        logprob: Sum of log p(token).
-        certainty: Mean KL(uniform || p) of the distributions that the tokens were drawn from; nan where n is 0.
-        entropy: Mean entropy of these distributions; nan where n is 0.
+        token_ids: The tokens [n].
+        vocabulary_size: V, the width of the logits; 0 where n is 0, since nothing was read.
+        tokens: Log-probability, certainty and entropy of each token, float64 [n] each.
+        top_confidence: Mean negative log-probability of the ``TOP_K`` likeliest tokens at each position [n].
+        trajectories: Mean state of each level over the positions that predict the tokens of a step, float32
+            [steps, levels, D], by what was watched; over the whole response [1, levels, D] under None.
     """
 
-    num_tokens: int
-    logprob: float
-    certainty: float
-    entropy: float
+    token_ids: tuple[int, ...]
+    vocabulary_size: int
+    tokens: TokenStatistics
+    top_confidence: Tensor
+    trajectories: Mapping[Steps | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number n of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def logprob(self) -> float:
+        """Sum of log p(token)."""
+        return self.tokens.logprob.sum().item()
+
+    @property
+    def certainty(self) -> float:
+        """Mean KL(uniform || p) of the distributions that the tokens were drawn from; nan where n is 0."""
+        return self.tokens.certainty.mean().item()
+
+    @property
+    def entropy(self) -> float:
+        """Mean entropy of these distributions; nan where n is 0."""
+        return self.tokens.entropy.mean().item()
 
 
 class TokenReader:
@@ -76,7 +107,26 @@ class TokenReader:
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
         self._forward_tokens = forward_tokens
         self._logit_rows = max(1, logit_elements // config.vocab_size)
+        self._watched: list[Steps | None] = []
         self._known: dict[Key, ResponseStatistics] = {}
+        self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
+
+    def watch(self, steps: Steps | None) -> None:
+        """Read trajectories through the layers as well from now on.
+
+        Args:
+            steps: Those of the steps under this rule; None takes those of whole responses.
+        """
+        if steps not in self._watched:
+            self._watched.append(steps)
+            self._known = {}
+
+    def steps(self, token_ids: tuple[int, ...], rule: Steps) -> list[Span]:
+        """Return the tokens of each step of a response; none where it has no text."""
+        key = (token_ids, rule)
+        if key not in self._spans:
+            self._spans[key] = steps_of(self.chat.decode, token_ids, rule)
+        return self._spans[key]
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:
         """Return the statistics of every sample, [question][sample]; None where there is no response or no room."""
@@ -84,10 +134,12 @@ class TokenReader:
         keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
         wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
         known = {key: self._known[key] for key in wanted & self._known.keys()}
-        known |= {key: ResponseStatistics(0, 0.0, math.nan, math.nan) for key in wanted if not key[1]}
+        known |= {key: _of_nothing() for key in wanted if not key[1]}
         for batch in self._batches(wanted - known.keys()):
             known |= zip(batch, self._forward(batch), strict=True)
         self._known = known
+        responses = {response for _, response in known}
+        self._spans = {key: spans for key, spans in self._spans.items() if key[0] in responses}
         return [[None if key is None else known.get(key) for key in row] for row in keys]
 
     def scores(
@@ -121,7 +173,7 @@ class TokenReader:
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key]) -> list[ResponseStatistics]:
-        """Run prompt + response of each of ``batch``, padded on the right, and reduce its tokens to sums and means."""
+        """Run prompt + response of each of ``batch``, padded on the right, and read the statistics of its tokens."""
         device = self.network.device
         shape = len(batch), max(len(prompt) + len(response) for prompt, response in batch)
         ids = torch.zeros(shape, dtype=torch.long)
@@ -134,17 +186,73 @@ class TokenReader:
             predicts[row, len(prompt) - 1 : end - 1] = True
         head = self.network.get_output_embeddings()
         positions = predicts.flatten().nonzero()[:, 0].to(device)
-        with without_cudnn():
+        lengths = [len(response) for _, response in batch]
+        pools = _SpanMeans([self._watched_spans(response) for _, response in batch], lengths, positions)
+        with without_cudnn(), ExitStack() as hooks:
+            if self._watched:
+                watch_levels(hooks, self.network, pools.take)
             logits = logits_at(self.network, head, ids.to(device), mask.to(device), positions)
         tokens = torch.tensor([token for _, response in batch for token in response], device=device)
-        columns = torch.stack(token_statistics(logits, tokens)).cpu().double()
-        pieces = columns.split([len(response) for _, response in batch], dim=1)
+        top = top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
+        columns = torch.stack([*token_statistics(logits, tokens), top]).cpu().double()
+        pieces = columns.split(lengths, dim=1)
         return [
             ResponseStatistics(
-                num_tokens=piece.shape[1],
-                logprob=piece[0].sum().item(),
-                certainty=piece[1].mean().item(),
-                entropy=piece[2].mean().item(),
+                token_ids=response,
+                vocabulary_size=logits.shape[-1],
+                tokens=TokenStatistics(*piece[:3]),
+                top_confidence=piece[3],
+                trajectories=dict(zip(self._watched, found, strict=True)),
             )
-            for piece in pieces
+            for (_, response), piece, found in zip(batch, pieces, pools.means(), strict=True)
         ]
+
+    def _watched_spans(self, response: tuple[int, ...]) -> list[Sequence[Span]]:
+        """Return the tokens of the steps under each watched rule."""
+        whole = [Span(0, len(response))]
+        return [whole if rule is None else self.steps(response, rule) for rule in self._watched]
+
+
+class _SpanMeans:
+    """Takes the states of one level after the other and keeps their means over spans of tokens.
+
+    Args:
+        spans: Of each response and rule, in tokens of the response: [response][rule][span].
+        lengths: Tokens of each response.
+        positions: Where the tokens of all responses are predicted, in the flattened batch [n].
+    """
+
+    def __init__(self, spans: Sequence[Sequence[Sequence[Span]]], lengths: Sequence[int], positions: Tensor) -> None:
+        self._spans, self._positions = spans, positions
+        self._levels: dict[int, Tensor] = {}
+        self._weights = self._averages(lengths)
+
+    def take(self, level: int, states: Tensor) -> None:
+        """Pool states [rows, tokens, D]."""
+        chosen = states.flatten(0, 1)[self._positions.to(states.device)].float()
+        self._levels[level] = (self._weights.to(states.device) @ chosen).cpu()
+
+    def means(self) -> list[list[Tensor]]:
+        """Return the means, [response][rule] of [spans, levels, D]."""
+        if not self._levels:
+            return [[] for _ in self._spans]
+        table = torch.stack([self._levels[level] for level in sorted(self._levels)], dim=1)
+        rows = iter(table.split([len(spans) for rules in self._spans for spans in rules]))
+        return [[next(rows) for _ in rules] for rules in self._spans]
+
+    def _averages(self, lengths: Sequence[int]) -> Tensor:
+        """Return the matrix that averages positions over spans [spans, n]."""
+        weights = torch.zeros(sum(len(spans) for rules in self._spans for spans in rules), sum(lengths))
+        row = start = 0
+        for rules, length in zip(self._spans, lengths, strict=True):
+            for span in (span for spans in rules for span in spans):
+                weights[row, start + span.start : start + span.end] = 1.0 / (span.end - span.start)
+                row += 1
+            start += length
+        return weights
+
+
+def _of_nothing() -> ResponseStatistics:
+    """Return the statistics of a response without tokens."""
+    none = torch.zeros(0, dtype=torch.float64)
+    return ResponseStatistics((), 0, TokenStatistics(none, none, none), none)

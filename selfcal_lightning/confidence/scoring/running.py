@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from selfcal_lightning.confidence.base import Estimator
 from selfcal_lightning.confidence.dependence import RecordedConfidence, check_name_tells
 from selfcal_lightning.confidence.estimators.registry import EstimatorClass, estimator_class, estimator_settings
 from selfcal_lightning.confidence.estimators.reward_model import check_judge
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
+from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
 from selfcal_lightning.confidence.scoring.model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.scoring.pool_target import PoolTarget
 from selfcal_lightning.confidence.scoring.store_target import StoreTarget, num_bringing, select_rows
@@ -76,6 +77,7 @@ class StoreScoring:
         consistency_samples: Samples that response_consistency compares with; None takes all.
         shard: (i, n), this process's share of the questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
+        criteria: Settings of the estimators that read tokens and steps.
     """
 
     store_dir: str
@@ -88,6 +90,7 @@ class StoreScoring:
     consistency_samples: int | None = None
     shard: tuple[int, int] = (0, 1)
     overwrite: bool = False
+    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class PoolScoring:
         task: Task of all questions; None reads it from the lines.
         consistency_samples: Samples that response_consistency compares with; None takes all.
         overwrite: Whether confidences of the same name may be replaced.
+        criteria: Settings of the estimators that read tokens and steps.
     """
 
     pool: str
@@ -113,6 +117,7 @@ class PoolScoring:
     task: str | None = None
     consistency_samples: int | None = None
     overwrite: bool = False
+    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
 
 
 def score_store(run: StoreScoring) -> list[ScoreReport]:
@@ -121,7 +126,7 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
     Raises:
         InputError: A setting cannot be, or what is there was made with others.
     """
-    members = _members(run.estimators, run.name, run.consistency_samples)
+    members = _members(run)
     _check_model(run.model, members)
     store = SampleStore(run.store_dir)
     scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
@@ -136,7 +141,7 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
     Raises:
         InputError: A setting cannot be, or the pool holds what the estimators cannot read.
     """
-    members = _members(run.estimators, run.name, run.consistency_samples)
+    members = _members(run)
     _check_model(run.model, members)
     for member in members:
         check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool))
@@ -162,8 +167,9 @@ class _Member:
         )
 
 
-def _members(chosen: Sequence[str], name: str | None, consistency_samples: int | None) -> list[_Member]:
+def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
     """Return the estimators of a run, each under its own name or the one given."""
+    chosen, name, consistency_samples = run.estimators, run.name, run.consistency_samples
     if not chosen or len(set(chosen)) < len(chosen):
         raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {list(chosen)}.")
     if name is not None and len(chosen) > 1:
@@ -176,12 +182,15 @@ def _members(chosen: Sequence[str], name: str | None, consistency_samples: int |
             f"Expected `consistency_samples` with the estimator response_consistency only, but got it with "
             f"{list(chosen)}."
         )
+    run.criteria.check_taken(kinds)
     changes = {} if consistency_samples is None else {"num_samples": consistency_samples}
     return [
         _Member(
             kind,
             name or kind.name,
-            estimator_settings(kind.name, **(changes if kind.name == "response_consistency" else {})),
+            estimator_settings(
+                kind.name, **(changes if kind.name == "response_consistency" else run.criteria.of(kind))
+            ),
         )
         for kind in kinds
     ]
@@ -269,22 +278,29 @@ def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringMode
             for member in members:
                 jobs = [(entry, found) for entry in chunk if (found := target.lacking(member.name, entry))]
                 if jobs:
+                    _build(members, scoring)
                     bar.update(_score_chunk(target, member, jobs, scoring))
         bar.update(bar.total - bar.done)  # those that bring the confidence with them
+
+
+def _build(members: Sequence[_Member], scoring: ScoringModel) -> None:
+    """Make the estimators before the first response is read, so that one pass over it serves what all of them need."""
+    for member in members:
+        if member.estimator is None:
+            member.estimator = scoring.build(member.kind.name, member.settings)
 
 
 def _score_chunk(
     target: ScoreTarget, member: _Member, jobs: Sequence[tuple[Entry, list[int]]], scoring: ScoringModel
 ) -> int:
     """Score the named samples of some questions, count them and hand them to the target. Returns their number."""
-    if member.estimator is None:
-        member.estimator = scoring.build(member.kind.name, member.settings)
+    estimator = cast("Estimator", member.estimator)
     chosen = [_only(entry.samples, found) for entry, found in jobs]
     if member.kind.needs_pool:
-        scores = member.estimator.score([entry.samples for entry, _ in jobs])
+        scores = estimator.score([entry.samples for entry, _ in jobs])
         scores = [[row[number] for number in found] for row, (_, found) in zip(scores, jobs, strict=True)]
     else:
-        scores = member.estimator.score(chosen)
+        scores = estimator.score(chosen)
     positions = [entry.start + number for entry, found in jobs for number in found]
     values = [value for row in scores for value in row]
     target.put(member.name, positions, values)

@@ -5,7 +5,7 @@ Hooks pool the output of each layer as soon as it is there, so that one layer's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -33,14 +33,13 @@ def read_prompt_states(
         max_batch: Prompts of a pass at most.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    decoder = _decoder(model.network)
-    layers = decoder_layers(decoder)
+    layers = decoder_layers(decoder_of(model.network))
     levels = settings.of(len(layers) + 1)
     found: list[PromptStates] = []
     for chunk in _chunks(order, [len(prompts[i]) for i in order], max_batch):
         pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average)
         with ExitStack() as hooks:
-            _watch(hooks, decoder, layers, pools, final_norm=settings.final_norm)
+            watch_levels(hooks, model.network, pools.take, final_norm=settings.final_norm)
             model.next_token_logits([prompts[i] for i in chunk])  # which pads on the left
         found.append(pools.states())
     back = np.argsort(order)
@@ -97,17 +96,28 @@ class _Pools:
         return PromptStates(last, mean)
 
 
-def _watch(hooks: ExitStack, decoder: nn.Module, layers: nn.ModuleList, pools: _Pools, *, final_norm: bool) -> None:
-    """Let ``pools`` see every level of the passes until ``hooks`` closes."""
+def watch_levels(
+    hooks: ExitStack, network: PreTrainedModel, take: Callable[[int, Tensor], None], *, final_norm: bool = True
+) -> None:
+    """Let ``take`` see every level of the passes of ``network`` until ``hooks`` closes.
+
+    Args:
+        hooks: Closes the watch.
+        network: A causal language model, or its PEFT wrapper.
+        take: Called with a level and its states [rows, tokens, D], level 0 being the embeddings.
+        final_norm: Whether the last level is taken behind the final normalisation, as transformers returns it.
+    """
+    decoder = decoder_of(network)
+    layers = decoder_layers(decoder)
 
     def embedded(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        pools.take(0, inputs[0] if inputs else named["hidden_states"])
+        take(0, inputs[0] if inputs else named["hidden_states"])
 
     def passed(level: int) -> Any:
-        return lambda _, __, output: pools.take(level, output[0] if isinstance(output, tuple) else output)
+        return lambda _, __, output: take(level, output[0] if isinstance(output, tuple) else output)
 
     def normed(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        pools.take(len(layers), output[0])  # the first field of a model's output, its last hidden state
+        take(len(layers), output[0])  # the first field of a model's output, its last hidden state
 
     handles = [layers[0].register_forward_pre_hook(embedded, with_kwargs=True)]
     behind = list(layers)[:-1] if final_norm else list(layers)
@@ -118,7 +128,8 @@ def _watch(hooks: ExitStack, decoder: nn.Module, layers: nn.ModuleList, pools: _
         hooks.callback(handle.remove)
 
 
-def _decoder(network: PreTrainedModel) -> nn.Module:
+def decoder_of(network: PreTrainedModel) -> nn.Module:
+    """Return what lies below the output layer of a causal language model, or of the one in a PEFT wrapper."""
     from peft import PeftModel
 
     base = network.get_base_model() if isinstance(network, PeftModel) else network

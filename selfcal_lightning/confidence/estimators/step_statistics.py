@@ -1,0 +1,112 @@
+"""How sure a model was of each step of a response: a metric of the step's tokens, mixed with their probability.
+
+``metric^(1 - weight) * exp(mean log p)^weight`` a step, with the tokens found by the characters of the step: headings
+and white space between steps belong to none. See ``functional.response_certainty``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.steps import Aggregation, Span, aggregate
+from selfcal_lightning.functional.trajectories import chain_of_embedding
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.settings import Steps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfcal_lightning.confidence.estimators.token_reader import ResponseStatistics, TokenReader
+
+
+class _StepStatistic(ABC):
+    """What they have in common; a member adds its name and the scores of steps.
+
+    Args:
+        tokens: Reads the tokens' statistics.
+        steps: Where steps end; "auto" takes the coarsest rule that finds some.
+        weight: Of the probability of a step's tokens, in [0, 1]; 0 leaves the metric alone.
+        over_steps: How the scores of the steps become one.
+
+    Raises:
+        InputError: ``weight`` is out of its range.
+    """
+
+    name: ClassVar[str]
+    is_probability: ClassVar[bool] = False
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+
+    def __init__(
+        self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
+    ) -> None:
+        if not 0.0 <= weight <= 1.0:
+            raise InputError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
+        aggregate((), over_steps)  # which knows the names
+        self._tokens, self._steps, self._weight, self._over_steps = tokens, steps, weight, over_steps
+
+    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the score of every sample, [question][sample]; None where it has no step, or no room is left."""
+        return self._tokens.scores(pool, self.read)
+
+    def read(self, statistics: ResponseStatistics) -> float:
+        """Return the score of one response; nan where it has no step or one of its steps has no score."""
+        spans = self._tokens.steps(statistics.token_ids, self._steps)
+        found = self.of_steps(statistics, spans) if spans else None
+        score = None if found is None else aggregate(found.tolist(), self._over_steps)
+        return math.nan if score is None else score
+
+    @abstractmethod
+    def of_steps(self, statistics: ResponseStatistics, spans: Sequence[Span]) -> Tensor | None:
+        """Return the score of each step [S]; None where they have none."""
+
+
+class StepCertainty(_StepStatistic):
+    """The metric is the mean of ``-1/V sum_v log p(v)`` over the step's tokens: self-certainty plus log V."""
+
+    name = "step_certainty"
+
+    def of_steps(self, statistics: ResponseStatistics, spans: Sequence[Span]) -> Tensor:
+        """Return the score of each step, at least 0 [S]."""
+        from selfcal_lightning.functional.response_certainty import step_certainty
+
+        return step_certainty(statistics.tokens, spans, vocabulary_size=statistics.vocabulary_size, weight=self._weight)
+
+
+class StepEntropy(_StepStatistic):
+    """The metric is one minus the mean entropy of the step's tokens in units of log V, in [0, 1]."""
+
+    name = "step_entropy"
+
+    def of_steps(self, statistics: ResponseStatistics, spans: Sequence[Span]) -> Tensor:
+        """Return the score of each step, in [0, 1] [S]."""
+        from selfcal_lightning.functional.response_certainty import step_entropy
+
+        return step_entropy(statistics.tokens, spans, vocabulary_size=statistics.vocabulary_size, weight=self._weight)
+
+
+class StepTrajectory(_StepStatistic):
+    """The metric is CoE-C of the step's own mean states, lengths and angles taken as they are."""
+
+    name = "step_coe_c"
+
+    def __init__(
+        self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
+    ) -> None:
+        super().__init__(tokens, steps=steps, weight=weight, over_steps=over_steps)
+        tokens.watch(steps)
+
+    def of_steps(self, statistics: ResponseStatistics, spans: Sequence[Span]) -> Tensor | None:
+        """Return the score of each step, at least 0 [S]; None where a trajectory is not defined."""
+        from selfcal_lightning.functional.response_certainty import span_means, step_scores
+
+        chains = [chain_of_embedding(means, normalize=False) for means in statistics.trajectories[self._steps]]
+        if any(chain is None for chain in chains):
+            return None
+        logprob = span_means(statistics.tokens.logprob, spans)
+        metric = logprob.new_tensor([chain.coe_c for chain in chains if chain is not None])
+        return step_scores(metric, logprob, weight=self._weight)

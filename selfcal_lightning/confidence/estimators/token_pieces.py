@@ -1,0 +1,70 @@
+"""The text of each token of a response, and the tokens of each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from selfcal_lightning.functional.steps import Span, find_rule, step_ends, step_spans, token_spans
+from selfcal_lightning.rewards.settings import Steps
+
+Decode = Callable[[Sequence[int]], str]
+_INCOMPLETE = "\ufffd"
+
+
+def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; joined they are ``decode(ids)``.
+
+    A character that several tokens make is the last one's. A token is decoded behind its neighbours, since many
+    vocabularies write a token at the start of a text in another way than inside of it.
+
+    Args:
+        decode: Returns the text of tokens.
+        ids: The tokens [n].
+
+    Example:
+        >>> token_pieces(lambda ids: bytes(ids).decode(errors="replace"), [97, 195, 164])
+        ['a', '', 'ä']
+    """
+    pieces: list[str] = []
+    before = start = 0
+    for end in range(1, len(ids) + 1):
+        shown, text = decode(ids[before:start]), decode(ids[before:end])
+        if text.endswith(_INCOMPLETE) and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(shown) :])
+        before, start = start, end
+    whole = decode(ids)
+    return pieces if "".join(pieces) == whole else _pieces_of_prefixes(decode, ids, whole)
+
+
+def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
+    """Return the tokens of each step of a response, without headings; none where it has no text.
+
+    Args:
+        decode: Returns the text of tokens.
+        ids: The response's tokens.
+        steps: Where steps end; "auto" takes the coarsest rule that finds some.
+    """
+    pieces = token_pieces(decode, ids)
+    text = "".join(pieces)
+    return token_spans(pieces, step_spans(text, find_rule(text) if steps == "auto" else steps))
+
+
+def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
+    """Return how many tokens stand up to the end of each step, rising; the last is all of them."""
+    pieces = token_pieces(decode, ids)
+    text = "".join(pieces)
+    ends = step_ends(pieces, find_rule(text) if steps == "auto" else steps)
+    return [*ends[:-1], len(ids)] if ends else []
+
+
+def _pieces_of_prefixes(decode: Decode, ids: Sequence[int], whole: str) -> list[str]:
+    """Return pieces by decoding every prefix, for a decoder whose text depends on more than the neighbours."""
+    lengths = [0]
+    for end in range(1, len(ids)):
+        text = decode(ids[:end])
+        lengths.append(max(lengths[-1], len(text)) if whole.startswith(text) else lengths[-1])
+    lengths.append(len(whole))
+    return [whole[a:b] for a, b in pairwise(lengths)] if len(ids) else []

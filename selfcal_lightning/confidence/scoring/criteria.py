@@ -1,0 +1,55 @@
+"""Settings of the estimators that read tokens and steps, as one record of the command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from selfcal_lightning.confidence.estimators.registry import EstimatorClass
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.functional.steps import Aggregation
+from selfcal_lightning.rewards.settings import Steps
+
+
+@dataclass(frozen=True)
+class CriteriaSettings:
+    """How scores of tokens and steps become one of a response.
+
+    Attributes:
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", or "auto", the coarsest of these that a
+            response has.
+        weight: Weight of the probability of a step's tokens beside its metric, in [0, 1].
+        over_steps: How scores of steps become one: "mean", "min", "last" or "prod".
+        window: Tokens of a stretch, for lowest_group_confidence.
+        lowest: Mean of which share of the stretches, the least sure ones; 0 takes the least sure one.
+    """
+
+    steps: Steps = "auto"
+    weight: float = 0.5
+    over_steps: Aggregation = "mean"
+    window: int = 2048
+    lowest: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (("steps", self.steps, Steps), ("over_steps", self.over_steps, Aggregation)):
+            if value not in get_args(kind):
+                raise unknown_name(f"criteria.{name}", value, get_args(kind))
+
+    def of(self, kind: EstimatorClass) -> dict[str, Any]:
+        """Return those settings that an estimator takes."""
+        taken = inspect.signature(kind).parameters
+        return {name: value for name, value in asdict(self).items() if name in taken}
+
+    def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
+        """Raise InputError where a setting was changed that none of the estimators takes."""
+        taken = {name for kind in kinds for name in self.of(kind)}
+        defaults = asdict(CriteriaSettings())
+        changed = [name for name, value in asdict(self).items() if value != defaults[name]]
+        if unread := [name for name in changed if name not in taken]:
+            raise InputError(
+                f"Expected `criteria.{unread[0]}` with an estimator that takes it, but got it with "
+                f"{[kind.name for kind in kinds]}. Leave it out, or score one that does, such as "
+                f"{'lowest_group_confidence' if unread[0] in ('window', 'lowest') else 'step_certainty'}."
+            )

@@ -1,0 +1,185 @@
+"""The reward file that goes with exported rows: it stands alone and reads answers as this package's tasks do."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.selection.rl.borrowed_source import borrow, borrowed_name
+from selfcal_lightning.tasks.answers.types import (
+    Answers,
+    ExpressionAnswers,
+    LetterAnswers,
+    NumberAnswers,
+    ShortTextAnswers,
+)
+from selfcal_lightning.tasks.base import Task
+from selfcal_lightning.tasks.dataset import DatasetTask
+from selfcal_lightning.tasks.families.word_problems import WordProblems
+
+_ANSWERS = "selfcal_lightning.tasks.answers"
+_FAMILY = "selfcal_lightning.tasks.families.word_problems"
+_READERS = {
+    NumberAnswers: ("read_number", "numbers_equal"),
+    LetterAnswers: ("read_letter", "letters_equal"),
+    ShortTextAnswers: ("read_short_text", "short_texts_equal"),
+    ExpressionAnswers: ("read_expression", "expressions_equal"),
+}
+_HOMES = {
+    "read_number": "extraction", "read_letter": "extraction", "read_short_text": "extraction",
+    "read_expression": "expressions", "numbers_equal": "verification", "letters_equal": "verification",
+    "short_texts_equal": "verification", "expressions_equal": "verification",
+}  # fmt: skip
+_HEAD = '''"""Rewards of exported questions: 1 where a response gives the label, else 0. Written by `selfcal export-rl`.
+
+It needs the standard library alone; for expressions math-verify, where it is installed, else only what is equal
+without algebra is equal. Use it as
+
+- verl:     reward.custom_reward_function.path=reward.py reward.custom_reward_function.name=compute_score
+- TRL:      GRPOTrainer(reward_funcs=[correct_reward], ...) with `from reward import correct_reward`
+- OpenRLHF: --reward.remote_url reward.py
+"""
+
+from __future__ import annotations
+
+'''
+_ALGEBRA = """logging.getLogger("math_verify").setLevel(logging.ERROR)
+SECONDS = 5.0  # of CPU time for one comparison, in the main thread; elsewhere only the limits on expressions hold
+
+
+class _InProcess:
+    def equal(self, pairs):
+        return [_compared(*pair) for pair in pairs]
+
+
+def _late(number, frame):
+    raise TimeoutError("the comparison takes too long")
+
+
+def _compared(answer, reference):
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = signal.signal(signal.SIGPROF, _late) if is_main else None
+    try:
+        import math_verify  # which takes longer than a comparison, once
+
+        if is_main:
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        return math_worker_are_equal(answer, reference)
+    except (ImportError, OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            signal.signal(signal.SIGPROF, earlier)
+
+
+def default_pool():
+    return _InProcess()
+"""
+_TAIL = '''
+
+def judge(data_source, response, label):
+    """Return 1.0 where a response gives the label, 0.0 where it does not, and None without a label."""
+    if not label:
+        return None
+    extract, verify = READERS[data_source]
+    return float(verify(extract(response), label))
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """Return the score of one response, for verl; 0 without a label."""
+    return {"score": judge(data_source, solution_str, ground_truth) or 0.0, "has_label": float(bool(ground_truth))}
+
+
+def correct_reward(prompts, completions, answer, data_source, **columns):
+    """Return the reward of each completion, for TRL; None without a label."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    return [judge(*each) for each in zip(data_source, texts, answer, strict=True)]
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    """Return the rewards of a batch, for OpenRLHF; 0 without a label."""
+    import torch
+
+    known = [json.loads(label) for label in labels]
+    texts = [query[len(prompt) :] if query.startswith(prompt) else query for query, prompt in zip(queries, prompts)]
+    found = [judge(one["data_source"], text, one["answer"]) or 0.0 for one, text in zip(known, texts, strict=True)]
+    rewards = torch.tensor(found)
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"correct": rewards}}
+'''
+
+
+def reward_source(tasks: Iterable[Task]) -> str:
+    """Return the source of a reward file for the questions of some tasks.
+
+    Args:
+        tasks: The tasks.
+
+    Raises:
+        InputError: A task reads answers in a way of its own, which cannot be written down.
+    """
+    kinds = {task.name: _kind(task) for task in tasks}
+    wanted = {name for kind in kinds.values() if kind is not None for name in _READERS[type(kind)]}
+    places = [(f"{_ANSWERS}.{_HOMES[name]}", name) for name in sorted(wanted)]
+    parts = [_HEAD, "import json\n"]
+    if "expressions_equal" in wanted:
+        parts.append("import logging\nimport signal\nimport threading\n")
+        places.append((f"{_ANSWERS}.math_worker", "are_equal"))
+    family = None in kinds.values()
+    if family:
+        places += [(_FAMILY, name) for name in ("_ANSWER", "_NUMBER", "_canonical_number")]
+    parts.append(borrow(places, replaced={"default_pool"}))
+    if "expressions_equal" in wanted:
+        parts.append(f"\n\n{_ALGEBRA}")
+    if family:
+        parts.append(f"\n\n{_family_functions()}\n")
+    lines = [f"    {f'selfcal/{name}'!r}: {_reader(kind)}," for name, kind in sorted(kinds.items())]
+    parts.append("\n\nREADERS = {\n" + "\n".join(lines) + "\n}\n")
+    return "".join([*parts, _TAIL])
+
+
+def _kind(task: Task) -> Answers | None:
+    """Return how a task reads answers; None stands for the bundled word problems, which read their own way."""
+    if isinstance(task, WordProblems):
+        return None
+    answers = task.dataset.answers if isinstance(task, DatasetTask) else None
+    if answers is None or type(answers) not in _READERS:
+        raise InputError(
+            f"Expected tasks whose answers are numbers, letters, expressions or short texts, but {task.name!r} reads "
+            "them in its own way. Set `reward_file` to false and write the trainer's reward yourself."
+        )
+    return answers
+
+
+def _reader(kind: Answers | None) -> str:
+    """Return the pair of functions that read and compare, as source."""
+    if kind is None:
+        return "(_word_problem_extract, _word_problem_verify)"
+    read, equal = (borrowed_name((f"{_ANSWERS}.{_HOMES[name]}", name)) for name in _READERS[type(kind)])
+    if isinstance(kind, LetterAnswers):
+        return f"(lambda text: {read}(text, {kind.letters!r}, digits={kind.digits!r}), {equal})"
+    return f"({read}, {equal})"
+
+
+def _family_functions() -> str:
+    """Return the reader of the bundled word problems as two functions."""
+    renamed = {name: borrowed_name((_FAMILY, name)) for name in ("_ANSWER", "_NUMBER", "_canonical_number")}
+    found = []
+    for method, name in (
+        (WordProblems.extract, "_word_problem_extract"),
+        (WordProblems.verify, "_word_problem_verify"),
+    ):
+        node = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
+        if not isinstance(node, ast.FunctionDef):
+            raise TypeError(f"Expected a function, but got {node}.")
+        node.name, node.args.args, node.body, node.returns = name, node.args.args[1:], node.body[1:], None
+        for argument in (*node.args.args, *node.args.kwonlyargs):
+            argument.annotation = None
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name) and each.id in renamed:
+                each.id = renamed[each.id]
+        found.append(ast.unparse(node))
+    return "\n\n\n".join(found)

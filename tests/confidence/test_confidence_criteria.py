@@ -1,0 +1,252 @@
+"""Criteria of selection against recorded vectors, a pass that transformers makes itself, and their own rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fakes import FakeChat, FakeEngine
+from support.recorded_pools import sample_store
+
+from selfcal_lightning.confidence.estimators.p_true import PTrue
+from selfcal_lightning.confidence.estimators.registry import build_estimator
+from selfcal_lightning.confidence.estimators.step_self_evaluation import StepSelfEvaluation
+from selfcal_lightning.confidence.estimators.token_pieces import step_ends_of, token_pieces
+from selfcal_lightning.confidence.estimators.token_reader import ResponseStatistics, TokenReader
+from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.functional.certainty import token_statistics, top_k_confidence
+from selfcal_lightning.functional.response_certainty import lowest_group_confidence
+from selfcal_lightning.functional.steps import Span
+from selfcal_lightning.functional.trajectories import chain_of_embedding, response_layer_means
+from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+Pool = list[QuestionSamples]
+Vectors = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine(shallow_model: str) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(shallow_model, dtype="float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def pool(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    store = sample_store(engine, tmp_path_factory.mktemp("pool") / "store", num_questions=2)
+    text = "34+1=35. So 35+2=37.\nThe answer is 37."
+    (first, *rest) = store.samples()
+    spoken = replace(first.samples[0], text=text, token_ids=engine.chat.response_ids(text))
+    return [replace(first, samples=(spoken, *first.samples[1:])), *rest]
+
+
+@pytest.fixture
+def tokens(engine: TransformersEngine) -> TokenReader:
+    return TokenReader(engine._model.network, engine.chat)
+
+
+class _Spans:
+    """Stands for a reader: gives the spans that it is told and needs no model."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self.spans = [Span(*span) for span in spans]
+
+    def steps(self, token_ids: tuple[int, ...], rule: str) -> list[Span]:
+        return self.spans
+
+    def watch(self, steps: str | None) -> None:
+        """Nothing is read."""
+
+
+def _score(name: str, statistics: ResponseStatistics, spans: Sequence[tuple[int, int]] = (), **options: Any) -> float:
+    return build_estimator(name, tokens=_Spans(spans), **options).read(statistics)
+
+
+def _recorded(vectors: Vectors) -> tuple[dict[str, Any], ResponseStatistics]:
+    case = vectors("ttt_step_confidence")["cases"][0]
+    start = len(case["prompt_ids"])
+    logits = torch.tensor(case["logits_full_sequence"]).double()[start - 1 : -1]
+    ids = tuple(case["response_ids"])
+    statistics = token_statistics(logits, torch.tensor(ids))
+    return case, ResponseStatistics(ids, logits.shape[1], statistics, top_k_confidence(logits, logits.shape[1]))
+
+
+def test_step_criteria_equal_the_vectors_on_right_spans_and_not_on_drifted_ones(vectors: Vectors) -> None:
+    _, statistics = _recorded(vectors)
+    for case in vectors("ttt_step_confidence_alignment")["cases"]:
+        options = {"spans": case["correct_spans"], "weight": case["lambda"]}
+        certainty = _score("step_certainty", statistics, **options)
+        assert certainty == pytest.approx(case["self_certainty_aligned"], abs=1e-6)
+        assert certainty != pytest.approx(case["self_certainty_drifted"], abs=0.1)
+        entropy = _score("step_entropy", statistics, **options)
+        assert entropy == pytest.approx(case["entropy_mean_aligned"], abs=1e-6)
+
+
+def test_response_criteria_equal_the_vectors(vectors: Vectors) -> None:
+    case, statistics = _recorded(vectors)
+    assert _score("response_certainty", statistics) == pytest.approx(case["response_certainty"], abs=1e-6)
+    assert _score("min_logprob", statistics) == pytest.approx(min(case["per_token_logprob"]), abs=1e-6)
+    assert -_score("token_entropy", statistics) == pytest.approx(
+        sum(case["per_token_entropy"]) / len(case["per_token_entropy"]), abs=1e-6
+    )
+    for other in vectors("self_certainty")["cases"]:
+        batch = torch.tensor(other["logits"]).double()
+        batch = batch if batch.dim() == 3 else batch[None]
+        masks = torch.tensor(other["mask"]).bool().reshape(batch.shape[:2]) if "mask" in other else [slice(None)]
+        for row, mask, expected in zip(batch, masks, np.atleast_1d(other["self_certainty"]), strict=True):
+            logits = row[mask]
+            ids = torch.zeros(len(logits), dtype=torch.long)
+            read = ResponseStatistics(tuple(ids.tolist()), logits.shape[1], token_statistics(logits, ids), ids.double())
+            assert _score("self_certainty", read) == pytest.approx(expected, abs=1e-6)
+
+
+def test_trajectories_equal_the_vectors_and_undefined_ones_are_unknown(vectors: Vectors) -> None:
+    _, statistics = _recorded(vectors)
+
+    def read(name: str, means: list[list[float]]) -> float:
+        return _score(name, replace(statistics, trajectories={None: torch.tensor([means]).double()}))
+
+    for case in vectors("coe_scores")["cases"]:
+        means = case["layer_means"]
+        assert read("coe_r", means) == pytest.approx(case["CoE_R"], abs=1e-6)
+        assert read("coe_c", means) == pytest.approx(case["CoE_C"], abs=1e-6)
+        assert read("coe_c_raw", means) == pytest.approx(case["TTT_CoE_C_unnormalised"], abs=1e-6)
+    for case in vectors("coe_edge_cases")["cases"]:
+        assert math.isnan(read("coe_c", case["layer_means"]))
+
+
+def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, pool: Pool) -> None:
+    """Of whole responses and of their steps, whatever is beside them in the batch."""
+    found = {name: build_estimator(name, tokens=tokens).score(pool) for name in ("coe_r", "coe_c_raw", "step_coe_c")}
+    entry, sample = pool[0], pool[0].samples[0]
+    ids = [*entry.prompt_ids, *sample.token_ids]
+    with torch.no_grad():
+        out = tokens.network(torch.tensor([ids]), output_hidden_states=True)
+    states = torch.cat(out.hidden_states)
+    start = len(entry.prompt_ids)
+    means = response_layer_means(states, prompt_length=start)
+    assert found["coe_r"][0][0] == pytest.approx(chain_of_embedding(means).coe_r, abs=1e-5)
+    raw = chain_of_embedding(means, normalize=False).coe_c
+    assert found["coe_c_raw"][0][0] == pytest.approx(raw, rel=1e-5)
+    logprob = out.logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor([sample.token_ids]).T)[:, 0]
+    expected = []
+    for a, b in tokens.steps(sample.token_ids, "auto"):
+        step = chain_of_embedding(states[:, start - 1 + a : start - 1 + b].mean(1), normalize=False).coe_c
+        expected.append(math.sqrt(step * logprob[a:b].mean().exp().item()))
+    assert len(expected) == 2
+    assert found["step_coe_c"][0][0] == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_all_criteria_of_tokens_cost_one_pass(tokens: TokenReader, pool: Pool) -> None:
+    names = ("coe_c", "step_coe_c", "step_certainty", "step_entropy", "lowest_group_confidence", "min_logprob")
+    passes = []
+    handle = tokens.network.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    try:
+        estimators = [build_estimator(name, tokens=tokens) for name in names]
+        scores = [estimator.score(pool) for estimator in estimators]
+    finally:
+        handle.remove()
+    assert len(passes) == 1
+    assert all(math.isfinite(value) for rows in scores for row in rows for value in row)
+    assert not any(estimator.is_probability for estimator in estimators)
+
+
+def test_the_least_sure_stretch_is_that_of_the_function(tokens: TokenReader, pool: Pool) -> None:
+    entry, sample = pool[0], pool[0].samples[0]
+    ids = torch.tensor([[*entry.prompt_ids, *sample.token_ids]])
+    with torch.no_grad():
+        logits = tokens.network(ids).logits[0, len(entry.prompt_ids) - 1 : -1]
+    sure = top_k_confidence(logits, 20)
+    for window, lowest in ((4, 0.0), (4, 0.5), (2048, 0.0)):
+        estimator = build_estimator("lowest_group_confidence", tokens=tokens, window=window, lowest=lowest)
+        found, options = estimator.score([entry])[0][0], {"window": window, "share": lowest}
+        assert found == pytest.approx(lowest_group_confidence(sure, **options), abs=1e-5)
+
+
+def test_steps_are_asked_one_by_one_and_the_last_is_p_true(engine: TransformersEngine, pool: Pool) -> None:
+    entry = replace(pool[0], samples=pool[0].samples[:1])
+    ids = entry.samples[0].token_ids
+    ends = step_ends_of(engine.chat.decode, ids, "sentence")
+    assert len(ends) == 3
+    assert ends[-1] == len(ids)
+    texts = [engine.chat.decode(ids[:end]) for end in ends]
+    samples = [replace(entry.samples[0], text=text, token_ids=ids[:end]) for text, end in zip(texts, ends, strict=True)]
+    (each,) = PTrue(engine, engine.chat).score([replace(entry, samples=tuple(samples))])
+    for how, expected in (("mean", np.mean(each)), ("min", min(each)), ("last", each[-1])):
+        found = StepSelfEvaluation(engine, engine.chat, steps="sentence", over_steps=how).score([entry])
+        assert found[0][0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_none_where_there_is_no_step_or_no_room(engine: TransformersEngine, tokens: TokenReader, pool: Pool) -> None:
+    whole = pool[0].samples[0]
+    failed = Sample(whole.question_id, 1, 0, "", (), None, None, None)
+    samples = (whole, failed, replace(failed, finish="stop"), replace(whole, text=whole.text * 40, token_ids=None))
+    entry = replace(pool[0], samples=samples)
+    for name in ("coe_c", "step_coe_c", "step_certainty", "lowest_group_confidence", "min_logprob"):
+        found = build_estimator(name, tokens=tokens).score([entry])[0]
+        assert [value is None for value in found] == [False, True, True, True], name
+    found = StepSelfEvaluation(engine, engine.chat).score([entry])[0]
+    assert [value is None for value in found] == [False, True, True, True]
+
+
+def test_a_response_of_one_step_is_asked_once() -> None:
+    chat, engine = FakeChat(), FakeEngine()
+    sample = Sample("q", 0, 0, "It is 3.", tuple(b"It is 3."), "stop", "3", None)
+    entry = QuestionSamples(Question("q", "fake", (Message("user", "?"),)), (sample,), "test")
+    assert StepSelfEvaluation(engine, chat).score([entry]) == PTrue(engine, chat).score([entry])
+
+
+@settings(max_examples=25)
+@given(st.text(max_size=12))
+def test_pieces_joined_are_the_text(text: str) -> None:
+    ids = list(text.encode(errors="ignore"))
+
+    def decode(some: Any) -> str:
+        return bytes(some).decode(errors="replace")
+
+    pieces = token_pieces(decode, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == decode(ids)
+
+
+def test_pieces_of_a_decoder_that_trims_its_start_are_those_of_the_whole() -> None:
+    """As vocabularies of words do, whose first token loses its space."""
+    words = [" a", " b", "c", " d"]
+    assert token_pieces(lambda ids: "".join(words[i] for i in ids).strip(), [0, 1, 2, 3]) == ["a", " b", "c", " d"]
+
+
+def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
+    engine: TransformersEngine, shallow_model: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = str(sample_store(engine, tmp_path / "store", num_questions=1).path)
+    criteria = CriteriaSettings(steps="line", weight=0.0)
+    run_score(["step_entropy", "coe_c"], store, criteria=criteria)
+    with pytest.raises(ValueError, match=r"computed in the same way, but got .*weight"):
+        run_score("step_entropy", store)
+    for name, message in (("coe_c", "`criteria.steps`"), ("lowest_group_confidence", "`criteria.steps`")):
+        with pytest.raises(ValueError, match=f"Expected {message} with an estimator that takes it"):
+            run_score(name, store, criteria=criteria)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CriteriaSettings(steps="word"), "criteria.steps"),
+        (lambda: CriteriaSettings(over_steps="sum"), "criteria.over_steps"),
+        (lambda: build_estimator("step_certainty", tokens=_Spans([]), weight=2.0), r"`weight` to lie in \[0, 1\]"),
+        (lambda: build_estimator("lowest_group_confidence", tokens=_Spans([]), window=0), "`window` to be a positive"),
+        (lambda: build_estimator("lowest_group_confidence", tokens=_Spans([]), lowest=2.0), "`lowest` to lie in"),
+    ],
+)
+def test_wrong_settings_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

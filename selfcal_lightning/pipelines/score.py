@@ -39,7 +39,7 @@ def run_score(
 
     Args:
         estimator: Name, or a list of names: p_true, verbalized, response_consistency, sequence_logprob, mean_logprob,
-            self_certainty, token_entropy; with a reward model prm, prm_min, prm_prod, orm or reward.
+            self_certainty, token_entropy; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.
@@ -55,7 +55,7 @@ def run_score(
         adapter: Folder of a LoRA adapter to score with.
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
-        reward: The reward model of prm, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
+        reward: The reward model of prm, prm_lower, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
 
     Returns:
         What each estimator did.

@@ -67,6 +67,7 @@ def test_all_configs_are_found() -> None:
         "presets/activated.yaml",
         "presets/joint.yaml",
         "presets/small.yaml",
+        "rewards/demo.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
@@ -92,6 +93,20 @@ def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
     assert flag == "--config"
     assert ROOT / name == path
     assert verb == "fit" or verb in FUNCTION_VERBS
+
+
+def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfcal_lightning.datamodules.rewards import RewardDataModule
+    from selfcal_lightning.modules.rewards import QuantileRewardModule
+
+    path = ROOT / "configs" / "rewards" / "demo.yaml"
+    cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.target", "vote_share"], monkeypatch)
+    assert isinstance(cli.model, QuantileRewardModule)
+    assert isinstance(cli.datamodule, RewardDataModule)
+    # What a class takes over is found although both are named by the face of their package.
+    stated = ("base_model", "steps", "target", "query")
+    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert cli.datamodule.target == "vote_share"
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)

@@ -33,6 +33,7 @@ TRAINER_VERBS = {
 }
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
+    "rollout": ("rollout", "run_rollout", "continue prefixes of stored responses, for success rates of their steps"),
     "export": ("export", "run_export", "merge an adapter into its base model"),
     "tune-and-calibrate": (
         "two_stages",
@@ -88,6 +89,7 @@ KEPT = {
     "test": _NOT_BEGUN,
     "predict": _NOT_BEGUN,
     "generate": _NOT_BEGUN,
+    "rollout": _NOT_BEGUN,
     "export": _NOTHING,
     "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",

@@ -20,6 +20,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.rewards.prefixes import Rate
+from selfcal_lightning.rewards.rates import read_rates
 from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.targets import LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
 from selfcal_lightning.store.index import SampleIndex
@@ -163,7 +164,9 @@ class RewardDataModule(SSCDataModule):
         )
 
     def _rates(self) -> dict[str, Rate]:
-        return {}
+        if self.rollouts is None:
+            return {}
+        return read_rates(self.rollouts, policy=self._store().round_manifest().fingerprint)
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]

@@ -21,7 +21,15 @@ from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.generation.report import GenerationReport
 from selfcal_lightning.generation.shares import check_questions, missing_questions, select_share
 from selfcal_lightning.identities import ModelIdentity, PromptIdentity
-from selfcal_lightning.records import Question, QuestionSamples, Request, Response, SamplingSettings, sample_seed
+from selfcal_lightning.records import (
+    Question,
+    QuestionSamples,
+    RecordedResponse,
+    Request,
+    Response,
+    SamplingSettings,
+    sample_seed,
+)
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.runtime.stop_signals import Interrupt, never
 from selfcal_lightning.store.parts import ShardWriter
@@ -75,6 +83,7 @@ def generate_samples(
     shard_by_shard: bool = False,
     max_failures: int = MAX_FAILURES,
     planned: Mapping[str, int] | None = None,
+    prefixes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -108,6 +117,9 @@ def generate_samples(
         max_failures: Requests that may fail in a row; then the run stops, and what is complete is stored.
         planned: Responses by the id of the question, for a store of any number a question; None gives all of them
             ``num_samples``.
+        prefixes: Token ids that the responses to a question begin with, by its id: what is stored is the whole of
+            prefix and continuation, without a log-probability, which would be that of its end. Where there are any, no
+            confidence query is put.
 
     Raises:
         EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
@@ -126,6 +138,7 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         with Progress(sum(counts.values()), label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(engine, chat, tasks, writer, bar, split, sampling, counts, seed, round, max_failures)
+            sampler.prefixes = prefixes or {}
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     return GenerationReport(
@@ -171,6 +184,7 @@ class _Sampler:
         self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
         self.split, self.sampling, self.counts, self.seed, self.round = split, sampling, counts, seed, round
         self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
+        self.prefixes: Mapping[str, tuple[int, ...]] = {}
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
         self._failed = 0
         self._row = FailuresInARow(
@@ -253,7 +267,8 @@ class _Sampler:
                 prompt_ids=prompt_ids,
                 sampling=self.sampling,
                 seed=sample_seed(self.seed, self.round, question.id, index),
-                query=self.chat.query,
+                query=None if self.prefixes else self.chat.query,
+                prefix_ids=self.prefixes.get(question.id, ()),
             )
 
     def _poll(self) -> list[Response]:
@@ -303,7 +318,9 @@ class _Sampler:
     def _store(self, state: _OpenQuestion) -> int:
         """Judge a question's responses and append them to the writer; return how many could not be read."""
         responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
-        samples = judge(state.question, responses, self.tasks(state.question.task), round=self.round)
+        prefix = self.prefixes.get(state.question.id, ())
+        whole = [self._continued(prefix, one) if one is not None and prefix else one for one in responses]
+        samples = judge(state.question, whole, self.tasks(state.question.task), round=self.round)
         self.writer.append(QuestionSamples(state.question, samples, self.split, state.prompt_ids))
         given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
         unreadable = sum(sample.answer is None for sample in given)
@@ -314,6 +331,11 @@ class _Sampler:
         self.cut_read += sum(sample.answer is not None for sample in cut)
         self.unreadable += unreadable
         return unreadable
+
+    def _continued(self, prefix: tuple[int, ...], response: Response) -> RecordedResponse:
+        """Return the whole response as rows of a store have it: they do not tell its prefix apart."""
+        token_ids = prefix + response.token_ids
+        return RecordedResponse(text=self.chat.decode(token_ids), token_ids=token_ids, finish=response.finish)
 
 
 def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:

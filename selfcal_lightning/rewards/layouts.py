@@ -74,9 +74,9 @@ class RewardEncoder:
         ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", "".join(steps))])
         return RewardInput(ids, (len(ids) - 1,))
 
-    def asked(self, question: Question) -> RewardInput:
-        """Return the chat that a policy is asked by, in the layout "continued", read at its last token."""
-        ids = self._policy.prompt_ids(question.messages)
+    def asked(self, question: Question, begun: Sequence[int] = ()) -> RewardInput:
+        """Return the chat that a policy is asked by and what it has begun with, read at the last token."""
+        ids = (*self._policy.prompt_ids(question.messages), *begun)
         return RewardInput(ids, (len(ids) - 1,))
 
     def continued(self, entry: QuestionSamples, sample: Sample, steps: Steps) -> RewardInput | None:

@@ -80,14 +80,30 @@ class RewardReader:
             )
         return [[None if one is None else [score.low for score in one] for one in row] for row in self._read(pool)]
 
-    def read_prompts(self, pool: Sequence[QuestionSamples]) -> list[Score | None]:
-        """Return what a model of the layout "continued" says of each question, before any response; else None."""
-        inputs = [
-            self._fitting(self._encoder.asked(entry.question)) if self.format.layout == "continued" else None
-            for entry in pool
-        ]
+    def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
+        """Return what a model of the layout "continued" says of beginnings of responses, by their token ids.
+
+        Args:
+            question: The question.
+            paths: Tokens of the policy that stand already, up to the end of a step; none is the question itself.
+
+        Raises:
+            InputError: It is a model of another layout, or a path does not fit into its context.
+            RunError: A score is not finite.
+        """
+        if self.format.layout != "continued":
+            raise InputError(
+                "Expected a reward model that reads the tokens of its policy, as `selfcal fit` trains one, but got one "
+                f"of the format {self.format.name!r}. Score whole responses by `selfcal score` instead."
+            )
+        inputs = [self._fitting(self._encoder.asked(question, path)) for path in paths]
+        if any(one is None for one in inputs):
+            raise InputError(
+                f"Expected responses to question {question.id!r} that fit into the reward model's context of "
+                f"{self._model.max_context} tokens, but got a longer one. Lower `sampling.max_new_tokens`."
+            )
         found = self._look_up(inputs)
-        return [None if one is None else found[one][0] for one in inputs]
+        return [found[one][0] for one in inputs if one is not None]
 
     def _read(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]

@@ -193,7 +193,7 @@ def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float
     assert read == pytest.approx([trained[key] for key in sorted(trained)], abs=1e-5)
     lower = [row[-1] for question in reader.read_lower(samples) for row in question]
     assert all(low < mean for low, mean in zip(lower, read, strict=True))
-    asked = [score.mean for score in reader.read_prompts(samples)]
+    asked = [reader.score_paths(entry.question, [()])[0].mean for entry in samples]
     starts = scores.mean[batch.place_kind == 0].reshape(len(samples), -1)
     assert sorted(asked) == pytest.approx(sorted(starts[:, 0].tolist()), abs=1e-5)
 

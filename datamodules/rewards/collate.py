@@ -12,13 +12,13 @@ from torch import Tensor
 
 from selfcal_lightning.datamodules.ssc.collate import EncodedRow, SSCCollator, Tokens, TupleRows
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.steps import step_position
+from selfcal_lightning.functional.steps import POSITIONS, step_position
 from selfcal_lightning.modules.rewards.batch import RewardBatch
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.rewards.prefixes import Rate, prefix_id
 from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.steps import token_step_ends
-from selfcal_lightning.rewards.targets import OF_ROLLOUTS, RewardTarget
+from selfcal_lightning.rewards.targets import OF_PREFIXES, OF_ROLLOUTS, RewardTarget
 from selfcal_lightning.store.sample_store import StoredRow
 
 
@@ -91,6 +91,8 @@ class RewardCollator(SSCCollator):
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
         """Return the places of a row: the end of its prompt, and of all its steps, those that are cut off too.
 
+        Of a prefix that was rolled out elsewhere, only its end is known.
+
         Args:
             row: The row.
             target: What its response learns as a whole.
@@ -98,6 +100,9 @@ class RewardCollator(SSCCollator):
         """
         response = self._response(row)
         ends = token_step_ends(self.chat.tokenizer, response, self.steps)
+        if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
+            end = Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1)) if ends else None
+            return [Place(0, 0, math.nan, Rate(math.nan, 1)), *([] if end is None else [end])]
         places = [Place(0, 0, target, Rate(correct, 1))]
         for number, end in enumerate(ends, start=1):
             learnt, rate = target, Rate(correct, 1)

@@ -49,7 +49,8 @@ class RewardDataModule(SSCDataModule):
             right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
             answer; "ssc": the same, weighted by their confidences (both need no references). "success_rate": inside of
             a response, the share of ``rollouts`` from there on that were right, at its end whether it is; "hard":
-            whether any of them was.
+            whether any of them was. "success_prob": of prefixes with their rates (`selfcal import-prefixes`), at
+            their ends.
         rollouts: Folder that ``selfcal rollout`` filled, for the last two; with any target its rates are what
             validation is held against. Else that is whether the response is right.
         validation_batch_size: Responses of a validation batch.

@@ -6,7 +6,7 @@ import numpy as np
 
 from selfcal_lightning.datamodules.ssc.mixture import FloatArray
 from selfcal_lightning.datamodules.ssc.tuples import question_slices
-from selfcal_lightning.rewards.targets import LABEL_FREE, RewardTarget, response_targets
+from selfcal_lightning.rewards.targets import LABEL_FREE, OF_PREFIXES, RewardTarget, response_targets
 from selfcal_lightning.store.index import SampleIndex
 
 
@@ -18,6 +18,9 @@ def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray,
         target: Its name.
     """
     values = np.full(len(index), np.nan)
+    if target == OF_PREFIXES:
+        values = index.confidences.get(OF_PREFIXES, values)
+        return values, np.where(np.isnan(values), "no success rate", "").astype(object)
     imported = index.confidences.get("p_true", values)
     masses = index.p_true
     confidence = np.where(np.isnan(masses), imported, masses)

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 from selfcal_lightning.errors import unknown_name
 from selfcal_lightning.functional.rewards import share, soft_share
 
-RewardTarget = Literal["outcome", "vote_share", "ssc", "success_rate", "hard"]
+RewardTarget = Literal["outcome", "vote_share", "ssc", "success_rate", "hard", "success_prob"]
 LABEL_FREE = frozenset({"vote_share", "ssc"})
 OF_ROLLOUTS = frozenset({"success_rate", "hard"})
+OF_PREFIXES = "success_prob"  # of responses that are prefixes, rolled out elsewhere: known at their ends alone
 
 
 def check_target(target: str) -> None:

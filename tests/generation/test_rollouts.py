@@ -16,6 +16,7 @@ from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rollouts import RolloutSource
+from selfcal_lightning.pipelines.import_prefixes import run_import_prefixes
 from selfcal_lightning.pipelines.rollout import run_rollout
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.rewards.prefixes import prefix_id
@@ -143,3 +144,38 @@ def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Pa
 def test_the_verb_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out")]) == 1
     assert "Expected `samples_dir` to be a sample store" in capsys.readouterr().err
+
+
+def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
+    rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in rolled[1].read_text().splitlines()]
+    options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]
+    assert run(["import-prefixes", *options]) == 0
+    data = RewardDataModule(
+        tiny_model, str(tmp_path / "store"), num_samples=99, target="success_prob", steps="sentence", packing="off",
+        batch_size=len(lines), total_tuples=len(lines),
+    )  # fmt: skip
+    (batch,) = data.train_dataloader()
+    known = ~batch.place_target.isnan()
+    assert sorted(batch.place_target[known].tolist()) == pytest.approx(sorted(line["success_prob"] for line in lines))
+    assert (batch.place_kind[known] > 0).all(), "nothing is known of the question alone"
+    ends = (batch.attention_mask.sum(1) - 1).tolist()
+    width = batch.input_ids.shape[1]
+    places, rows = batch.place[known].tolist(), batch.place_row[known].tolist()
+    assert [place - width * row for place, row in zip(places, rows, strict=True)] == ends
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "q", "reasoning_prefix": "p"}, "the fields success_prob, but got only"),
+        ({"question": "q", "reasoning_prefix": "p", "success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
+        ({"question": " ", "reasoning_prefix": "p", "success_prob": 1}, "`question` to be text"),
+        ({"question": "q", "reasoning_prefix": "", "success_prob": 1}, "records with a `reasoning_prefix`"),
+    ],
+)
+def test_bad_records_are_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=message):
+        run_import_prefixes(str(tmp_path / "r.jsonl"), str(tmp_path / "s"), "local_number")

@@ -38,6 +38,7 @@ from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.targets import RewardTarget, check_target
 from selfcal_lightning.runtime.plan import Plan
 from selfcal_lightning.training.checkpoint_checks import check_base_model, check_optimizer_settings, check_trained
+from selfcal_lightning.training.lightning_internals import trainer_of
 from selfcal_lightning.training.random_states import dropout_stream
 from selfcal_lightning.training.sampled_data import check_step_data
 from selfcal_lightning.training.support import Support, Way, check_features
@@ -150,7 +151,7 @@ class QuantileRewardModule(ScoredRewardModel):
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
         super().check_support(trainer)
-        trainer = trainer or (self.trainer if self._trainer is not None else None)
+        trainer = trainer or trainer_of(self)
         if trainer is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
         check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)

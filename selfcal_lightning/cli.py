@@ -33,7 +33,11 @@ TRAINER_VERBS = {
 }
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
-    "rollout": ("rollout", "run_rollout", "continue prefixes of stored responses, for success rates of their steps"),
+    "rollout": (
+        "rewards.rollout",
+        "run_rollout",
+        "continue prefixes of stored responses, for success rates of their steps",
+    ),
     "export": ("export", "run_export", "merge an adapter into its base model"),
     "tune-and-calibrate": (
         "two_stages",
@@ -75,7 +79,7 @@ FUNCTION_VERBS = {
     "export-pool": ("export_pool", "run_export_pool", "write a store as a JSON-lines pool"),
     "import-records": ("import_records", "run_import_records", "read published training records"),
     "import-prefixes": (
-        "import_prefixes",
+        "rewards.import_prefixes",
         "run_import_prefixes",
         "read success rates of prefixes rolled out elsewhere",
     ),

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.base import (
@@ -36,7 +36,7 @@ from selfcal_lightning.store.parts import ShardWriter
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 from selfcal_lightning.tasks.answers.math_processes import Undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.judging import judge
+from selfcal_lightning.tasks.judging import continued, judge
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class _Sampler:
         """Judge a question's responses and append them to the writer; return how many could not be read."""
         responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
         prefix = self.prefixes.get(state.question.id, ())
-        whole = [self._continued(prefix, one) if one is not None and prefix else one for one in responses]
+        whole = [_as_row(prefix, one, self.chat) if one is not None and prefix else one for one in responses]
         samples = judge(state.question, whole, self.tasks(state.question.task), round=self.round)
         self.writer.append(QuestionSamples(state.question, samples, self.split, state.prompt_ids))
         given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
@@ -332,10 +332,10 @@ class _Sampler:
         self.unreadable += unreadable
         return unreadable
 
-    def _continued(self, prefix: tuple[int, ...], response: Response) -> RecordedResponse:
-        """Return the whole response as rows of a store have it: they do not tell its prefix apart."""
-        token_ids = prefix + response.token_ids
-        return RecordedResponse(text=self.chat.decode(token_ids), token_ids=token_ids, finish=response.finish)
+
+def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> RecordedResponse:
+    """Return a continuation as rows of a store have it: whole, without the log-probability, which is its end's."""
+    return replace(continued(prefix, response, chat.decode), logprob=None, prefix_tokens=0)
 
 
 def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:

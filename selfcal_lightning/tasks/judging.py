@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
@@ -112,6 +112,12 @@ def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
         for sample in group.samples
     ]
     return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
+
+
+def continued(prefix: tuple[int, ...], response: Response, decode: Callable[[Sequence[int]], str]) -> RecordedResponse:
+    """Return the whole response of which the tokens ``prefix`` stood already; ``decode`` gives the text of tokens."""
+    token_ids = prefix + response.token_ids
+    return replace(_recorded(response), text=decode(token_ids), token_ids=token_ids, prefix_tokens=len(prefix))
 
 
 def _recorded(response: Response) -> RecordedResponse:

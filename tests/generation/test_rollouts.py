@@ -16,8 +16,8 @@ from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rollouts import RolloutSource
-from selfcal_lightning.pipelines.import_prefixes import run_import_prefixes
-from selfcal_lightning.pipelines.rollout import run_rollout
+from selfcal_lightning.pipelines.rewards.import_prefixes import run_import_prefixes
+from selfcal_lightning.pipelines.rewards.rollout import run_rollout
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.rewards.prefixes import prefix_id
 from selfcal_lightning.rewards.rates import read_rates

@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = face(
     __name__,
     {
         "questions": ["QuestionSource"],
+        "rewards": ["RewardDataModule"],
         "ssc": ["SSCDataModule"],
     },
 )

@@ -33,6 +33,11 @@ TRAINER_VERBS = {
 }
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
+    "rollout": (
+        "rewards.rollout",
+        "run_rollout",
+        "continue prefixes of stored responses, for success rates of their steps",
+    ),
     "export": ("export", "run_export", "merge an adapter into its base model"),
     "tune-and-calibrate": (
         "two_stages",
@@ -81,6 +86,11 @@ FUNCTION_VERBS = {
     "import-pool": ("import_pool", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
     "export-pool": ("export_pool", "run_export_pool", "write a store as a JSON-lines pool"),
     "import-records": ("import_records", "run_import_records", "read published training records"),
+    "import-prefixes": (
+        "rewards.import_prefixes",
+        "run_import_prefixes",
+        "read success rates of prefixes rolled out elsewhere",
+    ),
     "convert-gguf": ("convert_gguf", "run_convert_gguf", "make a model folder of the quantised weights in a GGUF file"),
     "reread": ("reread", "run_reread", "read the answers of a store anew, after a reader was mended"),
     "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
@@ -96,6 +106,7 @@ KEPT = {
     "test": _NOT_BEGUN,
     "predict": _NOT_BEGUN,
     "generate": _NOT_BEGUN,
+    "rollout": _NOT_BEGUN,
     "export": _NOTHING,
     "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",
@@ -116,6 +127,7 @@ KEPT = {
     "import-pool": _GOES_ON,
     "export-pool": _NOTHING,
     "import-records": _GOES_ON,
+    "import-prefixes": _GOES_ON,
     "convert-gguf": _NOTHING,
     "drop-rounds": "The same command deletes the rest.",
     "demo": "The samples so far are kept; the same command goes on, and trains anew.",

@@ -157,4 +157,7 @@ def _way_out(reasons: set[str]) -> str:
         return "Use questions with references, or `target='ssc'`, which needs none."
     if "zero confidence mass" in reasons:
         return "The model gives Yes no probability at all: try `p_true='normalised'` or `target='consistency'`."
-    return "Generate with the confidence query, or train on `target='consistency'`."
+    return (
+        "Generate with the confidence query, or train on votes alone (`target='consistency'`, of a reward model "
+        "'vote_share')."
+    )

@@ -185,16 +185,22 @@ class StoredRows(LightningDataModule):
             chat=collator.chat,
             confidences=sorted({name for recipe in recipes for name in recipe.annotations}),
         )
-        first, *beside = recipes
-        table, reasons = build_table(
-            store, index, collator, recipe=first, beside=beside, p_true=self.p_true, drop_none=self.drop_none
-        )
+        table, reasons = self._table(store, index, collator, recipes)
         if not len(table):
             raise InputError(
                 "Expected `max_length` to leave room for prompt, response and confidence query, but got "
                 f"{self.max_length}, too short for every question of the split {split!r}. Raise `max_length`."
             )
         return table, reasons
+
+    def _table(
+        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+    ) -> tuple[TupleTable, np.ndarray]:
+        """Return the rows that fit, and for each the reason why it has no target ("" where it has one)."""
+        first, *beside = recipes
+        return build_table(
+            store, index, collator, recipe=first, beside=beside, p_true=self.p_true, drop_none=self.drop_none
+        )
 
     def _loader(self, dataset: TupleDataset, batches: Any, collator: Callable[..., SSCBatch]) -> LateDataLoader:
         return LateDataLoader(

@@ -177,13 +177,31 @@ def build_table(
         beside: Recipes of the adapters that are trained beside the first one; a row that lacks one of these targets
             has none.
     """
+    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in (recipe, *beside)]
+    return make_table(store, index, collator, made)
+
+
+def make_table(
+    store: SampleStore,
+    index: SampleIndex,
+    collator: SSCCollator,
+    made: Sequence[tuple[FloatArray, np.ndarray]],
+) -> tuple[TupleTable, np.ndarray]:
+    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one).
+
+    Args:
+        store: The store.
+        index: Columns of the rows.
+        collator: What will encode the rows.
+        made: Targets of the rows, nan where there is none, and the reasons why, [R] each: first those that are taught,
+            then those of the adapters beside.
+    """
     prompt, response = known_lengths(store, index, collator)
     room = collator.room_for_response(prompt)
-    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in (recipe, *beside)]
     values, reasons = made[0]
     for _, further in made[1:]:
         reasons = np.where(reasons == "", further, reasons)
-    others = np.column_stack([column for column, _ in made[1:]]) if beside else None
+    others = np.column_stack([column for column, _ in made[1:]]) if made[1:] else None
     correct = np.full(len(index), np.nan)
     for rows in question_slices(index):
         correct[rows] = _labels(index, rows)

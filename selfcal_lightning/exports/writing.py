@@ -120,6 +120,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     lines += ["---", ""]
     if kind == "module":
         lines += ["# Trained weights", "", f"{what} {named}. That class loads them: `load_export`.", ""]
+        lines += [manifest["about"], ""] if manifest.get("about") else []
     else:
         lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
     if manifest.get("quantization"):

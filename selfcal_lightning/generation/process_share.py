@@ -12,6 +12,7 @@ from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.report import GenerationReport
+from selfcal_lightning.generation.rollouts import Prefix, RolloutSource
 from selfcal_lightning.generation.sample_plan import SamplePlan, load_plan
 from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.generation.shares import check_questions
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What every process of a run has in common: the arguments of ``selfcal generate``, resolved."""
+    """What every process of a run has in common: the arguments of ``selfcal generate``, resolved.
+
+    With ``rollouts``, prefixes of stored responses stand in the place of the questions of tasks.
+    """
 
     model: str
     store_dir: str
@@ -50,6 +54,7 @@ class GenerationSettings:
     max_failures: int
     plan: str | None = None
     top_up: bool = False
+    rollouts: RolloutSource | None = None
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
@@ -59,7 +64,8 @@ class GenerationSettings:
             "sampling": SamplingSettings(**content["sampling"]),
             "prompt": None if content["prompt"] is None else Prompt.from_json(content["prompt"]),
         }
-        return cls(**{**content, **records})
+        rollouts = content.get("rollouts")
+        return cls(**{**content, **records, "rollouts": None if rollouts is None else RolloutSource(**rollouts)})
 
     def chat(self) -> ChatFormat:
         """Load the tokenizer and return the chat format of the model."""
@@ -72,7 +78,7 @@ class GenerationSettings:
                 raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
         if self.top_up and self.plan is not None:
             raise InputError("Expected `top_up` without a `plan`, which says how many responses each question gets.")
-        if not self.task:
+        if not self.task and self.rollouts is None:
             raise InputError("Expected `task` to name at least one task, but got none.")
         if self.path is not None and len(self.task) > 1:
             raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
@@ -83,11 +89,22 @@ class GenerationSettings:
         check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
-        """Load the questions of all tasks."""
+        """Load the questions of all tasks, or prefixes as questions of their own."""
+        if self.rollouts is not None:
+            return [prefix.question for prefix in self._prefixes(self.rollouts)]
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
         check_questions(questions)
         plan = self.sample_plan()
         return questions if plan is None else plan.chosen(questions)
+
+    def prefixes(self) -> dict[str, tuple[int, ...]]:
+        """Return what responses begin with, by the id of the question; empty without rollouts."""
+        return (
+            {} if self.rollouts is None else {one.question.id: one.prefix_ids for one in self._prefixes(self.rollouts)}
+        )
+
+    def _prefixes(self, source: RolloutSource) -> list[Prefix]:
+        return source.read(self.chat(), longest=self.sampling.max_new_tokens)
 
     def sample_plan(self) -> SamplePlan | None:
         """Read the plan that says how many responses each question gets; None where all get ``num_samples``."""
@@ -129,6 +146,7 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             max_failures=settings.max_failures,
             progress=progress,
             planned=None if plan is None else plan.samples,
+            prefixes=settings.prefixes(),
         )
     finally:
         engine.close()

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.engines.base import (
@@ -21,7 +21,15 @@ from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.generation.report import GenerationReport
 from selfcal_lightning.generation.shares import check_questions, missing_questions, select_share
 from selfcal_lightning.identities import ModelIdentity, PromptIdentity
-from selfcal_lightning.records import Question, QuestionSamples, Request, Response, SamplingSettings, sample_seed
+from selfcal_lightning.records import (
+    Question,
+    QuestionSamples,
+    RecordedResponse,
+    Request,
+    Response,
+    SamplingSettings,
+    sample_seed,
+)
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.runtime.stop_signals import Interrupt, never
 from selfcal_lightning.store.parts import ShardWriter
@@ -29,7 +37,7 @@ from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 from selfcal_lightning.store.topping_up import EarlierSamples
 from selfcal_lightning.tasks.answers.math_processes import Undecided, say_undecided
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.judging import judge
+from selfcal_lightning.tasks.judging import continued, judge
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -76,6 +84,7 @@ def generate_samples(
     shard_by_shard: bool = False,
     max_failures: int = MAX_FAILURES,
     planned: Mapping[str, int] | None = None,
+    prefixes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> GenerationReport:
     """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
 
@@ -109,6 +118,9 @@ def generate_samples(
         max_failures: Requests that may fail in a row; then the run stops, and what is complete is stored.
         planned: Responses by the id of the question, for a store of any number a question; None gives all of them
             ``num_samples``.
+        prefixes: Token ids that the responses to a question begin with, by its id: what is stored is the whole of
+            prefix and continuation, without a log-probability, which would be that of its end. Where there are any, no
+            confidence query is put.
 
     Raises:
         EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
@@ -131,6 +143,7 @@ def generate_samples(
             sampler = _Sampler(
                 engine, chat, tasks, writer, bar, split, sampling, counts, earlier, seed, round, max_failures
             )
+            sampler.prefixes = prefixes or {}
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     return GenerationReport(
@@ -178,6 +191,7 @@ class _Sampler:
         self.split, self.sampling, self.counts, self.seed, self.round = split, sampling, counts, seed, round
         self.earlier = earlier
         self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
+        self.prefixes: Mapping[str, tuple[int, ...]] = {}
         self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
         self._failed = 0
         self._row = FailuresInARow(
@@ -260,7 +274,8 @@ class _Sampler:
                 prompt_ids=prompt_ids,
                 sampling=self.sampling,
                 seed=sample_seed(self.seed, self.round, question.id, index),
-                query=self.chat.query,
+                query=None if self.prefixes else self.chat.query,
+                prefix_ids=self.prefixes.get(question.id, ()),
             )
 
     def _poll(self) -> list[Response]:
@@ -311,8 +326,10 @@ class _Sampler:
         """Judge a question's responses and append them to the writer; return how many could not be read."""
         responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
         earlier = self.earlier.of(state.question.id)
+        prefix = self.prefixes.get(state.question.id, ())
+        whole = [_as_row(prefix, one, self.chat) if one is not None and prefix else one for one in responses]
         task = self.tasks(state.question.task)
-        samples = judge(state.question, responses, task, round=self.round, earlier=earlier)
+        samples = judge(state.question, whole, task, round=self.round, earlier=earlier)
         self.writer.append(QuestionSamples(state.question, (*earlier, *samples), self.split, state.prompt_ids))
         given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
         unreadable = sum(sample.answer is None for sample in given)
@@ -323,6 +340,11 @@ class _Sampler:
         self.cut_read += sum(sample.answer is not None for sample in cut)
         self.unreadable += unreadable
         return unreadable
+
+
+def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> RecordedResponse:
+    """Return a continuation as rows of a store have it: whole, without the log-probability, which is its end's."""
+    return replace(continued(prefix, response, chat.decode), logprob=None, prefix_tokens=0)
 
 
 def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:

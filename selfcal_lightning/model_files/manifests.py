@@ -15,7 +15,7 @@ from selfcal_lightning.runtime.json_files import read_json_object
 MANIFEST = "selfcal_manifest.json"
 FORMAT = 2  # the first one had no number, and no hashes of files
 KINDS = ("adapter", "model", "merged", "module")
-CONFIGURATIONS = ("config.json", "adapter_config.json")
+CONFIGURATIONS = ("config.json", "adapter_config.json", "reward.json")
 _WAY_OUT = (
     " Export it again or restore it from a copy; if you changed it on purpose, set its entry in `files` of "
     f"{MANIFEST} to null."

@@ -143,6 +143,34 @@ def read_outputs(
     return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
 
 
+def read_hidden(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    positions: Tensor,
+    trees: Sequence[PrefixTree] = (),
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Run a forward pass and return the last hidden states at some positions, [n, d]; no logits are made.
+
+    Args:
+        model: Causal language model, an adapted one too, with a plain frozen output layer.
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        positions: In the flattened S * T tokens, int64 [n].
+        trees: Prompts and branches of a packed sequence (S = 1).
+        position_ids: Those of a packed sequence, [1, T], where they are known.
+    """
+    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
+    return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Return whether the output layer of a model is a plain one, neither adapted nor trained nor quantised."""
+    return _is_frozen_linear(model.get_output_embeddings())
+
+
 def run_outputs(
     model: nn.Module, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
 ) -> ModelOutputs:

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "batch": ["SSCBatch"],
         "exported": ["ExportedAdapter"],
+        "rewards": ["QuantileRewardModule", "RewardBatch"],
         "scored": ["ScoredRows"],
         "self_calibration": ["SelfCalibrationModule"],
     },

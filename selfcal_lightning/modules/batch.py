@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.prefix_trees import PrefixTree, check_trees, tree_position_ids
+from selfcal_lightning.modules.frozen_batch import FrozenBatch
 
 
-class SSCBatch:
+class SSCBatch(FrozenBatch):
     """A batch of responses with everything that both losses and the metrics need. Immutable.
-
-    It is written out rather than being a frozen dataclass: under ``precision="bf16-true"`` and FSDP Lightning walks
-    into dataclasses to cast their tensors, which fails on a frozen one and would round the targets and totals.
 
     Its B rows are responses. They lie in one of two ways:
 
@@ -128,9 +124,6 @@ class SSCBatch:
                 fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
         self.__dict__.update(fields)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"Expected `SSCBatch` to stay as it is, but got a new `{name}`; use `replace`.")
-
     def __repr__(self) -> str:
         layout = "packed" if self.trees else "apart"
         slots, tasks = self.input_ids.numel(), sorted(set(self.task))
@@ -145,33 +138,3 @@ class SSCBatch:
     def separate_tokens(self) -> int | Tensor:
         """Tokens that the rows would take if none shared its prompt."""
         return sum(tree.separate_tokens for tree in self.trees) if self.trees else self.attention_mask.sum()
-
-    def replace(self, **changes: Any) -> SSCBatch:
-        """Return a copy with some fields exchanged."""
-        return SSCBatch(**{**self.__dict__, **changes})
-
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> SSCBatch:
-        """Return a copy whose tensors are on ``device``; dtypes stay.
-
-        Args:
-            device: Where to.
-            non_blocking: Whether the host goes on meanwhile; None is so towards another device than the CPU. (The
-                Trainer asks for it for bare tensors alone.)
-        """
-        if non_blocking is None:
-            non_blocking = torch.device(device).type != "cpu"
-        return SSCBatch(
-            **{
-                name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-                for name, value in self.__dict__.items()
-            }
-        )
-
-    def pin_memory(self) -> SSCBatch:
-        """Return a copy in page-locked memory; the data loader calls this where there is a GPU."""
-        return SSCBatch(
-            **{
-                name: value.pin_memory() if isinstance(value, Tensor) else value
-                for name, value in self.__dict__.items()
-            }
-        )

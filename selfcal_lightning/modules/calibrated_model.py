@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.beside import BesideSettings, adapter_name, read_queries
+from selfcal_lightning.modules.checkpoint_hooks import trained_parameters
 from selfcal_lightning.modules.plan import name_model, plan_memory
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
@@ -197,3 +199,9 @@ class CalibratedModel(LightningModule):
             trees=batch.trees,
             position_ids=batch.position_ids,
         )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""
+        keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        trained = trained_parameters(self)
+        return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.schedules import cosine_with_warmup
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.activated import Contexts, ask
 from selfcal_lightning.models.activation import adapter_in_use
@@ -25,6 +21,7 @@ from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
 from selfcal_lightning.modules.exported import ExportedModel
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
+from selfcal_lightning.modules.schedule import with_cosine
 from selfcal_lightning.modules.scored import ScoredModel, ScoredRows
 from selfcal_lightning.modules.step_log import StepLog, bar_values
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
@@ -244,23 +241,9 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trained, and a cosine over *optimiser* steps."""
-        total = self.trainer.estimated_stepping_batches
-        if not math.isfinite(total) or total < 1:
-            raise InputError(
-                f"Expected the number of optimiser steps to be known for the cosine, but got {total}. "
-                "Set `trainer.max_epochs` or `trainer.max_steps`."
-            )
-        if self.warmup_steps >= total:
-            rank_zero_warn(
-                f"Expected `warmup_steps` to be below the {int(total):,} optimiser steps, but got "
-                f"{self.warmup_steps:,}: the learning rate never reaches `lr`. Lower it, or train for longer."
-            )
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = build_optimizer(self.optimizer_name, parameters, lr=self.lr, weight_decay=self.weight_decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: cosine_with_warmup(step, total=int(total), warmup=self.warmup_steps)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return with_cosine(optimizer, self.trainer, warmup_steps=self.warmup_steps)
 
     # ---- what is logged in training
 
@@ -297,9 +280,3 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
             ValueError: In all cases, naming what was expected and what was found.
         """
         self._checkpoint.load(self, checkpoint)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""
-        keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        trained = trained_parameters(self)
-        return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)

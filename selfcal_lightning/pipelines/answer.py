@@ -19,6 +19,7 @@ from selfcal_lightning.generation.sampler import store_fingerprint
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt, put_prompt
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.runtime.progress import Progress, say
 from selfcal_lightning.serving.answers import Answer, best_response, summarise
 from selfcal_lightning.serving.choices import (
@@ -30,6 +31,7 @@ from selfcal_lightning.serving.choices import (
     uncalibrated_note,
 )
 from selfcal_lightning.serving.questions import ask_question, default_task, read_questions
+from selfcal_lightning.serving.searches import check_search, open_search
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
 
@@ -61,6 +63,7 @@ def run_answer(
     revision: str | None = None,
     adapter: str | None = None,
     max_failures: int = MAX_FAILURES,
+    reward: RewardSettings = RewardSettings(),
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -102,6 +105,7 @@ def run_answer(
         adapter: Folder of a LoRA adapter to sample with.
         max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
             stops.
+        reward: The reward model of beam_search and adaptive_best_of_n, which `selfcal fit` trained on this model.
 
     Returns:
         The answers, in the order of the questions.
@@ -126,6 +130,7 @@ def run_answer(
         prompt=prompt,
         engine=engine.of(revision=revision, adapter=adapter),
         max_failures=max_failures,
+        reward=reward,
     )
     return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
 
@@ -148,6 +153,7 @@ class AnswerSettings:
     prompt: Prompt | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
     max_failures: int = MAX_FAILURES
+    reward: RewardSettings = field(default_factory=RewardSettings)
 
 
 def answer_questions(
@@ -176,8 +182,16 @@ def answer_questions(
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
-    chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
-    say(f"{chosen}; answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}")
+    step_ids: tuple[int, ...] = ()
+    if check_search(settings.strategy, given, settings.reward):
+        tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer
+        chosen, step_ids = open_search(
+            str(settings.strategy), given, settings.reward, tokenizer=tokenizer, dtype=options.dtype
+        )
+        say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
+    else:
+        chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
+        say(f"{chosen}; {_read_by(asked)}")
     if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
     if fitted is not None:
@@ -194,6 +208,7 @@ def answer_questions(
             sampling=settings.sampling,
             seed=settings.seed,
             scorers=known,
+            step_ids=step_ids,
             on_failed=say,
             max_failures=settings.max_failures,
         )
@@ -205,6 +220,10 @@ def answer_questions(
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
     return answers.answers
+
+
+def _read_by(asked: Sequence[Question]) -> str:
+    return f"answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}"
 
 
 def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:

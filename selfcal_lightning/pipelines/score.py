@@ -40,10 +40,10 @@ def run_score(
     again. To use n GPUs, start n processes with ``--shard i/n``.
 
     Args:
-        estimator: Name, or a list of names: p_true, verbalized, response_consistency, sequence_logprob, mean_logprob,
-            min_logprob, self_certainty, response_certainty, token_entropy, lowest_group_confidence, step_certainty,
-            step_entropy, step_coe_c, step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw; with a reward model
-            prm, prm_min, prm_prod, orm or reward.
+        estimator: Name, or a list of names: p_true, verbalized, verbalized_words, verbalized_percent,
+            response_consistency, sequence_logprob, mean_logprob, min_logprob, self_certainty, response_certainty,
+            token_entropy, lowest_group_confidence, step_certainty, step_entropy, step_coe_c, step_self_evaluation,
+            coe_r, coe_c, coe_r_raw, coe_c_raw; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.
@@ -59,7 +59,7 @@ def run_score(
         adapter: Folder of a LoRA adapter to score with.
         shard: "i/n", this process's share of a store's questions.
         overwrite: Whether values that another model or other settings gave may be replaced.
-        reward: The reward model of prm, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
+        reward: The reward model of prm, prm_lower, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
         criteria: How scores of tokens and steps become one: of step_certainty, step_entropy, step_coe_c,
             step_self_evaluation and lowest_group_confidence.
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from selfcal_lightning.errors import InputError
 
 Judged = Literal["steps", "response"]
-Layout = Literal["marked", "pieces", "turns", "chat"]
-Link = Literal["softmax", "sigmoid", "none"]
+Layout = Literal["marked", "pieces", "turns", "chat", "continued"]
+Link = Literal["softmax", "sigmoid", "quantiles", "none"]
 OUTPUT_LAYER = ("lm_head",)
+
+
+class Score(NamedTuple):
+    """What a model says at one place: ``low <= mean <= high``; all the same where it has no quantiles.
+
+    Attributes:
+        mean: The score.
+        low: Its lower quantile.
+        high: Its upper quantile.
+    """
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +39,8 @@ class RewardFormat:
     - ``turns``: every step is a turn of the user, the first one with the question before it, answered by ``reply``;
       read at the token that predicts the reply.
     - ``chat``: question and response are a chat; read at its last token.
+    - ``continued``: the response stands behind the chat that its policy was asked by, token for token, with nothing in
+      between; read at the last token of each step.
 
     Attributes:
         name: Name to choose it by.
@@ -34,6 +50,7 @@ class RewardFormat:
             rows of ``output_tokens`` in the output layer.
         num_outputs: Outputs of the head.
         link: What makes scores of the outputs; "none" leaves the one output as it is, which is no probability.
+            "quantiles" makes a mean, a lower and an upper quantile of three (``functional.monotone_quantiles``).
         right: The outputs that mean right; their probabilities are added.
         bias: Whether the layers have a bias; None takes one where it is stored.
         output_tokens: With ``lm_head``: the tokens whose logits are the outputs, in their order.
@@ -95,15 +112,21 @@ class RewardFormat:
     @property
     def renders_chat(self) -> bool:
         """Whether it needs the model's chat template."""
-        return self.uses_chat or self.layout in ("turns", "chat")
+        return self.uses_chat or self.layout in ("turns", "chat", "continued")
+
+    @property
+    def has_quantiles(self) -> bool:
+        """Whether a lower and an upper quantile stand beside its score."""
+        return self.link == "quantiles"
 
     def _check_texts(self) -> None:
         if not self.name:
             raise self._refusal("`name` to be some text", self.name)
         if (self.layout == "marked") and not self.separator:
             raise self._refusal('`separator` to be given with the layout "marked"', self.separator)
-        if self.layout == "chat" and self.judges == "steps":
-            raise self._refusal('`judges` to be "response" with the layout "chat"', self.judges)
+        for layout, judged in (("chat", "response"), ("continued", "steps")):
+            if self.layout == layout and self.judges != judged:
+                raise self._refusal(f'`judges` to be "{judged}" with the layout "{layout}"', self.judges)
         if "{question}" not in self.question:
             raise self._refusal("`question` to hold {question}", self.question)
         if "{step}" not in self.step or "{separator}" not in self.step:
@@ -118,6 +141,8 @@ class RewardFormat:
             raise self._refusal(f"`right` to be among the {self.num_outputs} outputs", self.right)
         if self.link == "none" and self.num_outputs != 1:
             raise self._refusal('one output with the link "none"', self.num_outputs)
+        if self.has_quantiles and self.num_outputs != 3:
+            raise self._refusal('three outputs with the link "quantiles"', self.num_outputs)
         if self.is_output_layer != bool(self.output_tokens):
             raise self._refusal("`output_tokens` with the layer lm_head alone", self.output_tokens)
         if self.output_tokens and len(self.output_tokens) != self.num_outputs:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.prompts.chat_format import FIXED_DATE
+from selfcal_lightning.prompts.chat_format import FIXED_DATE, ChatFormat
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.steps import token_step_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +46,7 @@ class RewardEncoder:
 
     def __init__(self, format: RewardFormat, tokenizer: PreTrainedTokenizerBase) -> None:
         self._format, self._tokenizer = format, tokenizer
+        self._last: tuple[tuple[Message, ...], tuple[int, ...]] | None = None
         self._separator = self._single(format.separator, "separator") if format.separator else None
         self.output_ids = tuple(self._single(text, "output_tokens") for text in format.output_tokens)
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -69,6 +74,40 @@ class RewardEncoder:
         asked = self._format.question.format(question=question)
         ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", "".join(steps))])
         return RewardInput(ids, (len(ids) - 1,))
+
+    def asked(self, question: Question, begun: Sequence[int] = ()) -> RewardInput:
+        """Return the chat that a policy is asked by and what it has begun with, read at the last token."""
+        ids = (*self._prompt_of(question), *begun)
+        return RewardInput(ids, (len(ids) - 1,))
+
+    def continued(self, entry: QuestionSamples, sample: Sample, steps: Steps) -> RewardInput | None:
+        """Return the ids and the K positions of a response behind the chat that its policy was asked by.
+
+        The tokens that were drawn are read where policy and reward model write the prompt alike; else its text is
+        encoded. None where the response has no steps.
+
+        Args:
+            entry: The question, with the prompt of its responses.
+            sample: A response.
+            steps: Where steps end.
+        """
+        prompt = self._prompt_of(entry.question)
+        drawn = sample.token_ids if entry.prompt_ids == prompt else None
+        response = self._policy.response_ids(sample.text) if drawn is None else tuple(drawn)
+        ends = token_step_ends(self._tokenizer, response, steps)
+        if not ends:
+            return None
+        return RewardInput((*prompt, *response), tuple(len(prompt) + end - 1 for end in ends))
+
+    def _prompt_of(self, question: Question) -> tuple[int, ...]:
+        """Return the prompt of a question; the last one is kept, since its responses are read one after the other."""
+        if self._last is None or self._last[0] != question.messages:
+            self._last = question.messages, self._policy.prompt_ids(question.messages)
+        return self._last[1]
+
+    @cached_property
+    def _policy(self) -> ChatFormat:
+        return ChatFormat(self._tokenizer)
 
     def _marked(self, question: str, steps: Sequence[str]) -> RewardInput | None:
         form = self._format

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.quantiles import monotone_quantiles
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.models.weight_files import WeightFiles
-from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.layouts import RewardInput
 
 _OPTION = "reward.model"
@@ -43,7 +44,7 @@ class RewardModel:
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
 
     @torch.no_grad()
-    def scores(self, batch: Sequence[RewardInput]) -> list[list[float]]:
+    def scores(self, batch: Sequence[RewardInput]) -> list[list[Score]]:
         """Return the scores of every input [B][K], by one forward pass padded on the right."""
         width = max(len(one.ids) for one in batch)
         ids = torch.zeros((len(batch), width), dtype=torch.long)
@@ -57,14 +58,16 @@ class RewardModel:
         places = [(row, place) for row, one in enumerate(batch) for place in one.positions]
         rows, columns = torch.tensor(places, device=device).T
         values = self._link(self._head(states[rows, columns].float())).cpu().split([len(x.positions) for x in batch])
-        return [value.tolist() for value in values]
+        return [[Score(*score) for score in value.tolist()] for value in values]
 
     def _link(self, outputs: Tensor) -> Tensor:
-        """Return scores [R] of outputs [R, num_outputs]."""
+        """Return mean, low and high [R, 3] of outputs [R, num_outputs]; equal ones where there are no quantiles."""
+        if self._format.has_quantiles:
+            return torch.stack(monotone_quantiles(outputs), dim=-1)
         if self._format.link == "none":
-            return outputs[:, 0]
+            return outputs[:, :1].expand(-1, 3)
         linked = outputs.softmax(-1) if self._format.link == "softmax" else outputs.sigmoid()
-        return linked[:, list(self._format.right)].sum(-1)
+        return linked[:, list(self._format.right)].sum(-1, keepdim=True).expand(-1, 3)
 
 
 def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[int], *, dtype: str) -> RewardModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.rewards.formats import OUTPUT_LAYER, RewardFormat
 
+QUANTILE_PRM = "quantile-prm"
 _MATH_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 _OWN = (
     # Qwen2.5-Math-PRM-7B and -72B, Qwen2.5-Math-7B-PRM800K, ReasonFlux-PRM
@@ -80,6 +81,16 @@ _OWN = (
         right=(1,),
         bias=True,
         separator="\n",
+    ),
+    # What QuantileRewardModule exports
+    RewardFormat(
+        name=QUANTILE_PRM,
+        judges="steps",
+        layout="continued",
+        layers=("score",),
+        num_outputs=3,
+        link="quantiles",
+        bias=True,
     ),
     # Skywork-Reward and other sequence classifiers with one output
     RewardFormat(

@@ -16,9 +16,10 @@ class RewardSettings:
 
     Attributes:
         model: Its folder, with weights in safetensors.
-        format: Name of its format, such as "math-shepherd".
+        format: Name of its format, such as "math-shepherd"; None takes what its folder says, where `selfcal fit` wrote
+            it.
         steps: Where steps end: "sentence", "line", "blank_line", "heading", or "auto", the coarsest of these that a
-            response has.
+            response has; of a model that `selfcal fit` wrote, where they ended in its training.
 
     Raises:
         InputError: ``steps`` is none of these.

@@ -17,7 +17,7 @@ from selfcal_lightning.store.records import Reread, ShardEntry, read_record
 # All that lies in the folder of a store, also where a run was stopped before its first sample.
 CONTENTS = {
     "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "verdicts", "aside",
-    "adapters", "meetings", "runs",
+    "adapters", "meetings", "runs", "prefixes.jsonl",
 }  # fmt: skip
 MANIFEST_FILE = "manifest.json"
 

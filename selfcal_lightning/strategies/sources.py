@@ -18,7 +18,6 @@ from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow,
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import (
     Question,
-    RecordedResponse,
     Request,
     Response,
     Sample,
@@ -27,7 +26,7 @@ from selfcal_lightning.records import (
 )
 from selfcal_lightning.strategies.base import WHOLE, AskKind
 from selfcal_lightning.tasks.base import Task
-from selfcal_lightning.tasks.judging import Judge
+from selfcal_lightning.tasks.judging import Judge, continued
 from selfcal_lightning.tasks.registry import get_task
 
 if TYPE_CHECKING:
@@ -315,18 +314,5 @@ class EngineSource:
             response = asked.finished.pop(asked.delivered)
             asked.delivered += 1
             prefix = asked.prefixes.pop(asked.delivered - 1, ())
-            whole = response if response is None or not prefix else self._continued(prefix, response)
+            whole = response if response is None or not prefix else continued(prefix, response, self._chat.decode)
             yield add_scores(asked.judge.read(whole), self._scorers)
-
-    def _continued(self, prefix: tuple[int, ...], response: Response) -> RecordedResponse:
-        """Return the whole response that begins with ``prefix``."""
-        token_ids = prefix + response.token_ids
-        return RecordedResponse(
-            text=self._chat.decode(token_ids),
-            token_ids=token_ids,
-            finish=response.finish,
-            logprob=response.logprob,
-            yes_mass=response.yes_mass,
-            no_mass=response.no_mass,
-            prefix_tokens=len(prefix),
-        )

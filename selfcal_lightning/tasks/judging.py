@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
@@ -123,6 +123,12 @@ def _record_of(sample: Sample) -> RecordedResponse:
         num_tokens=sample.num_tokens,
         prefix_tokens=sample.prefix_tokens,
     )
+
+
+def continued(prefix: tuple[int, ...], response: Response, decode: Callable[[Sequence[int]], str]) -> RecordedResponse:
+    """Return the whole response of which the tokens ``prefix`` stood already; ``decode`` gives the text of tokens."""
+    token_ids = prefix + response.token_ids
+    return replace(_recorded(response), text=decode(token_ids), token_ids=token_ids, prefix_tokens=len(prefix))
 
 
 def _recorded(response: Response) -> RecordedResponse:

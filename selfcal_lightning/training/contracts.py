@@ -99,8 +99,9 @@ def import_class(path: str, *, option: str) -> type:
     """
     room, _, name = path.rpartition(".")
     try:
-        found = vars(importlib.import_module(room))[name] if room else None
-    except (ImportError, KeyError) as error:
+        # A package with a face gives its names when they are asked for; they are not among its variables before.
+        found = getattr(importlib.import_module(room), name) if room else None
+    except (ImportError, AttributeError) as error:
         raise InputError(f"Expected `{option}` to be the path of a class, but got {path!r}: {error!r}.") from error
     if not isinstance(found, type):
         raise InputError(f"Expected `{option}` to be the path of a class, but got {path!r}.")

@@ -128,6 +128,20 @@ class RowData(Protocol):
         ...
 
 
+class StepData(Protocol):
+    """What ``QuantileRewardModule`` asks of the data module that makes its batches."""
+
+    @property
+    def steps(self) -> str:
+        """Where steps end."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """What is learnt."""
+        ...
+
+
 def sampled_data(data: object, *, who: str) -> SampledData | None:
     """Return a data module as what an export reads of it; None where loaders were given without one.
 
@@ -174,3 +188,21 @@ def row_data(data: object, *, who: str) -> RowData | None:
         return None
     check_members(data, RowData, who=who, kind=DATA_MODULE)
     return cast("RowData", data)
+
+
+def check_step_data(data: object, *, steps: str, target: str, who: str) -> None:
+    """Hold a data module against the steps and the target that a reward model states.
+
+    Raises:
+        InputError: It lacks members of ``StepData``, or has others.
+    """
+    if data is None:
+        return
+    check_members(data, StepData, who=who, kind=DATA_MODULE)
+    checked = cast("StepData", data)
+    for name, stated, found in (("steps", steps, checked.steps), ("target", target, checked.target)):
+        if stated != found:
+            raise InputError(
+                f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
+                "Give both the same."
+            )

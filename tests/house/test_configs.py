@@ -22,6 +22,7 @@ from selfcal_lightning.records import SamplingSettings
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
+REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
 PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
@@ -67,6 +68,7 @@ def test_all_configs_are_found() -> None:
         "presets/activated.yaml",
         "presets/joint.yaml",
         "presets/small.yaml",
+        "rewards/demo.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
@@ -92,6 +94,21 @@ def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
     assert flag == "--config"
     assert ROOT / name == path
     assert verb == "fit" or verb in FUNCTION_VERBS
+
+
+def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfcal_lightning.datamodules.rewards import RewardDataModule
+    from selfcal_lightning.modules.rewards import QuantileRewardModule
+
+    cli = instantiated(
+        ["fit", "--config", str(REWARDS), *ON_CPU, "--model.init_args.target", "vote_share"], monkeypatch
+    )
+    assert isinstance(cli.model, QuantileRewardModule)
+    assert isinstance(cli.datamodule, RewardDataModule)
+    # What a class takes over is found although both are named by the face of their package.
+    stated = ("base_model", "steps", "target", "query")
+    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert cli.datamodule.target == "vote_share"
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -262,7 +279,7 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES)], ids=lambda path: path.name
+    "path", [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES, REWARDS)], ids=lambda path: path.name
 )
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)

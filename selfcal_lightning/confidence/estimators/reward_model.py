@@ -30,6 +30,7 @@ class _RewardScore:
     reads: ClassVar[str] = "rewards"
     judges: ClassVar[Judged] = "steps"
     how: ClassVar[Aggregation] = "last"
+    needs_quantiles: ClassVar[bool] = False
 
     def __init__(self, rewards: RewardReader) -> None:
         check_judge(self.name, rewards.format)
@@ -37,15 +38,21 @@ class _RewardScore:
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None where the model cannot read the response."""
-        return [
-            [None if row is None else aggregate(row, self.how) for row in rows] for rows in self._rewards.read(pool)
-        ]
+        read = self._rewards.read_lower if self.needs_quantiles else self._rewards.read
+        return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
 
 
 class StepReward(_RewardScore):
     """The score of a response's last step: of all that was written."""
 
     name = "prm"
+
+
+class LowerStepReward(_RewardScore):
+    """The lower quantile of the score of a response's last step."""
+
+    name = "prm_lower"
+    needs_quantiles = True
 
 
 class LowestStepReward(_RewardScore):
@@ -79,6 +86,7 @@ class RawReward(_RewardScore):
 
 REWARD_SCORES: tuple[type[_RewardScore], ...] = (
     StepReward,
+    LowerStepReward,
     LowestStepReward,
     StepRewardProduct,
     OutcomeReward,
@@ -100,10 +108,12 @@ def check_judge(name: str, format: RewardFormat) -> None:
         kind.name
         for kind in REWARD_SCORES
         if (kind.judges, kind.is_probability) == (format.judges, format.is_probability)
+        and (format.has_quantiles or not kind.needs_quantiles)
     ]
     if name in {kind.name for kind in REWARD_SCORES} and name not in able:
         what = "steps" if format.judges == "steps" else "whole responses"
         scale = "by a probability" if format.is_probability else "without a probability"
+        scale += " and without quantiles" if name == LowerStepReward.name else ""
         raise InputError(
             f"Expected an estimator for the reward format {format.name!r}, which judges {what} {scale}, but got "
             f"{name!r}. Use {' or '.join(able) or 'one of your own'}."

@@ -1,0 +1,317 @@
+"""A process reward model on top of a policy: after every step, how likely the answer will be right, with quantiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.metrics.collection import CalibrationMetrics
+from selfcal_lightning.model_files.identity import DIGESTS
+from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.model_files.names import check_model
+from selfcal_lightning.models.causal_lm import load_config
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.model_outputs import has_plain_head
+from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
+from selfcal_lightning.modules.plan import plan_memory
+from selfcal_lightning.modules.rewards.batch import RewardBatch
+from selfcal_lightning.modules.rewards.exporting import OUTPUTS, check_exportable, merged_trunk, save_classifier
+from selfcal_lightning.modules.rewards.losses import reward_losses
+from selfcal_lightning.modules.rewards.scored import ScoredRewardModel
+from selfcal_lightning.modules.rewards.scores import PlaceMetrics
+from selfcal_lightning.modules.rewards.step_log import RewardStepLog
+from selfcal_lightning.modules.schedule import with_cosine
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.rewards.folders import RewardFile
+from selfcal_lightning.rewards.registry import QUANTILE_PRM
+from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.targets import RewardTarget, check_target
+from selfcal_lightning.runtime.plan import Plan
+from selfcal_lightning.training.checkpoint_checks import check_base_model, check_optimizer_settings, check_trained
+from selfcal_lightning.training.lightning_internals import trainer_of
+from selfcal_lightning.training.random_states import dropout_stream
+from selfcal_lightning.training.sampled_data import check_step_data
+from selfcal_lightning.training.support import Support, Way, check_features
+from selfcal_lightning.training.trained_modules import ExportKind
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+    from torch.optim import Optimizer
+
+TRAINED_FILE = "trained.safetensors"
+FIRST_GAP = 1.0  # of the quantiles from the mean at the start, in log-odds
+ABOUT = (
+    "It is a whole model, with three outputs on every token. At the last token of a step, behind the chat that the "
+    "policy was asked by, the chance of a right answer is sigmoid(mean), its lower quantile sigmoid(mean - "
+    "softplus(gap_below)), its upper one sigmoid(mean + softplus(gap_above)). `selfcal score --estimator prm "
+    "--reward.model FOLDER` reads it."
+)
+FEATURE = "reward models"
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+REASONS: dict[tuple[str, Way], str] = {
+    (FEATURE, "FSDP2"): "their head stands beside the trunk that is cut. Use `trainer.strategy: ddp`"
+}
+
+
+class QuantileRewardModule(ScoredRewardModel):
+    """A policy with three outputs on its last hidden states: the chance of a right answer, and two quantiles of it.
+
+    Over one optimiser step, for responses with weights w and places t (the end of the prompt and of every step) with
+    targets c: ``L = sum(w * mean_t(CE(m_t, c_t) + pinball * mean_q rho_q(c_t - s_qt))) / sum(w)`` with m the log-odds
+    of the mean, s the quantiles and rho the pinball loss. The quantiles cannot cross, and do not pull the mean.
+
+    The mean is the score: targets are mostly 0 or 1, of which the median is one of the two. For the same reason a
+    lower quantile of *outcomes* is 0 wherever the chance is below ``1 - low``; it says more of success rates.
+
+    Args:
+        base_model: Folder or hub name of the policy, whose weights the reward model starts from.
+        revision: Branch, tag or commit of a hub model.
+        lora: An adapter on the trunk, with ``activated: false``; None leaves the trunk as it is and trains the outputs.
+        steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
+            or "auto", the coarsest of these that a response has. The data module takes it over.
+        target: What is learnt, which the data module takes over too; see there.
+        low: Level of the lower quantile.
+        high: Level of the upper quantile.
+        pinball: Weight of the quantiles in the loss.
+        lr: Peak learning rate of AdamW for the adapter; it follows a cosine to zero over optimiser steps.
+        head_lr: Likewise for the three outputs.
+        weight_decay: Of AdamW.
+        warmup_steps: Optimiser steps of linear warm-up.
+        torch_dtype: Of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored dtype.
+        attn_implementation: None takes "segments" where the model can run packed rows by it.
+        query: The confidence query that responses are sampled with, which is part of what a store is.
+        prompt: How questions are put to the model, to sample and to train; None is their tasks' own way.
+        seed: Of the adapter's start and of dropout.
+
+    Reference:
+        Park et al., Know What You Don't Know (arXiv 2506.09338), with a mean in the place of its median.
+    """
+
+    export_kind: ExportKind = "module"
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        lora: LoraSettings | None = None,
+        steps: Steps = "auto",
+        target: RewardTarget = "outcome",
+        low: float = 0.1,
+        high: float = 0.9,
+        pinball: float = 1.0,
+        lr: float = 5e-5,
+        head_lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        attn_implementation: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+    ) -> None:
+        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
+        super().__init__()
+        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
+            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
+        plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        plain["prompt"] = None if prompt is None else prompt.as_json()
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
+        check_optimizer_settings(lr=head_lr, weight_decay=weight_decay, seed=seed)
+        check_target(target)
+        _check(lora, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
+        self.base_model, self.revision, self.lora = base_model, revision, lora
+        self.steps, self.target, self.levels, self.pinball = steps, target, (low, high), pinball
+        self.lr, self.head_lr, self.weight_decay, self.warmup_steps = lr, head_lr, weight_decay, warmup_steps
+        self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
+        self.query, self.prompt, self.seed = query, prompt, seed
+        self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
+        self.activated, self.beside = False, {}
+        self.exported_from: Path | None = None
+        self.head: nn.Linear | None = None
+        self.save_hyperparameters(plain)
+        self.strict_loading = False  # the frozen trunk is not in a checkpoint; `on_load_checkpoint` checks the rest
+        self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
+        self.val_places, self.test_places = PlaceMetrics(self.levels), PlaceMetrics(self.levels)
+        self._step_log = RewardStepLog()
+        self._checkpoint = TrainedCheckpoint()
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
+        super().check_support(trainer)
+        trainer = trainer or trainer_of(self)
+        if trainer is not None:
+            check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
+        check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check the names of model and adapted layers, and return what the model takes in memory."""
+        check_model(self.base_model, revision=self.revision, option="base_model")
+        self.check_support(trainer)
+        memory = plan_memory(
+            self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer="adamw", nf4=False,
+            trains=verb == "fit" and self.lora is not None, device=trainer.strategy.root_device,
+        )  # fmt: skip
+        trunk = "a frozen trunk" if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
+        return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
+
+    def configure_model(self) -> None:
+        """Load the policy, put the adapter and three outputs on it, and take up an export; once."""
+        if self.model is not None:
+            return
+        super().configure_model()
+        if self.lora is None:
+            self.model.requires_grad_(False)
+        if not has_plain_head(self.model):
+            raise InputError(
+                f"Expected `base_model` to have a plain output layer, before which its states are read, but got "
+                f"{self.base_model!r} with another one. Take it out of `lora.target_modules` if it is there."
+            )
+        self.head = first_head(self.model.config.get_text_config().hidden_size, device=self.model.device)
+        if self.exported_from is not None:
+            self._take_up(self.exported_from)
+
+    def on_fit_start(self) -> None:
+        """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
+        check_step_data(self.trainer.datamodule, steps=self.steps, target=self.target, who=type(self).__name__)
+        self._check_packing()
+
+    # ---- training
+
+    def training_step(self, batch: RewardBatch, batch_idx: int) -> Tensor:
+        """Return this micro-batch's part of the loss of its optimiser step.
+
+        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
+        """
+        at = (self.current_epoch, batch_idx, self.global_rank)
+        with dropout_stream(self.seed, *at, device=self.device):
+            raw = self.raw_outputs(batch)
+        losses = reward_losses(raw, batch, self.levels)
+        self._step_log.add(batch, losses, raw[:, 0].sigmoid())
+        loss = losses.cross_entropy + self.pinball * losses.pinball
+        return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over the outputs and the adapter, each with its learning rate, and a cosine over *optimiser* steps."""
+        head = list(cast("nn.Linear", self.head).parameters())
+        own = {id(parameter) for parameter in head}
+        adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
+        groups: list[dict[str, Any]] = [{"params": head, "lr": self.head_lr}]
+        groups += [{"params": adapter, "lr": self.lr}] if adapter else []
+        return with_cosine(
+            torch.optim.AdamW(groups, weight_decay=self.weight_decay), self.trainer, warmup_steps=self.warmup_steps
+        )
+
+    def on_train_start(self) -> None:
+        """Go on exactly where a checkpoint left off."""
+        self._checkpoint.start(self)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the losses of the step."""
+        lr = optimizer.param_groups[-1]["lr"]
+        if logged := self._step_log.finish(self.trainer.strategy, pinball=self.pinball, lr=lr):
+            self.log_dict(logged)
+            self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
+
+    # ---- checkpoints: only what is trained, and which policy it was trained on
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the trained parameters only, and note the policy."""
+        self._checkpoint.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another policy or adapter, and to go on with training under other settings.
+
+        Raises:
+            InputError: In all cases, naming what was expected and what was found.
+        """
+        self._checkpoint.load(self, checkpoint)
+
+    # ---- exports
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the reward model, JSON-able: the manifest of an export."""
+        return {
+            "base_model": dict(self.identity),
+            "outputs": list(OUTPUTS),
+            "about": ABOUT,
+            "hyper_parameters": dict(self.hparams),
+        }
+
+    def confidence_origin(self) -> dict[str, Any]:
+        """Return what its scores depend on beside the trained weights."""
+        return {
+            "kind": QUANTILE_PRM,
+            "base_model": {name: self.identity[name] for name in DIGESTS},
+            "lora": self.hparams["lora"],
+            "steps": self.steps,
+        }
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the whole model as ``...ForTokenClassification``, its tokenizer, and what was trained by itself."""
+        trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
+        trunk = merged_trunk(
+            self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype
+        )
+        save_classifier(trunk, cast("nn.Linear", self.head), folder)
+        self.chat.tokenizer.save_pretrained(folder)
+        save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
+        RewardFile(QUANTILE_PRM, self.steps, self.levels, self.target).write(folder)
+
+    def load_export(self, folder: Path) -> None:
+        """Start from the export in ``folder``, as soon as the model is loaded."""
+        self.exported_from = folder
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint, on the CPU."""
+        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        return cls.load_from_checkpoint(path, map_location="cpu", torch_dtype=dtype, **place)
+
+    def _take_up(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        if manifest is None or not (folder / TRAINED_FILE).is_file():
+            raise InputError(
+                f"Expected an export of {type(self).__name__} with {TRAINED_FILE}, but got {folder}, which has none."
+            )
+        check_base_model(manifest["base_model"], self.identity, self.base_model, kind=type(self).__name__)
+        trained, written = trained_parameters(self), load_file(folder / TRAINED_FILE)
+        check_trained(written, trained, settings=manifest["hyper_parameters"])
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(written[name])
+
+
+def first_head(width: int, *, device: torch.device) -> nn.Linear:
+    """Return the three outputs that training starts from: one half everywhere, with quantiles around it."""
+    head = nn.Linear(width, len(OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(FIRST_GAP))] * 2]))
+    return head
+
+
+def _check(lora: LoraSettings | None, *, low: float, high: float, pinball: float, warmup_steps: int) -> None:
+    if lora is not None and lora.activated:
+        raise InputError(
+            "Expected `lora.activated` to be false for a reward model, which reads every token with its adapter, but "
+            "got true. Set `lora.activated: false`, or leave `lora` out for a frozen trunk."
+        )
+    if not 0.0 < low < high < 1.0:
+        raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {low} and {high}.")
+    if not 0.0 <= pinball < math.inf:
+        raise InputError(f"Expected `pinball` to be a number of at least 0, but got {pinball}.")
+    if warmup_steps < 0:
+        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")

@@ -1,0 +1,30 @@
+"""``selfcal import-prefixes``: success rates of prefixes that were rolled out elsewhere, into a store."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from selfcal_lightning.pools.importing import ImportReport, import_pool
+from selfcal_lightning.pools.success_records import write_success_pool
+from selfcal_lightning.runtime.progress import say
+
+
+def run_import_prefixes(path: str, store_dir: str, task: str, split: str = "train") -> ImportReport:
+    """Read `question`, `reasoning_prefix`, `success_prob` of JSON lines into a store to train a reward model on.
+
+    Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
+    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all.
+
+    Args:
+        path: The JSON-lines file, as `selfcal rollout --export` writes it.
+        store_dir: Folder of the store. Importing the same file again completes it.
+        task: Task of the questions, which puts them to the policy, such as local_number.
+        split: Split under which they are stored.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Path(folder) / "prefixes.jsonl"
+        number = write_success_pool(path, pool, task=task, split=split)
+        report = import_pool(pool, store_dir)
+    say(f"Imported {number:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
+    return report

@@ -1,0 +1,161 @@
+"""``selfcal rollout``: continue the prefixes of stored responses, to see from where they come out right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.generation.process_share import GenerationSettings
+from selfcal_lightning.generation.rollouts import RolloutSource, check_source, describe_prefixes
+from selfcal_lightning.generation.running import sample_questions
+from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import stated_prompt
+from selfcal_lightning.records import IMPORTED, SamplingSettings
+from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rates, success_records
+from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.runtime.files import write_json_lines
+from selfcal_lightning.runtime.json_files import read_json_lines
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """What there is after a run.
+
+    Attributes:
+        prefixes: Distinct prefixes.
+        rolled_out: Those whose rollouts are there.
+        rollouts: Their rollouts.
+        success: Mean of their success rates; None without any.
+    """
+
+    prefixes: int
+    rolled_out: int
+    rollouts: int
+    success: float | None
+
+
+def run_rollout(
+    samples_dir: str,
+    store_dir: str,
+    model: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    responses: int = 8,
+    prefixes: int | None = None,
+    num_rollouts: int = 8,
+    steps: Steps = "auto",
+    export: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+    sampling: SamplingSettings | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    adapter: str | None = None,
+    devices: int = 1,
+    shard: str = "0/1",
+    questions_per_shard: int = 64,
+    max_failures: int = MAX_FAILURES,
+) -> RolloutReport:
+    """Continue the prefixes of stored responses several times each, into a store of their own.
+
+    Equal prefixes of responses to a question are one, and are rolled out once. What is stored is the whole response,
+    prefix and continuation. A run that was killed goes on when the same command is started again, also with other
+    ``devices`` and ``shard``; more prefixes or responses are added to what is there.
+
+    Args:
+        samples_dir: Store of the responses.
+        store_dir: Folder of the rollouts.
+        model: Folder or hub name of the policy, or "bundled"; null takes the one that sampled the responses.
+        split: Split of the responses.
+        limit: Take the first so many questions, by id; null takes all.
+        responses: Take the first so many responses to each question.
+        prefixes: Prefixes of each response, evenly spread over its inner steps; null takes all of these.
+        num_rollouts: Rollouts from each prefix.
+        steps: Where steps end: sentence, line, blank_line, heading, or auto, the coarsest that a response has.
+        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix.
+        engine: Which engine samples, and how.
+        sampling: How continuations are drawn; null is as the responses were.
+        seed: Seed of the run.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to sample with.
+        devices: Worker processes on this machine.
+        shard: "i/n", this machine's share of the prefixes.
+        questions_per_shard: Prefixes in one file of the store; what a kill can cost.
+        max_failures: Requests that may fail in a row; then the run stops.
+
+    Returns:
+        What there is now.
+
+    Raises:
+        InputError: There are no responses with steps, or the policy is not the one that sampled them.
+    """
+    source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps)
+    check_source(source)
+    policy = SampleStore(samples_dir).round_manifest().fingerprint
+    settings = GenerationSettings(
+        model=_policy_of(policy, model, revision=revision),
+        store_dir=store_dir,
+        task=[],
+        split=split,
+        path=None,
+        part=None,
+        limit=limit,
+        offset=0,
+        store_split=split,
+        chain_of_thought=True,
+        prompt=stated_prompt(policy.prompt.further),
+        num_samples=num_rollouts,
+        engine=engine.of(revision=revision or policy.model.revision, adapter=adapter),
+        sampling=sampling or policy.sampling or SamplingSettings(),
+        seed=seed,
+        query=policy.prompt.query or DEFAULT_QUERY,
+        questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
+        rollouts=source,
+    )
+    if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
+        raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
+    chat = settings.chat()
+    wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
+    sample_questions(settings, devices=devices, shard=shard)
+    _keep_prefixes(Path(store_dir) / PREFIXES_FILE, {line["id"]: line for line in describe_prefixes(wanted, chat)})
+    rates = read_rates(store_dir) if (Path(store_dir) / "manifest.json").is_file() else {}
+    found = [rates[one.question.id] for one in wanted if one.question.id in rates]
+    if export is not None:
+        write_json_lines(Path(export), success_records(store_dir))
+        say(f"Wrote the success rates of {len(rates):,} prefixes to {export}")
+    mean = sum(rate.share for rate in found) / len(found) if found else None
+    report = RolloutReport(len(wanted), len(found), sum(rate.rollouts for rate in found), mean)
+    done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
+    say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
+    return report
+
+
+def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
+    """Return the model to roll out with, which is the one that sampled the responses where that is known."""
+    sampled = policy.model
+    if model is None:
+        if sampled.model in (None, IMPORTED):
+            raise InputError("Expected `model` to name the policy, but got null for responses made elsewhere.")
+        return resolve_model(sampled.model)
+    place = resolve_model(model)
+    model_folder(place, revision=revision)
+    if sampled.weights_sha256 not in (None, weights_sha256(place, revision=revision)):
+        raise InputError(
+            f"Expected `model` to be the policy that sampled the responses, {sampled.model!r}, but got {model!r} with "
+            "other weights: its success rates would say nothing of theirs. Leave `model` out, or sample its own "
+            "responses first."
+        )
+    return place
+
+
+def _keep_prefixes(path: Path, lines: dict[str, dict[str, object]]) -> None:
+    """Add what is known of prefixes to the file beside their rollouts."""
+    earlier = {line["id"]: line for _, line in read_json_lines(path)} if path.is_file() else {}
+    write_json_lines(path, list({**earlier, **lines}.values()))

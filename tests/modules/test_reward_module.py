@@ -1,0 +1,269 @@
+"""A reward model with quantiles: its loss, packed rows, exact resume, and its export as others read it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from support.probe_plugin import StopAt
+from support.ssc_pools import TRAIN, VALIDATION, Pool
+from support.training_runs import trainer_with
+from transformers import AutoModelForTokenClassification
+
+from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.quantiles import monotone_quantiles
+from selfcal_lightning.model_files.manifests import check_files, read_manifest
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.modules.rewards import QuantileRewardModule, RewardBatch
+from selfcal_lightning.modules.rewards.losses import reward_losses
+from selfcal_lightning.modules.rewards.module import TRAINED_FILE
+from selfcal_lightning.pipelines.export import run_export
+from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
+from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.contracts import missing_members
+from selfcal_lightning.training.trained_modules import (
+    BasedModule,
+    CheckpointedModule,
+    Exportable,
+    PoolModule,
+    ReadingModule,
+    ScoringModule,
+)
+
+LORA = LoraSettings(r=2, dropout=0.1, activated=False)
+LEVELS = (0.1, 0.9)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+def module_of(model: str, **changes: Any) -> QuantileRewardModule:
+    settings: dict[str, Any] = {"lora": LORA, "steps": "sentence", "lr": 1e-2, "head_lr": 1e-2, **changes}
+    return QuantileRewardModule(model, **settings)
+
+
+def data_of(pool: Pool, store: str, **changes: Any) -> RewardDataModule:
+    settings: dict[str, Any] = {
+        "train": TRAIN, "validation": VALIDATION, "batch_size": 24, "num_samples": 4, "max_length": 256,
+        "steps": "sentence", **changes,
+    }  # fmt: skip
+    return RewardDataModule(pool.model, store, **settings)
+
+
+def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None = None) -> Trainer:
+    """Two epochs of two steps, a checkpoint after each step."""
+    kept = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True, every_n_train_steps=1)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
+        callbacks=[*more, AdapterExport(str(folder / "model")), kept],
+    )  # fmt: skip
+    trainer.fit(module_of(pool.model), datamodule=data_of(pool, store), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A finished run, and what it logged last."""
+    folder = tmp_path_factory.mktemp("reward")
+    trainer = fit(pool, store_dir, folder)
+    return folder, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def places_of(raw: torch.Tensor, target: list[float], row: list[int], weight: list[float]) -> RewardBatch:
+    target_of, rows = torch.tensor(target), len(weight)
+    zeros, ones = torch.zeros(len(row), dtype=torch.long), torch.ones(rows)
+    return RewardBatch(
+        input_ids=torch.zeros(rows, 1, dtype=torch.long), attention_mask=torch.ones(rows, 1, dtype=torch.long),
+        place=zeros, place_row=torch.tensor(row), place_kind=zeros, place_target=target_of, place_rate=target_of,
+        place_rollouts=zeros + 1, last_place=torch.zeros(rows, dtype=torch.long), target=ones, correct=ones,
+        weight=torch.tensor(weight), total=torch.tensor(sum(weight)), question_index=torch.arange(rows),
+        task=("t",) * rows, row=torch.arange(rows),
+    )  # fmt: skip
+
+
+def test_the_loss_by_hand_weighs_responses_not_steps() -> None:
+    gap = math.log(math.expm1(1.0))  # quantiles at log-odds -1 and 1 around a mean of log-odds 0
+    raw = torch.tensor([[0.0, gap, gap]] * 4, requires_grad=True)
+    batch = places_of(raw, [1.0, 1.0, 0.0, math.nan], [0, 0, 1, 1], [1.0, 1.0])
+    losses = reward_losses(raw, batch, LEVELS)
+    low, high = 1 / (1 + math.e), math.e / (1 + math.e)
+    right = (0.1 * (1 - low) + 0.9 * (1 - high)) / 2
+    wrong = (0.9 * low + 0.1 * high) / 2
+    assert losses.cross_entropy.item() == pytest.approx(math.log(2))
+    assert losses.pinball.item() == pytest.approx((right + wrong) / 2)
+    losses.pinball.backward()
+    assert raw.grad is not None
+    assert raw.grad[:, 0].abs().sum() == 0.0, "quantiles do not pull the mean"
+    assert raw.grad[:3, 1:].abs().min() > 0.0
+    assert raw.grad[3].abs().sum() == 0.0, "a place without a target teaches nothing"
+
+
+def test_packed_rows_have_the_outputs_of_rows_that_stand_apart(pool: Pool, store_dir: str) -> None:
+    module = module_of(pool.model, lora=None)
+    module.configure_model()
+    torch.nn.init.normal_(module.head.weight, generator=torch.Generator().manual_seed(0))
+    batches = {}
+    for packing in ("shared_prefix", "off"):
+        data = data_of(pool, store_dir, packing=packing, validation_batch_size=40)
+        (batch,) = data.val_dataloader()
+        order = torch.argsort(batch.row[batch.place_row] * 1000 + torch.arange(len(batch.place)) % 1000, stable=True)
+        with torch.no_grad():
+            raw = module.raw_outputs(batch)
+        batches[packing] = batch, raw[order], batch.place_target[order]
+    packed, apart = batches["shared_prefix"][0], batches["off"][0]
+    assert packed.input_ids.numel() < 0.7 * apart.input_ids.numel()
+    assert len(packed.trees) == len(VALIDATION) * 5
+    torch.testing.assert_close(batches["shared_prefix"][1], batches["off"][1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(batches["shared_prefix"][2], batches["off"][2], equal_nan=True)
+
+
+def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: str) -> None:
+    (batch,) = data_of(pool, store_dir, packing="off", validation_batch_size=40).val_dataloader()
+    for row in range(3):
+        ids, places = batch.input_ids[row].tolist(), (batch.place_row == row).nonzero().flatten()
+        spots = (batch.place[places] - row * batch.input_ids.shape[1]).tolist()
+        texts = [pool.chat.tokenizer.decode(ids[: spot + 1]) for spot in spots]
+        assert texts[0].endswith("<|assistant|>")
+        assert all(text.endswith(".") for text in texts[1:])
+        assert len(spots) == 1 + texts[-1].count("1+1=2.") + 1
+        assert batch.last_place[row] == places[-1]
+        assert batch.place_kind[places].tolist()[:: len(places) - 1] == [0, 4]
+
+
+def test_it_keeps_the_contracts(pool: Pool) -> None:
+    module = module_of(pool.model)
+    for contract in (ReadingModule, PoolModule, BasedModule, CheckpointedModule, Exportable, ScoringModule):
+        assert missing_members(module, contract) == []
+
+
+def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: tuple[Path, dict[str, float]]) -> None:
+    folder, logged = whole
+    for name in ("calibration/Brier", "calibration/ECE", "discrimination/AUROC", "steps/Brier", "steps/ECE",
+                 "steps/Pinball", "steps/BelowLow", "first/steps/Brier", "end/steps/Bias"):  # fmt: skip
+        assert math.isfinite(logged[f"val/{name}"]), name
+    assert logged["val/end/steps/Brier"] == pytest.approx(logged["val/calibration/Brier"], abs=1e-6)
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert {name.split(".")[0] for name in checkpoint["state_dict"]} == {"head", "model"}
+    assert all("lora" in name or "head" in name for name in checkpoint["state_dict"]), "not the trunk"
+
+
+def test_a_broken_run_ends_where_the_unbroken_one_does(
+    whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArithmeticError):
+        fit(pool, store_dir, tmp_path, StopAt(3))
+    torch.rand(17)  # the next start finds other random numbers
+    fit(pool, store_dir, tmp_path, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
+    ends = [load_file(folder / "model" / TRAINED_FILE) for folder in (whole[0], tmp_path)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str) -> None:
+    folder = whole[0] / "model"
+    check_files(folder)
+    manifest = read_manifest(folder)
+    assert (manifest["kind"], manifest["outputs"]) == ("module", ["mean", "gap_below", "gap_above"])
+    assert "softplus" in (folder / "README.md").read_text()
+    module = module_of(pool.model)
+    module.load_export(folder)
+    module.configure_model()
+    module.eval()
+    (batch,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    with torch.no_grad():
+        scores = module.scores(batch)
+    trained = {(q, n): value for q, n, value in zip(
+        batch.question_index.tolist(), batch.row.tolist(), batch.at_ends(scores.mean).tolist(), strict=True
+    )}  # fmt: skip
+    samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
+    reader = open_rewards(RewardSettings(str(folder)))
+    read = [row[-1] for question in reader.read(samples) for row in question]
+    assert read == pytest.approx([trained[key] for key in sorted(trained)], abs=1e-5)
+    lower = [row[-1] for question in reader.read_lower(samples) for row in question]
+    assert all(low < mean for low, mean in zip(lower, read, strict=True))
+    asked = [reader.score_paths(entry.question, [()])[0].mean for entry in samples]
+    starts = scores.mean[batch.place_kind == 0].reshape(len(samples), -1)
+    assert sorted(asked) == pytest.approx(sorted(starts[:, 0].tolist()), abs=1e-5)
+
+
+def test_its_export_is_a_stock_class_with_named_outputs(
+    whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str
+) -> None:
+    folder = str(whole[0] / "model")
+    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert stock.config.id2label == {0: "mean", 1: "gap_below", 2: "gap_above"}
+    entry = next(SampleStore(store_dir).samples(split="validation"))
+    ids = [*entry.prompt_ids, *entry.samples[0].token_ids]
+    with torch.no_grad():
+        raw = stock.eval()(torch.tensor([ids])).logits[0, -1]
+    (((*_, last), *_),) = open_rewards(RewardSettings(folder)).read([entry])
+    assert monotone_quantiles(raw).mean.item() == pytest.approx(last, abs=1e-5)
+
+
+def test_a_checkpoint_is_exported_by_the_verb(whole: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    path = "selfcal_lightning.modules.rewards.QuantileRewardModule"
+    checkpoint = str(whole[0] / "checkpoints" / "last.ckpt")
+    run_export(checkpoint, str(tmp_path / "out"), merge=False, module=path)
+    mine, theirs = (load_file(folder / TRAINED_FILE) for folder in (tmp_path / "out", whole[0] / "model"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, float]]) -> None:
+    folder = str(whole[0] / "model")
+    assert check_rewards(RewardSettings(folder)).has_quantiles
+    assert completed(RewardSettings(folder)).steps == "sentence"
+    with pytest.raises(InputError, match=r"Expected `reward\.format` to be 'quantile-prm'.* but got 'trl-prm'"):
+        check_rewards(RewardSettings(folder, "trl-prm"))
+    with pytest.raises(InputError, match=r"Expected `reward\.steps` to be 'sentence'.* but got 'line'"):
+        check_rewards(RewardSettings(folder, steps="line"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false.*Set `lora\.activated: false`"),
+        ({"low": 0.9, "high": 0.1}, "`low` and `high` to rise within"),
+        ({"target": "votes"}, "`target` to be one of"),
+        ({"pinball": -1.0}, "`pinball` to be a number of at least 0"),
+        ({"head_lr": 0.0}, "`lr` to be a positive number"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        module_of(pool.model, **changes)
+
+
+def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
+    with pytest.raises(InputError, match="`rollouts`, a folder that `selfcal rollout` filled"):
+        data_of(pool, store_dir, target="success_rate")
+    with pytest.raises(InputError, match="`num_samples` to be at least 2 with `target='vote_share'`"):
+        data_of(pool, store_dir, target="vote_share", num_samples=1)
+    trainer = trainer_with(max_steps=1)
+    with pytest.raises(InputError, match="Expected `target` of the data module to be 'outcome', as the module states"):
+        trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
+
+
+def test_votes_are_learnt_without_labels(pool: Pool) -> None:
+    def unlabelled(question: Any, rng: Any) -> list[dict[str, Any]]:
+        answers = ["7", "7", "7", "8", None]
+        return [{"text": f"So it is {a}. The answer is {a}.", "answer": a, "correct": None} for a in answers]
+
+    store = pool.write("unlabelled", unlabelled)
+    (batch,) = data_of(pool, store, target="vote_share", num_samples=5, validation_batch_size=40).val_dataloader()
+    assert sorted(set(batch.target.tolist())) == [0.0, 0.25, 0.75]
+    assert batch.place_rate.isnan().all()
+    with pytest.raises(InputError, match=r"to have a target \('outcome'\), but got none: no label"):
+        data_of(pool, store, num_samples=5).train_dataloader()

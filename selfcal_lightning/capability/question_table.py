@@ -15,6 +15,8 @@ from selfcal_lightning.functional.capability import agreeing_pairs, top_share
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 
 Target = Literal["agreeing_pairs", "top_share", "label"]
+# What a model is taught about questions by the ordinary training, whose "label" is of a response.
+TaughtTarget = Literal["agreeing_pairs", "top_share", "expected_accuracy"]
 LABEL = "label"
 
 

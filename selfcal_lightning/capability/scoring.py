@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY, PROBE, PROMPT_ESTIMATORS, p_true_before
 from selfcal_lightning.capability.inputs import feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
 from selfcal_lightning.capability.prompt_features import feature_origin
 from selfcal_lightning.capability.prompt_model import PromptModel
-from selfcal_lightning.capability.score_files import FITTED_ON
+from selfcal_lightning.capability.question_table import TaughtTarget
+from selfcal_lightning.capability.score_files import FITTED_ON, TAUGHT
 from selfcal_lightning.confidence.scoring.model import ModelSettings
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.models.adapter_files import adapter_identity
 from selfcal_lightning.records import Question
 from selfcal_lightning.store.manifest import StoreFingerprint
@@ -32,7 +34,7 @@ class QuestionScoring:
         estimator: One of ``PROMPT_ESTIMATORS``.
         probe: Folder of the probe, where the estimator is one.
         model: Folder or hub name; None takes the one that sampled the store.
-        query: The query of p_true_before; None is ``BEFORE_QUERY``.
+        query: The query of p_true_before; None is that of the adapter, without one ``BEFORE_QUERY``.
         engine: What answers, or reads hidden states.
         features_dir: Where hidden states are kept; None is a folder in the store.
     """
@@ -67,14 +69,17 @@ def score_questions(
     Raises:
         InputError: The probe was fitted on another model, adapter, template or sampling, or settings cannot be.
     """
-    query = None if run.estimator == PROBE else run.query or BEFORE_QUERY
+    trained = {} if run.estimator == PROBE else trained_with(run.engine.adapter)
+    query = None if run.estimator == PROBE else run.query or trained.get("query") or BEFORE_QUERY
     settings = ModelSettings(run.model, query, run.engine)
-    with PromptModel(settings, fingerprint) as model:
+    # An adapter may have been taught to say how often the model without it is right.
+    with PromptModel(settings, fingerprint, own_adapter=TAUGHT not in trained) as model:
         if run.estimator == PROBE:
             return _by_probe(run, model, questions, fingerprint, store)
         values = p_true_before(model.open(), model.chat, questions)
         asked = {**model.identity, **adapter_identity(run.engine.adapter)}
-        return values, {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
+        taught = {TAUGHT: trained[TAUGHT]} if TAUGHT in trained else {}
+        return values, {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe(), **taught}
 
 
 def _by_probe(
@@ -98,6 +103,17 @@ def _by_probe(
         FITTED_ON: list(probe.fitted_on.content_hashes),
     }  # fmt: skip
     return [float(value) for value in probe.predict(states)], described
+
+
+def trained_with(adapter: str | None) -> dict[str, str]:
+    """Return the ``query`` that an exported adapter was trained with, and what it was taught about questions, if so."""
+    manifest = None if adapter is None else read_manifest(Path(adapter))
+    if manifest is None:
+        return {}
+    query = manifest.get("prompt", {}).get("query")
+    target = manifest.get("training", {}).get("rows", {}).get("target")
+    found = {"query": query, TAUGHT: target if target in get_args(TaughtTarget) else None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def levels_of(probe: CapabilityProbe) -> LevelSettings:

@@ -89,7 +89,7 @@ class LinearProbeModule(LightningModule):
         temperature: float = 1.0,
         tie_weight: float = 0.0,
         optimizer: ProbeOptimizer = "adamw",
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         momentum: float = 0.9,
         weight_decay: float = 1e-2,
         schedule: Schedule = "cosine",

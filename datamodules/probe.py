@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -155,9 +155,8 @@ class ProbeDataModule(LightningDataModule):
                 states, origin = states_of(model, self._pools[role].questions, self.levels, folder)
                 entries = self._pools[role].pool.entries
                 table = question_table(entries)
-                self._rows[role] = ProbeRows(
-                    entries, design(states, self.features), table, self._targets(role, table.targets(self.target))
-                )
+                target = table.targets(self.target)
+                self._rows[role] = ProbeRows(entries, design(states, self.features), table, target)
         if TRAIN in roles:
             self._prepare(origin, first)
 
@@ -168,6 +167,9 @@ class ProbeDataModule(LightningDataModule):
             train, held_out = self._training_numbers()
             self._rows |= {TRAIN: whole.select(train), VALIDATION: whole.select(held_out)}
         train_rows = self._rows[TRAIN]
+        if self.target_draws is not None:  # what is validated on has no noise that can be spared
+            noisy = train_rows.table.targets(self.target, draws=self.target_draws, seed=self.seed)
+            self._rows[TRAIN] = train_rows = replace(train_rows, target=noisy)
         self.basis = probe_basis(
             train_rows.features, train_rows.entries, target=self.target, pooling=self.features, origin=origin,
             sampling=pool.sampling, draws=self.target_draws,
@@ -200,12 +202,6 @@ class ProbeDataModule(LightningDataModule):
                     self._pools[TRAIN].questions, self._pools[role].questions if role in self._pools else (),
                     names=("`train_split`", f"`{role}_split`"), way_out="Name two splits.",
                 )  # fmt: skip
-
-    def _targets(self, role: str, shares: np.ndarray) -> np.ndarray:
-        if role != TRAIN or self.target_draws is None:
-            return shares
-        table = question_table(self._pools[role].pool.entries)
-        return table.targets(self.target, draws=self.target_draws, seed=self.seed)
 
     def _training_numbers(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the training split that are trained on, and those that are set aside."""

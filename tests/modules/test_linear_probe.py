@@ -70,7 +70,7 @@ def trained(
 )
 def test_a_trained_probe_is_used_as_a_fitted_one(store: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     module = trained(store, {"target": "label", "validation_split": "calibration"}, epochs=15, **settings)
-    assert module.logged["val/capability/Spearman"] > 0.5
+    assert module.logged["val/capability/Spearman"] > 0.3
     assert {"train/loss", "val/loss", "val/target/MSE", "val/capability/MSE"} <= set(module.logged)
     module.save_export(tmp_path)
     probe = load_probe(tmp_path)
@@ -78,7 +78,7 @@ def test_a_trained_probe_is_used_as_a_fitted_one(store: Path, tmp_path: Path, se
     assert probe.digest == module.probe.digest
     values = run_score_questions(probe=str(tmp_path), store_dir=str(store), split="test", name="own", overwrite=True)
     pool = load_capability_pool(str(store), split="test", task=None)
-    assert (spearman(values, [chance(question) for question in pool.questions]) or 0.0) > 0.5
+    assert (spearman(values, [chance(question) for question in pool.questions]) or 0.0) > 0.3
     assert all(value is not None and 0.0 <= value <= 1.0 for value in values)
 
 

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "adapter_export": ["AdapterExport"],
         "calibration_curve": ["CalibrationCurve"],
+        "capability_curve": ["CapabilityCurve"],
         "confidence_writer": ["ConfidenceWriter"],
         "generation": ["SSCGeneration"],
         "preemption": ["PreemptionCheckpoint"],

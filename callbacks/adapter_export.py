@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.exports.folders import check_output
 from selfcal_lightning.exports.writing import write_export
-from selfcal_lightning.metrics.collection import KEYS
+from selfcal_lightning.metrics.capability import KEYS as CAPABILITY_KEYS
+from selfcal_lightning.metrics.collection import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.model_files.fingerprints import files_sha256
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.model_files.manifests import read_manifest
@@ -28,6 +29,7 @@ from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.training.sampled_data import SampledData, sampled_data
 from selfcal_lightning.training.trained_modules import Exportable, SideBySide
 
+KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
 
 
@@ -41,7 +43,8 @@ class AdapterExport(Callback):
         output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder. An
             adapter that was trained beside the first one goes to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
-            "val/gsm8k/calibration/ECE"; after every validation that betters it, the weights go to
+            "val/gsm8k/calibration/ECE"; of a probe one of ``CapabilityMetrics``, or without labels "val/target/MSE" or
+            "val/loss". After every validation that betters it, the weights go to
             ``<output_dir>-best``. None exports at the end only.
         mode: Whether lower ("min") or higher ("max") is better.
     """

@@ -10,6 +10,7 @@ from selfcal_lightning.faces import face
 __getattr__, __dir__, __all__ = face(
     __name__,
     {
+        "probe": ["ProbeDataModule"],
         "questions": ["QuestionSource"],
         "rewards": ["RewardDataModule"],
         "ssc": ["SSCDataModule"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from selfcal_lightning.datamodules.ssc.teachers import check_teacher
-from selfcal_lightning.datamodules.ssc.tuples import AGREEMENT, LEAVE_ONE_OUT, TargetName
+from selfcal_lightning.datamodules.ssc.tuples import AGREEMENT, BEFORE_ANSWERING, LEAVE_ONE_OUT, TargetName
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.training.lightning_internals import deals_rows_anew
 
@@ -45,8 +45,13 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def check_generation_ratio(generation_ratio: float | None, *, activated: bool) -> None:
-    """Raise InputError where samples would be drawn that an activated adapter learns nothing from."""
+def check_generation_ratio(generation_ratio: float | None, *, activated: bool, target: str) -> None:
+    """Raise InputError where samples would be drawn that nothing is learnt from."""
+    if target in BEFORE_ANSWERING and generation_ratio:
+        raise InputError(
+            f"Expected `generation_ratio` to be 0 with the target {target!r}, which is learnt before there is a "
+            f"response, but got {generation_ratio}. Set it to 0."
+        )
     if activated and generation_ratio:
         raise InputError(
             "Expected `generation_ratio` to be 0 with an activated adapter, which has no generation loss, but got "
@@ -55,23 +60,41 @@ def check_generation_ratio(generation_ratio: float | None, *, activated: bool) -
         )
 
 
-def check_beside(beside: Mapping[str, BesideSettings], *, num_buckets: int | None, num_samples: int) -> None:
+def check_beside(
+    beside: Mapping[str, BesideSettings], *, target: str, num_buckets: int | None, num_samples: int
+) -> None:
     """Raise InputError where adapters beside the first one could not be what they would become alone.
 
     Args:
         beside: Their settings, by name.
+        target: That of the first one.
         num_buckets: Of the data module.
         num_samples: Of the data module.
     """
     for name, one in beside.items():
+        check_taught(one.target or target, one.teacher)
         if one.target is not None:
             check_choice(f"beside.{name}.target", one.target, TargetName)
             check_agreement(num_samples, one.target)
+            if (one.target in BEFORE_ANSWERING) != (target in BEFORE_ANSWERING):
+                raise InputError(
+                    f"Expected targets side by side to be all of responses or all of questions, but got {target!r} and "
+                    f"{one.target!r} of {name!r}: the ones are asked behind a response, the others before there is one."
+                )
         check_teacher(one.teacher, one.teacher_share)
     if beside and num_buckets not in (None, 1):
         raise InputError(
             f"Expected `num_buckets` to be 1 with adapters side by side, but got {num_buckets}: rows that are spread "
             "over the targets of the first one are not those that the others would draw. Leave it out."
+        )
+
+
+def check_taught(target: str, teacher: str | None) -> None:
+    """Raise InputError where a teacher would say something of a response that is not read."""
+    if target in BEFORE_ANSWERING and teacher is not None:
+        raise InputError(
+            f"Expected no `teacher` with the target {target!r}, which is learnt before there is a response, but got "
+            f"{teacher}: it says something of a response. Leave it out."
         )
 
 

@@ -71,6 +71,12 @@ FUNCTION_VERBS = {
         "run_evaluate_capability",
         "judge estimates of the chance of a right answer",
     ),
+    "fit-capability-maps": (
+        "capability.fit_capability_maps",
+        "run_fit_capability_maps",
+        "fit maps of such estimates on labelled questions",
+    ),
+    "map-scores": ("capability.fit_capability_maps", "run_map_scores", "map such estimates by fitted maps"),
     "predict-pass-at-k": (
         "capability.predict_pass_at_k",
         "run_predict_pass_at_k",
@@ -120,6 +126,8 @@ KEPT = {
     "score-questions": "Hidden states read so far are kept; the same command goes on.",
     "evaluate": "Samples of models so far are under `output_dir`, and are not drawn again; the rest begins anew.",
     "evaluate-capability": _NOTHING,
+    "fit-capability-maps": _NOTHING,
+    "map-scores": _NOTHING,
     "predict-pass-at-k": _NOTHING,
     "allocate": _NOTHING,
     "fit-asking-threshold": _NOTHING,

@@ -85,10 +85,17 @@ class SSCCollator:
         pad_to_multiple_of: Sequences are padded on the right to a multiple of it; those of single rows at most to
             ``max_length``.
         shared_prefix: Whether rows are packed.
+        empty: Whether the query stands behind the prompt itself, as before there is a response; nothing is generated.
     """
 
     def __init__(
-        self, chat: ChatFormat, *, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
+        self,
+        chat: ChatFormat,
+        *,
+        max_length: int,
+        pad_to_multiple_of: int = 8,
+        shared_prefix: bool = False,
+        empty: bool = False,
     ) -> None:
         if pad_to_multiple_of < 1:
             raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
@@ -101,6 +108,7 @@ class SSCCollator:
         self.max_length = max_length
         self.pad_to_multiple_of = pad_to_multiple_of
         self.shared_prefix = shared_prefix
+        self.empty = empty
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
@@ -121,6 +129,8 @@ class SSCCollator:
                 f"Expected the prompt of question {row.question.id!r} and the confidence query to leave room for a "
                 f"response within `max_length` {self.max_length}, but got {len(prompt)} prompt tokens."
             )
+        if self.empty:
+            return EncodedRow((*prompt, *self.chat.query.suffix_ids), len(prompt), len(prompt), was_cut=False)
         was_cut = len(response) > room
         response = response[:room]
         suffix = self.chat.query.suffix_ids

@@ -17,6 +17,7 @@ from selfcal_lightning.datamodules.checks import (
     check_choice,
     check_generation_ratio,
     check_shares,
+    check_taught,
 )
 from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
@@ -37,7 +38,7 @@ from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, steps_per_
 from selfcal_lightning.datamodules.ssc.stored_rows import Split, StoredRows
 from selfcal_lightning.datamodules.ssc.summary import describe_epoch
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe, check_teacher, read_recipe
-from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetName, TupleDataset
+from selfcal_lightning.datamodules.ssc.tuples import BEFORE_ANSWERING, PTrueName, TargetName, TupleDataset
 from selfcal_lightning.errors import check_at_least
 from selfcal_lightning.model_files.fingerprints import files_sha256
 from selfcal_lightning.models.segment_attention import check_attention
@@ -87,7 +88,8 @@ class SSCDataModule(StoredRows):
         target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
             "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
             references). The first two contain the response's own vote, which makes rare answers look better than they
-            are. None is "ssc", and "leave_one_out_ssc" with an activated adapter.
+            are. None is "ssc", and "leave_one_out_ssc" with an activated adapter. "agreeing_pairs", "top_share" and
+            "expected_accuracy" (needs references) are of the question: the query is put before there is a response.
         teacher: File of a fused confidence (``selfcal fit-confidence``) that the target is mixed with; what it reads of
             a response must be in the store.
         teacher_share: Share of the teacher in the target, the rest being ``target``.
@@ -238,7 +240,7 @@ class SSCDataModule(StoredRows):
             reader = self._reader()
             check_attention(None if reader is None else reader.attn_implementation)
         if stage == "fit":
-            check_generation_ratio(self.generation_ratio, activated=self._is_activated)
+            check_generation_ratio(self.generation_ratio, activated=self._is_activated, target=self.target)
             self.recipes()
         check_room(self, stage)
 
@@ -246,7 +248,7 @@ class SSCDataModule(StoredRows):
         """Check what needs no hub, and return the questions and the optimiser steps of a run."""
         self._planned = reading_module(module, who=type(self).__name__)  # the trainer does not know it yet
         if verb == "fit":
-            check_generation_ratio(self.generation_ratio, activated=self._is_activated)
+            check_generation_ratio(self.generation_ratio, activated=self._is_activated, target=self.target)
             self.recipes()
         return plan_data(self, verb, trainer)
 
@@ -292,16 +294,16 @@ class SSCDataModule(StoredRows):
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
         """Return the recipe of an epoch for tasks with these shares."""
-        activated = self._is_activated
-        ratio = 0.0 if activated else DEFAULT_RATIO
+        plain = self._is_activated or self.target in BEFORE_ANSWERING
+        ratio = 0.0 if plain else DEFAULT_RATIO
         return Mixture(
             total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
             generation_ratio=ratio if self.generation_ratio is None else self.generation_ratio,
             shares=shares,
-            exact=self.exact or activated,
+            exact=self.exact or plain,
             fill=self.fill,
             max_repeats=self.max_repeats,
-            num_buckets=(1 if activated else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
+            num_buckets=(1 if plain else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
         )
 
     @property
@@ -331,17 +333,18 @@ class SSCDataModule(StoredRows):
         """
         module = self._module()
         beside = module.beside if isinstance(module, SideBySide) else {}
-        check_beside(beside, num_buckets=self.num_buckets, num_samples=self.num_samples)
+        check_taught(self.target, self.teacher)
+        check_beside(beside, target=self.target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(self.target, self.teacher, self.teacher_share)
         others = [read_recipe(one.target or self.target, one.teacher, one.teacher_share) for one in beside.values()]
         return (first, *others)
 
     def _tuples_of_an_epoch(self) -> int:
-        if not self._is_activated:
+        if not self._is_activated and self.target not in BEFORE_ANSWERING:
             return DEFAULT_TUPLES
         named = self.sources["train"]
         questions = self.questions("train") if named else self._store().question_ids(split="train", round=self.round)
-        return len(questions) * self.num_samples
+        return len(questions) * (1 if self.target in BEFORE_ANSWERING else self.num_samples)
 
     def train_dataloader(self) -> LateDataLoader:
         """Open the store and return the loader of training tuples.

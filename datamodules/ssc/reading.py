@@ -16,6 +16,8 @@ from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.store.shards import question_digest
 
+OF_THE_QUERY = frozenset({"query", "suffix_ids", "yes_ids", "no_ids"})
+
 
 def read_index(
     store: SampleStore,
@@ -93,8 +95,14 @@ def check_stored_splits(
             )
 
 
-def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
+def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_counts: bool = True) -> None:
     """Hold the chat format against the one that a round was sampled with.
+
+    Args:
+        store: The store.
+        chat: The chat format.
+        round: The round.
+        query_counts: Whether the confidence query must be the same: not where no confidence of the store is read.
 
     Raises:
         ValueError: The template, the confidence query or its tokens differ.
@@ -109,7 +117,7 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int) -> None:
     changed = [
         f"`{name}` was {stored[name]!r} and is {value!r}"
         for name, value in chat.describe().items()
-        if name in stored and stored[name] != value
+        if name in stored and stored[name] != value and (query_counts or name not in OF_THE_QUERY)
     ]
     if changed:
         raise InputError(

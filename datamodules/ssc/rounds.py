@@ -91,6 +91,7 @@ def read_rounds(
     rounds: Sequence[int],
     questions: Sequence[Question] | None,
     chat: ChatFormat,
+    query_counts: bool = True,
     confidences: Sequence[str] = (),
 ) -> SampleIndex:
     """Return the rows of a split in all of ``rounds``, a question's rows of all rounds beside each other.
@@ -104,6 +105,7 @@ def read_rounds(
         rounds: Generation rounds.
         questions: The questions whose rows are wanted; None takes all that the store holds for the split.
         chat: The chat format that the rounds must have been sampled with.
+        query_counts: Whether their confidence query must be the same too.
         confidences: Annotations to merge in.
 
     Raises:
@@ -112,7 +114,7 @@ def read_rounds(
     wanted = {"split": split, "questions": questions, "confidences": confidences}
     indexes = [read_index(store, round=round, **wanted) for round in rounds]
     for round in rounds:
-        check_prompts(store, chat, round=round)
+        check_prompts(store, chat, round=round, query_counts=query_counts)
     pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
     if questions is None:
         rank_zero_info(describe_stored(pooled, store, split=split))

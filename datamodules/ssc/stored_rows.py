@@ -22,6 +22,7 @@ from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, OneByOne, 
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
 from selfcal_lightning.datamodules.ssc.tuples import (
     AGREEMENT,
+    BEFORE_ANSWERING,
     PTrueName,
     TargetName,
     TupleDataset,
@@ -158,6 +159,7 @@ class StoredRows(LightningDataModule):
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
             shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
+            empty=self.target in BEFORE_ANSWERING,
         )
 
     def _store(self) -> SampleStore:
@@ -183,6 +185,7 @@ class StoredRows(LightningDataModule):
             rounds=rounds,
             questions=questions,
             chat=collator.chat,
+            query_counts=not collator.empty,
             confidences=sorted({name for recipe in recipes for name in recipe.annotations}),
         )
         table, reasons = self._table(store, index, collator, recipes)

@@ -7,24 +7,30 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from selfcal_lightning.capability.question_table import TaughtTarget
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.mixture import BoolArray, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe, mix_in_teacher
+from selfcal_lightning.functional.capability import agreeing_pairs, top_share
 from selfcal_lightning.functional.consistency import leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
 
-TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "p_true", "label"]
-AGREEMENT = frozenset({"ssc", "consistency", "leave_one_out", "leave_one_out_ssc"})  # need several responses
+TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "p_true", "label", TaughtTarget]
+BEFORE_ANSWERING = frozenset(get_args(TaughtTarget))  # learnt after an empty response, one row a question
+AGREEMENT = frozenset(  # need several responses
+    {"ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "agreeing_pairs", "top_share"}
+)
 PTrueName = Literal["normalised", "raw"]
 LEAVE_ONE_OUT = frozenset({"leave_one_out", "leave_one_out_ssc"})
 NO_OTHER, UNTAUGHT = "no other readable response", "nothing for the teacher to read"
+NOT_THE_FIRST = "not the first response to its question"
 READ_CHUNK = 1024
 
 
@@ -104,7 +110,9 @@ def compute_targets(
     - ``"leave_one_out"``: the share of the *other* readable responses that give the same answer;
     - ``"leave_one_out_ssc"``: likewise, the others weighted by their confidences: "ssc" without one's own vote;
     - ``"p_true"``: the response's own confidence, not pooled (an ablation);
-    - ``"label"``: whether the response is right (needs references).
+    - ``"label"``: whether the response is right (needs references);
+    - ``"agreeing_pairs"``, ``"top_share"``, ``"expected_accuracy"`` (needs references): of the question, learnt before
+      there is a response, by the first row of the question alone.
 
     A response without a confidence counts as unreadable for "ssc", "leave_one_out_ssc" and "p_true". Questions imported
     without masses use the confidence named "p_true" in their place, or the finished value that has the target's name.
@@ -120,7 +128,9 @@ def compute_targets(
         readable = np.array([answer is not None for answer in answers])
         has_masses = not np.isnan(index.yes_mass[rows]).all()
         confidence = masses[rows] if has_masses else imported[rows]
-        if target == "label":
+        if target in BEFORE_ANSWERING:
+            values[rows.start] = _of_question(target, answers, _labels(index, rows))
+        elif target == "label":
             values[rows] = np.where(readable | (not drop_none), _labels(index, rows), np.nan)
         elif target != "p_true" and not has_masses and not np.isnan(finished[rows]).all():
             values[rows] = np.where(readable | (not drop_none), finished[rows], np.nan)
@@ -134,9 +144,18 @@ def compute_targets(
             known = [None if np.isnan(value) else float(value) for value in confidence]
             pool = soft_self_consistency if target == "ssc" else leave_one_out
             values[rows] = _floats(pool(answers, known, drop_none=drop_none))
-        reasons[rows] = _reasons(target, readable, _labels(index, rows) if target == "label" else confidence)
+        made_of = _labels(index, rows) if target in ("label", "expected_accuracy") else confidence
+        reasons[rows] = _reasons(target, readable, made_of)
     reasons[~np.isnan(values)] = ""
     return values, reasons
+
+
+def _of_question(target: TargetName, answers: Sequence[str | None], labels: FloatArray) -> float:
+    """Return what the responses say about their question; nan where they do not."""
+    if target == "expected_accuracy":
+        return float(labels.mean())
+    value = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
+    return np.nan if value is None else value
 
 
 def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
@@ -147,6 +166,9 @@ def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> n
         readable: Which responses have an answer, [n].
         made_of: The labels or confidences that the target is made of, nan where there is none, [n].
     """
+    if target in BEFORE_ANSWERING:
+        first = "no label" if target == "expected_accuracy" else NO_OTHER
+        return np.where(np.arange(len(readable)) > 0, NOT_THE_FIRST, first)
     if target == "leave_one_out":  # the one that is made of neither
         return np.where(readable, NO_OTHER, "unreadable")
     counted = (readable & ~np.isnan(made_of)).sum()
@@ -197,6 +219,7 @@ def make_table(
             then those of the adapters beside.
     """
     prompt, response = known_lengths(store, index, collator)
+    response = np.zeros_like(response) if collator.empty else response
     room = collator.room_for_response(prompt)
     values, reasons = made[0]
     for _, further in made[1:]:

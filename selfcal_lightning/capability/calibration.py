@@ -13,6 +13,7 @@ from selfcal_lightning.capability.question_table import QuestionTable, question_
 from selfcal_lightning.capability.score_files import QuestionScore, origin_digest
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.records import Question
 from selfcal_lightning.store.question_annotations import QuestionAnnotation, question_values
 from selfcal_lightning.store.shards import question_digest
 
@@ -24,10 +25,14 @@ class CalibrationQuestions:
     Attributes:
         predicted: Their predicted capabilities [Q].
         table: What their responses show.
+        questions: The questions.
+        scored_by: Digest of what predicted the capabilities (``score_files.origin_digest``).
     """
 
     predicted: Floats
     table: QuestionTable
+    questions: tuple[Question, ...]
+    scored_by: str
 
 
 def calibration_questions(
@@ -49,7 +54,7 @@ def calibration_questions(
     keys = [(question.id, question_digest(question)) for question in read.questions]
     values = question_values(store_dir, name, keys)
     check_origins(read, [name])
-    _check_scored_alike(store_dir, name, asked)
+    scored_by = _check_scored_alike(store_dir, name, asked)
     known = np.array([value is not None for value in values])
     if not known.any():
         raise InputError(
@@ -63,15 +68,21 @@ def calibration_questions(
             f"Expected calibration questions that are not predicted, but got {len(shared):,} of them, such as "
             f"{min(shared)!r}. Name another `calibration_split`."
         )
-    return CalibrationQuestions(np.array([value for value in values if value is not None]), table)
+    return CalibrationQuestions(
+        np.array([value for value in values if value is not None]),
+        table,
+        tuple(question for question, value in zip(read.questions, values, strict=True) if value is not None),
+        scored_by,
+    )
 
 
-def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore]) -> None:
-    """Raise InputError where questions were scored otherwise than the values of a store."""
+def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore]) -> str:
+    """Return the digest of what computed the values of a store, and refuse questions that were scored otherwise."""
     record = QuestionAnnotation(store_dir, name).record
-    digests = {one.scored_by for one in asked} - {None}
-    if record is not None and digests - {origin_digest(record.origin)}:
+    digest = origin_digest({} if record is None else record.origin)
+    if {one.scored_by for one in asked} - {None, digest}:
         raise InputError(
             f"Expected `scores` to have been computed as the values {name!r} in {store_dir}, but got those of another "
             "probe, model or query. Score both with the same one."
         )
+    return digest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS
 from selfcal_lightning.capability.inputs import CapabilityPool
-from selfcal_lightning.capability.score_files import FITTED_ON
+from selfcal_lightning.capability.score_files import FITTED_ON, TAUGHT
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.store.question_annotations import QuestionAnnotation
 from selfcal_lightning.store.shards import question_digest
@@ -23,8 +23,10 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
         if record is None:
             continue
         model = record.origin.get("model") or record.origin.get("states", {}).get("model", {})
+        # An adapter that was taught about questions says how often the model without it is right.
+        compared = ("weights_sha256",) if TAUGHT in record.origin else ("weights_sha256", "adapter_sha256")
         if None not in (sampled["weights_sha256"], model.get("weights_sha256")) and any(
-            sampled[key] != model.get(key) for key in ("weights_sha256", "adapter_sha256")
+            sampled[key] != model.get(key) for key in compared
         ):
             raise InputError(
                 f"Expected the values {name!r} to be of the model that gave the responses in {read.path}, but got "

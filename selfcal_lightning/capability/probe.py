@@ -1,12 +1,12 @@
-"""A linear probe: the chance that the model answers a question correctly, read from its hidden states of the prompt."""
+"""A probe: the chance that the model answers a question correctly, read from its hidden states of the prompt."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from safetensors import SafetensorError
@@ -21,40 +21,124 @@ from selfcal_lightning.runtime.files import to_json, write_atomically
 from selfcal_lightning.runtime.json_files import json_object_or_none
 from selfcal_lightning.store.origins import origin_differences
 
+if TYPE_CHECKING:
+    from selfcal_lightning.functional.probe_heads import Link
+
 Pooling = Literal["both", "token_mean", "last_token"]
 RECORD, WEIGHTS = "probe.json", "probe.safetensors"
-FORMAT, VERSION = "selfcal_lightning.probe", 1
+FORMAT, VERSION = "selfcal_lightning.probe", 2
+LINEAR_VERSION = 1  # of before there were other heads than a linear one, cut to [0, 1]
 
 
 @dataclass(frozen=True, eq=False)
-class CapabilityProbe:
-    """``clip(intercept + ((x - centre) / scale) . weights, 0, 1)`` of the features x of a prompt.
+class ProbeHead:
+    """What follows the standardised features: linear layers with an activation between each two, and a link.
+
+    Attributes:
+        weights: Weight of each layer [out, in].
+        biases: Bias of each layer [out].
+        link: How the last outputs become a share (``functional.probe_heads.linked``).
+        activation: Between two layers; of no effect with one.
+    """
+
+    weights: tuple[Floats, ...]
+    biases: tuple[Floats, ...]
+    link: Link = "clip"
+    activation: str = "relu"
+
+    @property
+    def num_features(self) -> int:
+        """Features that it reads, D."""
+        return int(self.weights[0].shape[1])
+
+    def describe(self) -> str:
+        """Return what it is, for people.
+
+        Example:
+            >>> ProbeHead((np.zeros((8, 3)), np.zeros((1, 8))), (np.zeros(8), np.zeros(1)), "sigmoid").describe()
+            'layers 3 -> 8 -> 1, relu, sigmoid'
+        """
+        sizes = [self.num_features, *(len(bias) for bias in self.biases)]
+        between = f"{self.activation}, " if len(self.weights) > 1 else ""
+        return f"layers {' -> '.join(map(str, sizes))}, {between}{self.link}"
+
+    def digest(self, pooling: Pooling) -> str:
+        """Return a text that tells heads apart; that of a linear one is as it was before there were others."""
+        if len(self.weights) == 1 and self.link == "clip":
+            return f"{pooling} {float(self.biases[0][0])!r}"
+        return f"{pooling} {self.describe()}"
+
+    def predict(self, features: Floats) -> Floats:
+        """Return the shares [N] of standardised features [N, D], computed in float64."""
+        import torch
+
+        from selfcal_lightning.functional.probe_heads import head_outputs, linked
+
+        weights, biases = (
+            [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in side] for side in (self.weights, self.biases)
+        )
+        outputs = head_outputs(torch.as_tensor(features), weights, biases, activation=self.activation)
+        return np.asarray(linked(outputs, self.link).numpy(), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeBasis:
+    """All of a probe but its head: what its features are, and what it is fitted to.
 
     Attributes:
         pooling: Which vectors of a prompt the features are.
-        target: What it was fitted to.
-        weights: One a feature [D].
-        intercept: The constant.
+        target: What is predicted.
         centre: Mean of each feature over the questions of the fit [D].
         scale: Standard deviation likewise [D]; 1 where it is 0.
-        penalty: Penalty of the fit.
-        error: Mean squared leave-one-out error against the target.
         origin: What the features depend on: model, adapter, template, levels.
         sampling: How the responses of the targets were drawn; None where nobody knows.
         fitted_on: The questions of the fit.
+        draws: Verdicts or pairs that a target was redrawn from; None where it is what all responses show.
     """
 
     pooling: Pooling
     target: Target
-    weights: Floats
-    intercept: float
     centre: Floats
     scale: Floats
-    penalty: float
-    error: float
     origin: Mapping[str, Any]
     sampling: Mapping[str, Any] | None
     fitted_on: FittedOn
+    draws: int | None = None
+
+    def probe(self, head: ProbeHead, *, penalty: float | None = None, error: float | None = None) -> CapabilityProbe:
+        """Return the probe with a head; see ``CapabilityProbe``."""
+        return CapabilityProbe(**vars(self), head=head, penalty=penalty, error=error)
+
+
+@dataclass(frozen=True, eq=False)
+class CapabilityProbe:
+    """``link(head((x - centre) / scale))`` of the features x of a prompt; a head of one layer makes it linear.
+
+    Attributes:
+        pooling: Which vectors of a prompt the features are.
+        target: What it was fitted to.
+        centre: Mean of each feature over the questions of the fit [D].
+        scale: Standard deviation likewise [D]; 1 where it is 0.
+        origin: What the features depend on: model, adapter, template, levels.
+        sampling: How the responses of the targets were drawn; None where nobody knows.
+        fitted_on: The questions of the fit.
+        head: What follows the standardised features.
+        penalty: Penalty of a closed-form fit; None of a trained probe.
+        error: Mean squared leave-one-out error of a closed-form fit against the target; None of a trained probe.
+        draws: Verdicts or pairs that a target was redrawn from; None where it is what all responses show.
+    """
+
+    pooling: Pooling
+    target: Target
+    centre: Floats
+    scale: Floats
+    origin: Mapping[str, Any]
+    sampling: Mapping[str, Any] | None
+    fitted_on: FittedOn
+    head: ProbeHead
+    penalty: float | None = None
+    error: float | None = None
+    draws: int | None = None
 
     @property
     def name(self) -> str:
@@ -62,10 +146,17 @@ class CapabilityProbe:
         return f"probe of {self.target}"
 
     @property
+    def basis(self) -> ProbeBasis:
+        """All of it but the head."""
+        return ProbeBasis(**{each.name: getattr(self, each.name) for each in fields(ProbeBasis)})
+
+    @property
     def digest(self) -> str:
         """A digest of all that its predictions depend on."""
-        found = hashlib.sha256(f"{self.pooling} {self.intercept!r}".encode())
-        for values in (self.weights, self.centre, self.scale):
+        found = hashlib.sha256(self.head.digest(self.pooling).encode())
+        further = [*self.head.weights[1:], *self.head.biases] if len(self.head.weights) > 1 else []
+        further += list(self.head.biases) if self.head.link != "clip" else []
+        for values in (self.head.weights[0], self.centre, self.scale, *further):
             found.update(np.asarray(values, dtype=np.float64).tobytes())
         return found.hexdigest()[:16]
 
@@ -76,11 +167,12 @@ class CapabilityProbe:
             InputError: The states are of another width.
         """
         x = design(states, self.pooling)
-        if x.shape[1] != len(self.weights):
+        if x.shape[1] != self.head.num_features:
             raise InputError(
-                f"Expected states of {len(self.weights)} features, on which the probe was fitted, but got {x.shape[1]}."
+                f"Expected states of {self.head.num_features} features, on which the probe was fitted, but got "
+                f"{x.shape[1]}."
             )
-        return np.clip((x - self.centre) / self.scale @ self.weights + self.intercept, 0.0, 1.0)
+        return self.head.predict((x - self.centre) / self.scale)
 
     def check_reads(self, origin: Mapping[str, Any]) -> None:
         """Raise InputError unless features of ``origin`` are of the kind on which the probe was fitted."""
@@ -112,18 +204,21 @@ class CapabilityProbe:
         path = Path(folder)
         check_probe_target(path)
         path.mkdir(parents=True, exist_ok=True)
-        arrays = {"weights": self.weights, "centre": self.centre, "scale": self.scale}
-        write_atomically(path / WEIGHTS, save({name: np.asarray(values) for name, values in arrays.items()}))
+        arrays = {"centre": self.centre, "scale": self.scale}
+        for kind, side in {"weight": self.head.weights, "bias": self.head.biases}.items():
+            arrays |= {f"{kind}_{place}": values for place, values in enumerate(side)}
+        write_atomically(path / WEIGHTS, save({name: np.ascontiguousarray(value) for name, value in arrays.items()}))
+        head = {"link": self.head.link, "activation": self.head.activation, "num_layers": len(self.head.weights)}
         record = {
-            "format": FORMAT, "version": VERSION, "pooling": self.pooling, "target": self.target,
-            "intercept": self.intercept, "penalty": self.penalty, "error": self.error, "origin": dict(self.origin),
+            "format": FORMAT, "version": VERSION, "pooling": self.pooling, "target": self.target, "head": head,
+            "penalty": self.penalty, "error": self.error, "origin": dict(self.origin), "draws": self.draws,
             "sampling": None if self.sampling is None else dict(self.sampling), "fitted_on": self.fitted_on.as_json(),
         }  # fmt: skip
         write_atomically(path / RECORD, to_json(record))
 
 
 def load_probe(folder: str | Path) -> CapabilityProbe:
-    """Read a probe that :meth:`CapabilityProbe.save` wrote.
+    """Read a probe that :meth:`CapabilityProbe.save` wrote, now or when there were linear ones alone.
 
     Raises:
         FileNotFoundError: There is none.
@@ -135,7 +230,7 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
             f"Expected a probe in {path}, {RECORD} and {WEIGHTS}, but got none. `selfcal fit-probe` writes one."
         )
     record = json_object_or_none(path / RECORD) or {}
-    if record.get("format") != FORMAT or record.get("version") != VERSION:
+    if record.get("format") != FORMAT or record.get("version") not in (LINEAR_VERSION, VERSION):
         raise InputError(
             f"Expected {path / RECORD} to be a probe of version {VERSION}, but got {record.get('format')!r} of version "
             f"{record.get('version')!r}. Fit it again."
@@ -143,13 +238,27 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
     try:
         arrays = load((path / WEIGHTS).read_bytes())
         fitted_on = FittedOn.from_json(record["fitted_on"])
-        plain = {name: record[name] for name in ("pooling", "target", "intercept", "penalty", "error", "origin")}
+        plain = {name: record[name] for name in ("pooling", "target", "penalty", "error", "origin")}
         return CapabilityProbe(
-            **plain, sampling=record["sampling"], fitted_on=fitted_on,
-            weights=arrays["weights"], centre=arrays["centre"], scale=arrays["scale"],
+            **plain, sampling=record["sampling"], fitted_on=fitted_on, head=_read_head(record, arrays),
+            centre=arrays["centre"], scale=arrays["scale"], draws=record.get("draws"),
         )  # fmt: skip
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
+
+
+def _read_head(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> ProbeHead:
+    if record["version"] == LINEAR_VERSION:
+        return linear_head(arrays["weights"], record["intercept"])
+    described = record["head"]
+    places = range(described["num_layers"])
+    weights, biases = (tuple(arrays[f"{kind}_{place}"] for place in places) for kind in ("weight", "bias"))
+    return ProbeHead(weights, biases, described["link"], described["activation"])
+
+
+def linear_head(weights: Floats, intercept: float) -> ProbeHead:
+    """Return the head ``clip(intercept + x . weights, 0, 1)``, weights [D]."""
+    return ProbeHead((np.asarray(weights)[None],), (np.array([intercept], dtype=np.float64),))
 
 
 def check_probe_target(folder: str | Path, *, option: str = "output") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.capability.probe import CapabilityProbe, Pooling, design
+from selfcal_lightning.capability.probe import CapabilityProbe, Pooling, ProbeBasis, design, linear_head
 from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
 from selfcal_lightning.confidence.fitting.calibration_split import FittedOn
 from selfcal_lightning.engines.hidden_states import PromptStates
@@ -27,8 +27,10 @@ def fit_probe(
     pooling: Pooling = "both",
     origin: Mapping[str, Any],
     sampling: Mapping[str, Any] | None,
+    draws: int | None = None,
+    seed: int = 0,
 ) -> CapabilityProbe:
-    """Fit a probe of hidden states to what responses say about their questions.
+    """Fit a linear probe of hidden states to what responses say about their questions, in closed form.
 
     Args:
         states: Hidden states of the questions' prompts, in the order of ``entries``.
@@ -37,33 +39,49 @@ def fit_probe(
         pooling: Which vectors are the features.
         origin: What the states depend on.
         sampling: How the responses were drawn; None where nobody knows.
+        draws: Verdicts or pairs that each target is redrawn from; see ``QuestionTable.targets``.
+        seed: Of these.
 
     Raises:
         InputError: There are too few questions, the responses do not give the target, or it is the same for all.
     """
-    table = question_table(entries)
-    wanted = checked_targets(table, target)
+    wanted = checked_targets(question_table(entries), target, draws=draws, seed=seed)
     features = design(states, pooling)
-    centre, scale = standardisation(features)
-    fit = fit_ridge_leaving_one_out((features - centre) / scale, wanted)
-    return CapabilityProbe(
-        pooling=pooling,
-        target=target,
-        weights=fit.weights,
-        intercept=fit.intercept,
-        centre=centre,
-        scale=scale,
-        penalty=fit.penalty,
-        error=fit.error,
-        origin=origin,
-        sampling=sampling,
-        fitted_on=FittedOn.from_questions(
-            (entry.question for entry in entries), num_responses=int(table.num_samples.sum())
-        ),
+    basis = probe_basis(
+        features, entries, target=target, pooling=pooling, origin=origin, sampling=sampling, draws=draws
     )
+    fit = fit_ridge_leaving_one_out((features - basis.centre) / basis.scale, wanted)
+    return basis.probe(linear_head(fit.weights, fit.intercept), penalty=fit.penalty, error=fit.error)
 
 
-def checked_targets(table: QuestionTable, target: Target) -> Floats:
+def probe_basis(
+    features: Floats,
+    entries: Sequence[QuestionSamples],
+    *,
+    target: Target,
+    pooling: Pooling,
+    origin: Mapping[str, Any],
+    sampling: Mapping[str, Any] | None,
+    draws: int | None = None,
+) -> ProbeBasis:
+    """Return all of a probe but its head.
+
+    Args:
+        features: Features of the questions of the fit [N, D]; they are standardised by their mean and spread.
+        entries: These questions with their responses.
+        target: What is predicted.
+        pooling: Which vectors the features are.
+        origin: What the features depend on.
+        sampling: How the responses were drawn; None where nobody knows.
+        draws: Verdicts or pairs that each target was redrawn from.
+    """
+    centre, scale = standardisation(features)
+    questions = (entry.question for entry in entries)
+    fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
+    return ProbeBasis(pooling, target, centre, scale, origin, sampling, fitted_on, draws)
+
+
+def checked_targets(table: QuestionTable, target: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
     """Return the targets of a fit [Q].
 
     Raises:
@@ -71,7 +89,7 @@ def checked_targets(table: QuestionTable, target: Target) -> Floats:
     """
     if len(table) < LEAST_QUESTIONS:
         raise InputError(f"Expected at least {LEAST_QUESTIONS} questions to fit a probe on, but got {len(table)}.")
-    wanted = table.targets(target)
+    wanted = table.targets(target, draws=draws, seed=seed)
     if float(np.ptp(wanted)) < 1e-12:
         raise InputError(
             f"Expected `target` {target} to differ between questions, but got {wanted[0]:g} for all {len(table):,}. "

@@ -27,13 +27,18 @@ class PromptModel:
     Args:
         settings: Which model, and how it is run; its name may be None where a store names it.
         fingerprint: What the responses are whose questions are read; None without any.
+        own_adapter: Whether the adapter must be the one that gave the responses: not where it was trained to be asked
+            about them.
 
     Raises:
         InputError: The model is not there, or it is another one than that which gave the responses.
     """
 
-    def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
+    def __init__(
+        self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None, *, own_adapter: bool = True
+    ) -> None:
         self._settings = settings
+        self._compared = _HASHES if own_adapter else _HASHES[:1]
         self._named = ScoringModel(settings, fingerprint)
         check_engine(settings.engine, self._named.source)
         self._engine: Engine | None = None
@@ -42,13 +47,13 @@ class PromptModel:
             self._check_puts_questions_as(fingerprint.prompt)
 
     def _check_is_that_of(self, sampled: ModelIdentity) -> None:
-        wanted = {name: sampled.as_json()[name] for name in _HASHES}
-        if wanted["weights_sha256"] is not None and wanted != self.identity:
-            found = [f"{name} {self.identity[name]}" for name in _HASHES if self.identity[name] != wanted[name]]
+        wanted = {name: sampled.as_json()[name] for name in self._compared}
+        found = [f"{name} {self.identity[name]}" for name in wanted if self.identity[name] != wanted[name]]
+        if wanted["weights_sha256"] is not None and found:
             raise InputError(
                 f"Expected the model and adapter that gave the responses, {sampled.model!r} with "
-                f"{', '.join(f'{name} {wanted[name]}' for name in _HASHES)}, but got {', '.join(found)}. A capability "
-                "belongs to one model: name that one, or sample responses of this one."
+                f"{', '.join(f'{name} {value}' for name, value in wanted.items())}, but got {', '.join(found)}. A "
+                "capability belongs to one model: name that one, or sample responses of this one."
             )
 
     def _check_puts_questions_as(self, sampled: PromptIdentity) -> None:

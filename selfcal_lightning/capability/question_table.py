@@ -12,9 +12,11 @@ import numpy as np
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.functional.base import Floats, Integers
 from selfcal_lightning.functional.capability import agreeing_pairs, top_share
-from selfcal_lightning.records import QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 
 Target = Literal["agreeing_pairs", "top_share", "label"]
+# What a model is taught about questions by the ordinary training, whose "label" is of a response.
+TaughtTarget = Literal["agreeing_pairs", "top_share", "expected_accuracy"]
 LABEL = "label"
 
 
@@ -57,17 +59,26 @@ class QuestionTable:
         """Return the questions named by a mask [Q] or by their numbers, in that order."""
         return QuestionTable(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
-    def targets(self, name: Target) -> Floats:
+    def targets(self, name: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
         """Return what a probe learns to predict [Q], in [0, 1].
 
         Args:
             name: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right responses.
+            draws: Noise as that of so few responses: the share becomes ``Binomial(draws, share) / draws``, with 1 the
+                verdict on a single response drawn at random. None takes what all responses show.
+            seed: Of the noise, which depends on a question and not on its place.
 
         Raises:
             InputError: There is no such target, or the responses do not give it for every question.
         """
         if name not in get_args(Target):
             raise unknown_name("target", name, get_args(Target))
+        if draws is not None and draws < 1:
+            raise InputError(f"Expected `draws` to be null or at least 1, but got {draws}.")
+        shares = self._shares(name)
+        return shares if draws is None else redrawn(shares, self.question_id.tolist(), draws=draws, seed=seed)
+
+    def _shares(self, name: Target) -> Floats:
         if name == LABEL:
             self.check_judged("target", name)
             return self.expected_accuracy
@@ -132,6 +143,23 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
         top_share=_column([top_share(row) for row in answers]),
         mean_logprob=np.array([_mean_logprob(samples) for _, samples in counted]),
     )
+
+
+def redrawn(shares: Floats, question_ids: Sequence[str], *, draws: int, seed: int) -> Floats:
+    """Return shares as a few draws of each question would show them: ``Binomial(draws, share) / draws``.
+
+    Args:
+        shares: Shares [Q], in [0, 1].
+        question_ids: The questions [Q]; the draws of one depend on its id and the seed alone.
+        draws: How many.
+        seed: Another one draws others.
+
+    Example:
+        >>> redrawn(np.array([0.0, 1.0]), ["a", "b"], draws=3, seed=0).tolist()
+        [0.0, 1.0]
+    """
+    generators = (np.random.default_rng([seed, question_hash(name)]) for name in question_ids)
+    return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 
 
 def _num_correct(samples: Sequence[Sample]) -> float:

@@ -16,6 +16,7 @@ from selfcal_lightning.runtime.overwriting import check_replaceable
 
 CAPABILITY = "capability"
 FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be judged by
+TAUGHT = "taught"  # in the origin of P(True) of an adapter: what it was taught about questions
 FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
 
 

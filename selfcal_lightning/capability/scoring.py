@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from selfcal_lightning.capability.estimators import (
     BEFORE_QUERY,
+    P_TRUE_BEFORE,
     PROBE,
     PROMPT_ESTIMATORS,
     VERBAL_ATTEMPTS,
@@ -21,11 +22,13 @@ from selfcal_lightning.capability.inputs import feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
 from selfcal_lightning.capability.prompt_features import feature_origin
 from selfcal_lightning.capability.prompt_model import PromptModel
-from selfcal_lightning.capability.score_files import FITTED_ON
+from selfcal_lightning.capability.question_table import TaughtTarget
+from selfcal_lightning.capability.score_files import FITTED_ON, TAUGHT
 from selfcal_lightning.confidence.scoring.model import ModelSettings
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.models.adapter_files import adapter_identity
 from selfcal_lightning.records import Question
 from selfcal_lightning.store.manifest import StoreFingerprint
@@ -41,7 +44,8 @@ class QuestionScoring:
         estimator: One of ``PROMPT_ESTIMATORS``.
         probe: Folder of the probe, where the estimator is one.
         model: Folder or hub name; None takes the one that sampled the store.
-        query: What is asked by an estimator that asks; None is ``BEFORE_QUERY``, or that of the verbal scale.
+        query: What is asked by an estimator that asks; None is that of the adapter for p_true_before, else
+            ``BEFORE_QUERY``, or that of the verbal scale.
         engine: What answers, or reads hidden states.
         features_dir: Where hidden states are kept; None is a folder in the store.
     """
@@ -77,18 +81,21 @@ def score_questions(
         InputError: The probe was fitted on another model, adapter, template or sampling, or settings cannot be.
     """
     scale = VERBAL_ESTIMATORS.get(run.estimator)
-    asked_for = BEFORE_QUERY if scale is None else scale.before
+    trained = trained_with(run.engine.adapter) if run.estimator == P_TRUE_BEFORE else {}
+    asked_for = trained.get("query") or BEFORE_QUERY if scale is None else scale.before
     query = None if run.estimator == PROBE else run.query or asked_for
     settings = ModelSettings(run.model, query, run.engine)
-    with PromptModel(settings, fingerprint) as model:
+    # An adapter may have been taught to say how often the model without it is right.
+    with PromptModel(settings, fingerprint, own_adapter=TAUGHT not in trained) as model:
         if run.estimator == PROBE:
             return _by_probe(run, model, questions, fingerprint, store)
         asked = {**model.identity, **adapter_identity(run.engine.adapter)}
         origin = {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
-        if scale is None:
-            return p_true_before(model.open(), model.chat, questions), origin
-        values = verbalized_before(model.open(), model.chat, questions, scale)
-        return values, {**origin, "attempts": VERBAL_ATTEMPTS, "max_new_tokens": VERBAL_TOKENS}
+        if scale is not None:
+            values = verbalized_before(model.open(), model.chat, questions, scale)
+            return values, {**origin, "attempts": VERBAL_ATTEMPTS, "max_new_tokens": VERBAL_TOKENS}
+        taught = {TAUGHT: trained[TAUGHT]} if TAUGHT in trained else {}
+        return p_true_before(model.open(), model.chat, questions), {**origin, **taught}
 
 
 def _by_probe(
@@ -112,6 +119,17 @@ def _by_probe(
         FITTED_ON: list(probe.fitted_on.content_hashes),
     }  # fmt: skip
     return [float(value) for value in probe.predict(states)], described
+
+
+def trained_with(adapter: str | None) -> dict[str, str]:
+    """Return the ``query`` that an exported adapter was trained with, and what it was taught about questions, if so."""
+    manifest = None if adapter is None else read_manifest(Path(adapter))
+    if manifest is None:
+        return {}
+    query = manifest.get("prompt", {}).get("query")
+    target = manifest.get("training", {}).get("rows", {}).get("target")
+    found = {"query": query, TAUGHT: target if target in get_args(TaughtTarget) else None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def levels_of(probe: CapabilityProbe) -> LevelSettings:

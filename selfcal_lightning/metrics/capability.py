@@ -96,10 +96,15 @@ class CapabilityMetrics(ExactMetric):
         }
         return {key: float("nan") if value is None else float(value) for key, value in values.items()}
 
-    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw the share of right samples over the predicted capability."""
+    def questions_seen(self) -> tuple[Floats, Floats, Floats]:
+        """Return the predicted capability, right samples and samples of the questions of all processes [Q] each."""
         with self.synced():
             predicted, correct, samples = self.rows("questions").cpu().numpy().T
+        return predicted, correct, samples
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw the share of right samples over the predicted capability."""
+        predicted, correct, samples = self.questions_seen()
         figure, axes = axes_to_draw_on(ax)
         bins = reliability_bins(predicted, correct / samples, num_bins=self.num_bins)
         draw_reliability_of(axes, bins, outcome="share of right samples")

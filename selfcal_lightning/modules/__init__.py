@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = face(
     {
         "batch": ["SSCBatch"],
         "exported": ["ExportedAdapter"],
+        "linear_probe": ["LinearProbeModule"],
+        "probe_batch": ["ProbeBatch"],
         "rewards": ["QuantileRewardModule", "RewardBatch"],
         "scored": ["ScoredRows"],
         "self_calibration": ["SelfCalibrationModule"],

@@ -10,6 +10,7 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.training.contracts import check_members
 
 if TYPE_CHECKING:
+    from selfcal_lightning.capability.probe import ProbeBasis
     from selfcal_lightning.store.index import SampleIndex
 
 DATA_MODULE = "a data module"
@@ -142,6 +143,15 @@ class StepData(Protocol):
         ...
 
 
+class ProbeData(Protocol):
+    """What ``LinearProbeModule`` asks of the data module that reads its features."""
+
+    @property
+    def basis(self) -> ProbeBasis | None:
+        """What the features and targets of training are; None where no training is set up."""
+        ...
+
+
 def sampled_data(data: object, *, who: str) -> SampledData | None:
     """Return a data module as what an export reads of it; None where loaders were given without one.
 
@@ -206,3 +216,15 @@ def check_step_data(data: object, *, steps: str, target: str, who: str) -> None:
                 f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
                 "Give both the same."
             )
+
+
+def probe_data(data: object, *, who: str) -> ProbeData:
+    """Return a data module as what a probe reads of it.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``ProbeData``.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module with features for {who}, but got none: use ProbeDataModule.")
+    check_members(data, ProbeData, who=who, kind=DATA_MODULE)
+    return cast("ProbeData", data)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from selfcal_lightning.metrics.capability import CapabilityMetrics
     from selfcal_lightning.metrics.collection import CalibrationMetrics
     from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.prompts.chat_format import ChatFormat
@@ -41,6 +42,15 @@ class PoolModule(Protocol):
 
     @property
     def val_metrics(self) -> CalibrationMetrics:
+        """Metrics that ``validation_step`` updates."""
+        ...
+
+
+class CapabilityModule(Protocol):
+    """What ``CapabilityCurve`` reads: the validation questions, with their predicted capability."""
+
+    @property
+    def val_metrics(self) -> CapabilityMetrics:
         """Metrics that ``validation_step`` updates."""
         ...
 

@@ -58,7 +58,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_probe_without_labels_knows_other_questions(place: Path) -> None:
     probe = load_probe(place / "probe")
     assert (probe.target, probe.pooling, probe.fitted_on.num_questions) == ("agreeing_pairs", "both", 40)
-    assert len(probe.weights) == 2 * 128
+    assert probe.head.num_features == 2 * 128
     values = run_score_questions(probe=str(place / "probe"), store_dir=str(place / "store"), split="test")
     pool = load_capability_pool(str(place / "store"), split="test", task=None)
     assert len(values) == SPLITS["test"][1]
@@ -98,7 +98,7 @@ def test_a_killed_reading_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) 
         run_fit_probe(str(place / "store"), str(place / "probe"))
     probe = run_fit_probe(str(place / "store"), str(place / "probe"))
     assert read == [16, 16, 8, 8], "the first two passes are not read again"
-    np.testing.assert_allclose(probe.weights, load_probe(place / "probe").weights)
+    np.testing.assert_allclose(probe.head.weights, load_probe(place / "probe").head.weights)
 
 
 def test_a_damaged_file_is_named(place: Path) -> None:
@@ -139,7 +139,7 @@ def test_targets_and_poolings_differ(place: Path, no_engine: None) -> None:
         for features in ("both", "last_token", "token_mean")
     }
     assert len({probe.digest for probe in found.values()}) == 6
-    assert [len(probe.weights) for probe in found.values()] == [256, 128, 128] * 2
+    assert [probe.head.num_features for probe in found.values()] == [256, 128, 128] * 2
 
 
 def test_a_file_of_questions(place: Path) -> None:

@@ -17,7 +17,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.budgets import compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import compare_estimators
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
-from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, POWER, pass_at_k_curves
+from selfcal_lightning.evaluation.capability.pass_at_k import BETA, INFLATED, MAPS, POWER, pass_at_k_curves
 from selfcal_lightning.functional.capability_errors import skill, squared_error
 from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
 from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
@@ -86,8 +86,10 @@ def test_pass_at_k_by_hand() -> None:
     assert curve.predicted == pytest.approx((0.25, 0.375, 15 / 32))
     assert curve.curve_error.value == pytest.approx((0.0 + 5 / 12 - 3 / 8 + 1 / 32) / 3)
     assert curve.instance_mse[1].value == pytest.approx((5 / 6 - 3 / 4) ** 2 / 2)
-    power, maps = pass_at_k_curves(test, test, num_resamples=20)
-    assert (power.way, maps.way) == (POWER, MAPS)
+    power, beta, inflated, maps = pass_at_k_curves(test, test, num_resamples=20)
+    assert (power.way, beta.way, inflated.way, maps.way) == (POWER, BETA, INFLATED, MAPS)
+    assert beta.predicted[0] == pytest.approx(power.predicted[0])
+    assert beta.predicted[-1] <= power.predicted[-1], "a mean over capabilities lies below the power of their mean"
     assert maps.curve_error.value == pytest.approx(0.0), "on the very questions that it was fitted on"
     with pytest.raises(InputError, match=r"`ks` to lie between 1 and 4.* but got \[8\]"):
         pass_at_k_curves(test, ks=[8])
@@ -142,7 +144,7 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     record = json.loads((output / "capability.json").read_text())
     names = [row["name"] for row in record["comparison"]["rows"]]
     assert names == [*(plain := ["probe", "agreeing_pairs", "oracle"]), *(f"{name} + isotonic" for name in plain)]
-    assert len(record["pass_at_k"]) == 6
+    assert len(record["pass_at_k"]) == 3 * 4, "three estimates by four ways"
     assert (output / "capability.md").read_text().startswith("| estimate | samples | labels | MSE |")
     for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from support.command_lines import ON_CPU, given_to, instantiated
 
+from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import FUNCTION_VERBS
 from selfcal_lightning.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
@@ -24,6 +25,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
 REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
 PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
+CAPABILITY = [path for path in CONFIGS if path.parent.name == "capability"]
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
@@ -61,6 +63,9 @@ def _command(path: Path) -> list[str]:
 
 def test_all_configs_are_found() -> None:
     assert {path.relative_to(ROOT / "configs").as_posix() for path in CONFIGS} == {
+        "capability/demo.yaml",
+        "capability/paper.yaml",
+        "capability/taught.yaml",
         "demo-joint.yaml",
         "demo.yaml",
         "evaluate/demo-joint.yaml",
@@ -150,6 +155,28 @@ def test_training_config_instantiates(
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
         assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
         assert not {source["split"] for source in data["train"]} - {"train"}
+
+
+@pytest.mark.parametrize("path", CAPABILITY, ids=lambda path: path.name)
+def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", "bundled"], monkeypatch)
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert "AdapterExport" in names
+    assert cli.datamodule.base_model == "bundled"
+    if path.stem == "taught":
+        assert (cli.model.activated, cli.datamodule.target) == (True, "agreeing_pairs")
+        assert cli.datamodule.query == cli.model.query == BEFORE_QUERY
+        return
+    assert "CapabilityCurve" in names
+    assert (cli.model.hparams["head"], cli.model.loss) == ("linear", "bce")
+    if path.stem == "paper":  # the settings of the published training script
+        hyper = cli.model.hparams
+        assert (hyper["optimizer"], hyper["momentum"], hyper["weight_decay"]) == ("sgd", 0.9, 0.01)
+        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.levels.average) == (
+            "label", "last_token", True,
+        )  # fmt: skip
+        assert cli.datamodule.batch_size == 32
 
 
 @pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)
@@ -279,7 +306,9 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES, REWARDS)], ids=lambda path: path.name
+    "path",
+    [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES, REWARDS, *CAPABILITY)],
+    ids=lambda path: path.name,
 )
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)

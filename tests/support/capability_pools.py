@@ -6,6 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from selfcal_lightning.capability.feature_folder import prompt_digest
+from selfcal_lightning.capability.inputs import feature_folder, load_capability_pool
+from selfcal_lightning.capability.prompt_features import feature_origin
+from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
@@ -33,6 +40,22 @@ def made_up(question: Question, split: str, *, judged: bool = True, samples: int
         for at, answer in enumerate(answers)
     )
     return QuestionSamples(question, rows, split)
+
+
+def give_states(store: Path, *, width: int = 4) -> None:
+    """Put made-up hidden states beside the questions of a store; a probe that reads them loads no model.
+
+    Their first number tells how likely a response is right.
+    """
+    levels, pool = LevelSettings(), load_capability_pool(str(store), split=None, task=None)
+    with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
+        folder = feature_folder(model, levels, store=store, given=None)
+        folder.open(feature_origin(model, levels))
+        keys = [(one.id, prompt_digest(model.chat.prompt_ids(one.messages))) for one in pool.questions]
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(2, len(keys), 1, width)).astype(np.float32)
+    vectors[..., 0] += np.array([20.0 * chance(question) for question in pool.questions], dtype=np.float32)[:, None]
+    folder.write(keys, PromptStates(*vectors))
 
 
 def fingerprint(model: str = "bundled", *, temperature: float = 0.8) -> StoreFingerprint:

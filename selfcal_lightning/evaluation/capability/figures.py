@@ -9,8 +9,10 @@ from matplotlib.figure import Figure
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
 from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, PassAtKCurve
+from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.calibration import reliability_bins
-from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, draw_reliability_of, frame
+from selfcal_lightning.functional.discrimination import spearman
+from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, draw_reliability_of, frame, number
 
 _COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
 
@@ -28,6 +30,19 @@ def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
     if title:
         figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> Figure:
+    """Draw every question: the share of right responses over the predicted capability, both in [0, 1] [Q]."""
+    figure = Figure(figsize=(4.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(predicted, share, s=10, color=BEFORE, alpha=0.4, linewidths=0)
+    axes.plot([0, 1], [0, 1], color="black", linewidth=1.0, linestyle=(0, (4, 3)))
+    frame(axes)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+    axes.set(xlabel="predicted capability", ylabel="share of right responses")
+    axes.set_title(f"{title}: Spearman {number(spearman(predicted, share))}", fontsize=11)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Predicted pass@k against what the responses show: 1 - (1 - p)^k, and a map for each k beside it."""
+"""Predicted pass@k against what the responses show: 1 - (1 - p)^k, distributions and a map for each k beside it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selfcal_lightning.capability import fitted_maps
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.capability import pass_at_k, simulated_pass_at_k
-from selfcal_lightning.functional.capability_maps import fit_pass_at_k_maps
+from selfcal_lightning.functional.capability import pass_at_k
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
 
-POWER, MAPS = "1 - (1 - p)^k", "a map for each k"
+POWER, BETA, INFLATED, MAPS = "1 - (1 - p)^k", "a Beta around p", "an inflated Beta around p", "a map for each k"
+_WORDS = {
+    fitted_maps.POWER: POWER, fitted_maps.BETA: BETA, fitted_maps.INFLATED: INFLATED, fitted_maps.MAPS: MAPS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class PassAtKCurve:
 
     Attributes:
         name: The estimate.
-        way: How pass@k follows from it: ``POWER`` or ``MAPS``.
+        way: How pass@k follows from it: ``POWER``, ``BETA``, ``INFLATED`` or ``MAPS``.
         k: Numbers of samples [K].
         predicted: Mean predicted pass@k over the questions [K].
         actual: Mean pass@k that the responses show [K].
@@ -59,14 +62,14 @@ def pass_at_k_curves(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[PassAtKCurve]:
-    """Return the curves of every estimate that is a probability, by ``1 - (1 - p)^k`` and by maps.
+    """Return the curves of every estimate that is a probability, by ``1 - (1 - p)^k``, distributions and maps.
 
-    By Jensen's inequality the first is too high for k > 1 unless p is known; maps need labelled calibration questions,
-    and hold on questions like these.
+    By Jensen's inequality the first is too high for k > 1 unless p is known; the others need labelled calibration
+    questions, and hold on questions like these.
 
     Args:
         test: Questions with estimates.
-        calibration: Labelled questions that the maps are fitted on; None fits none.
+        calibration: Labelled questions that the others are fitted on; None fits none.
         ks: Numbers of samples; None takes the powers of two up to what every question has.
         num_resamples: Resamples of the questions.
         seed: Of the resamples.
@@ -89,11 +92,12 @@ def pass_at_k_curves(
     for name, values in test.estimates.items():
         if ((values < 0.0) | (values > 1.0)).any():
             continue
-        ways = {POWER: np.stack([simulated_pass_at_k(values, k) for k in chosen])}
+        ways = fitted_maps.power_alone(values, chosen)
         if calibration is not None:
             counts = calibration.truth.num_correct, calibration.truth.num_samples
-            ways[MAPS] = fit_pass_at_k_maps(calibration.estimates[name], *counts, ks=chosen).transform(values)
-        curves += [_curve(name, way, chosen, predicted, actual, weights) for way, predicted in ways.items()]
+            maps = fitted_maps.fit_capability_maps(calibration.estimates[name], *counts, ks=chosen)
+            ways = maps.pass_at_k(values, chosen)
+        curves += [_curve(name, _WORDS[way], chosen, predicted, actual, weights) for way, predicted in ways.items()]
     return curves
 
 

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = face(
         "allocate": ["run_allocate"],
         "evaluate_capability": ["run_evaluate_capability"],
         "fit_asking_threshold": ["run_fit_asking_threshold"],
+        "fit_capability_maps": ["run_fit_capability_maps", "run_map_scores"],
         "fit_probe": ["run_fit_probe"],
         "judge": ["JudgeReport", "run_judge"],
         "predict_pass_at_k": ["run_predict_pass_at_k"],

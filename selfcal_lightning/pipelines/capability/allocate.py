@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from selfcal_lightning.capability.calibration import calibration_questions
+from selfcal_lightning.capability.fitted_maps import load_maps
 from selfcal_lightning.capability.score_files import QuestionScore, read_scores
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.functional.allocation import (
@@ -30,6 +31,7 @@ def run_allocate(
     budget: float = 4.0,
     gain: Literal["beta", "geometric"] = "beta",
     concentration: float | None = None,
+    maps: str | None = None,
     calibration_pool: str | None = None,
     calibration_split: str | None = "calibration",
     estimator: str = "probe",
@@ -50,8 +52,9 @@ def run_allocate(
         budget: Mean number of samples a question.
         gain: "geometric" takes the predicted capability p for known, p (1 - p)^k; "beta" for the mean of a Beta
             distribution, which a failure makes less likely to be high.
-        concentration: Of that distribution; a small one puts capabilities near 0 and 1. Null fits it on
-            ``calibration_pool``.
+        concentration: Of that distribution; a small one puts capabilities near 0 and 1. Null takes that of ``maps``, or
+            fits it on ``calibration_pool``.
+        maps: File of `selfcal fit-capability-maps`.
         calibration_pool: Folder of a store with labelled questions that have values of ``estimator``.
         calibration_split: Its split.
         estimator: Name of its values, which must be of the kind of ``scores``.
@@ -77,11 +80,17 @@ def run_allocate(
         raise InputError(f"Expected `budget` to be above 0, but got {budget}.")
     questions = read_scores(scores)
     p = _capabilities(questions)
-    if gain == "geometric" and (concentration is not None or calibration_pool is not None):
-        raise InputError(
-            "Expected `concentration` and `calibration_pool` with the gain 'beta' only, but got 'geometric'."
-        )
-    if gain == "beta" and concentration is None:
+    sources = {"concentration": concentration, "maps": maps, "calibration_pool": calibration_pool}
+    given_sources = [name for name, value in sources.items() if value is not None]
+    if gain == "geometric" and given_sources:
+        raise InputError(f"Expected `{given_sources[0]}` with the gain 'beta' only, but got 'geometric'.")
+    if len(given_sources) > 1:
+        raise InputError(f"Expected one of {', '.join(sources)}, but got {' and '.join(given_sources)}.")
+    if maps is not None:
+        kept = load_maps(maps)
+        kept.check((one.scored_by for one in questions), (one.id for one in questions))
+        concentration = kept.maps.concentration
+    elif gain == "beta" and concentration is None:
         concentration = _fitted(calibration_pool, calibration_split, estimator, questions)
     asked = np.ones(len(p), dtype=bool) if skip_below is None else p >= skip_below
     if not asked.any():
@@ -129,8 +138,8 @@ def _capabilities(questions: list[QuestionScore]) -> Floats:
 def _fitted(pool: str | None, split: str | None, name: str, questions: list[QuestionScore]) -> float:
     if pool is None:
         raise InputError(
-            "Expected `concentration`, or a `calibration_pool` to fit it on, with the gain 'beta', but got neither. "
-            "Without labelled questions take `--gain geometric`."
+            "Expected `concentration`, `maps`, or a `calibration_pool` to fit it on, with the gain 'beta', but got "
+            "none. Without labelled questions take `--gain geometric`."
         )
     found = calibration_questions(pool, split=split, name=name, asked=questions)
     return fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)

@@ -23,6 +23,7 @@ def run_fit_probe(
     split: str | None = "train",
     task: str | None = None,
     target: Literal["agreeing_pairs", "top_share", "label"] = "agreeing_pairs",
+    target_draws: int | None = None,
     features: Literal["both", "token_mean", "last_token"] = "both",
     levels: list[int] | None = None,
     average: bool = True,
@@ -32,6 +33,7 @@ def run_fit_probe(
     revision: str | None = None,
     adapter: str | None = None,
     engine: EngineSettings = EngineSettings(),
+    seed: int = 0,
 ) -> CapabilityProbe:
     """Fit a linear probe of hidden states to the capability that recorded responses show, without labels by default.
 
@@ -46,6 +48,8 @@ def run_fit_probe(
         target: What the probe predicts: "agreeing_pairs", the share of pairs of responses that agree, and "top_share"
             need no labels; "label" is the share of right responses. Where the model gives one wrong answer again and
             again, pairs are too high.
+        target_draws: Binomial noise on the targets, as if a question had so few responses: 1 is the verdict on a single
+            one, drawn at random. Null takes what all responses show.
         features: Vectors of a prompt: its last token, the mean over its tokens, or both side by side.
         levels: Layers whose output is read, 0 being the embedding and -1 the last; null takes all.
         average: Whether the mean over the layers is taken instead of all of them side by side.
@@ -55,6 +59,7 @@ def run_fit_probe(
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the responses were sampled with.
         engine: What reads hidden states: transformers, on the dtype and the batch that are given.
+        seed: Of the noise on the targets.
 
     Returns:
         The probe.
@@ -66,7 +71,7 @@ def run_fit_probe(
     check_probe_target(output)
     settings = LevelSettings(None if levels is None else tuple(levels), average, final_norm)
     read = load_capability_pool(pool, split=split, task=task)
-    wanted = checked_targets(question_table(read.pool.entries), target)
+    wanted = checked_targets(question_table(read.pool.entries), target, draws=target_draws, seed=seed)
     named = ModelSettings(model, None, engine.of(revision=revision, adapter=adapter))
     with PromptModel(named, read.fingerprint) as prompt_model:
         store = read.path if read.path.is_dir() else None
@@ -74,7 +79,10 @@ def run_fit_probe(
             prompt_model, settings, store=store, given=features_dir, beside=Path(output) / "features"
         )
         states, origin = states_of(prompt_model, read.questions, settings, folder)
-    probe = fit_probe(states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling)
+    probe = fit_probe(
+        states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling,
+        draws=target_draws, seed=seed,
+    )  # fmt: skip
     probe.save(output)
     sys.stdout.write(f"{describe_probe(probe, spread=float(wanted.var()))}\nWritten: {output}\n")
     return probe
@@ -89,7 +97,7 @@ def describe_probe(probe: CapabilityProbe, *, spread: float) -> str:
     """
     return (
         f"Fitted on {probe.fitted_on.num_questions:,} questions with {probe.fitted_on.num_responses:,} responses: "
-        f"{len(probe.weights):,} features ({probe.pooling}), target {probe.target}, penalty {probe.penalty:.3g}. "
+        f"{probe.head.num_features:,} features ({probe.pooling}), target {probe.target}, penalty {probe.penalty:.3g}. "
         f"Left out in turn, a question's {probe.target} is predicted with a squared error of {probe.error:.4f}; a "
         f"constant has {spread:.4f}."
     )

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.capability.calibration import CalibrationQuestions, calibration_questions
+from selfcal_lightning.capability.calibration import calibration_questions
+from selfcal_lightning.capability.fitted_maps import POWER, load_maps, maps_of, power_alone
 from selfcal_lightning.capability.score_files import check_scores_target, read_scores
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.capability import simulated_pass_at_k
-from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration, fit_inflated_beta
-from selfcal_lightning.functional.capability_maps import fit_pass_at_k_maps
 from selfcal_lightning.runtime.files import write_json_lines
-
-POWER, BETA, INFLATED, MAPS = "power", "beta", "inflated_beta", "maps"
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ def run_predict_pass_at_k(
     output: str,
     *,
     ks: list[int] = [1, 4, 16, 64],  # noqa: B006 - never changed; the command line shows it
+    maps: str | None = None,
     calibration_pool: str | None = None,
     calibration_split: str | None = "calibration",
     estimator: str = "probe",
@@ -62,6 +60,7 @@ def run_predict_pass_at_k(
         scores: JSON lines of `selfcal score-questions --output`.
         output: JSON lines {"id", "capability", "pass_at_k": {way: {k: chance}}}.
         ks: Numbers of samples.
+        maps: File of `selfcal fit-capability-maps`, in the place of a calibration pool.
         calibration_pool: Folder of a store with labelled questions that have values of ``estimator``; null leaves
             1 - (1 - p)^k alone.
         calibration_split: Its split.
@@ -80,15 +79,20 @@ def run_predict_pass_at_k(
     if any(not 0.0 <= threshold <= 1.0 for threshold in zero_below or ()):
         raise InputError(f"Expected `zero_below` to lie in [0, 1], but got {zero_below}.")
     check_scores_target(output)
+    if maps is not None and calibration_pool is not None:
+        raise InputError(f"Expected `maps` or `calibration_pool`, but got both, {maps!r} and {calibration_pool!r}.")
     questions = [one for one in read_scores(scores) if one.capability is not None]
     p = np.array([one.capability for one in questions], dtype=np.float64)
-    found = None
+    chosen = tuple(sorted(set(ks)))
+    kept = None if maps is None else load_maps(maps)
     if calibration_pool is not None:
         found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
-    chosen = tuple(sorted(set(ks)))
-    prediction = PassAtKPrediction(
-        tuple(one.id for one in questions), chosen, _ways(p, chosen, found, zero_below or ())
-    )
+        kept = maps_of(found, estimator, ks=chosen)
+    if kept is not None:
+        kept.check((one.scored_by for one in questions), (one.id for one in questions))
+    ways = power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
+    ways |= with_zeros(p, chosen, zero_below or ())
+    prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, ways)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_json_lines(
         Path(output),
@@ -122,26 +126,13 @@ def describe_prediction(prediction: PassAtKPrediction) -> str:
     return "\n".join(lines)
 
 
-def _ways(
-    p: Floats, ks: tuple[int, ...], found: CalibrationQuestions | None, zero_below: Sequence[float]
-) -> dict[str, Floats]:
-    ways = {POWER: np.stack([simulated_pass_at_k(p, k) for k in ks])}
-    for threshold in zero_below:
-        kept = np.where(p >= threshold, p, 0.0)
-        ways[f"{POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept, k) for k in ks])
-    if found is None:
-        return ways
-    counts = found.table.num_correct, found.table.num_samples
-    concentration = fit_concentration(found.predicted, *counts)
-    inflated = fit_inflated_beta(found.predicted, *counts)
-    ways[BETA] = np.stack([beta_pass_at_k(p, k, concentration=concentration) for k in ks])
-    ways[INFLATED] = np.stack([inflated.pass_at_k(p, k) for k in ks])
-    most = int(found.table.num_samples.min())
-    known = [k for k in ks if k <= most]
-    maps = np.full((len(ks), len(p)), np.nan)
-    if known:
-        maps[: len(known)] = fit_pass_at_k_maps(found.predicted, *counts, ks=known).transform(p)
-    return {**ways, MAPS: maps}
+def with_zeros(p: Floats, ks: Sequence[int], thresholds: Sequence[float]) -> dict[str, Floats]:
+    """Return the power by threshold [K, Q], capabilities below it taken for 0."""
+    kept = {threshold: np.where(p >= threshold, p, 0.0) for threshold in thresholds}
+    return {
+        f"{POWER} from {threshold:g}": np.stack([simulated_pass_at_k(values, k) for k in ks])
+        for threshold, values in kept.items()
+    }
 
 
 def _row(prediction: PassAtKPrediction, at: int) -> dict[str, dict[str, float | None]]:

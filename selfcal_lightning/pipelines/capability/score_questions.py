@@ -57,7 +57,8 @@ def run_score_questions(
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the model answers with.
-        query: What the model is asked; null is "Can you answer the question correctly? (Yes/No)" for p_true_before,
+        query: What the model is asked; null is the adapter's own query, else "Can you answer the question correctly?
+            (Yes/No)", for p_true_before,
             and the question of its scale for the verbalized ones.
         features_dir: Where the probe's hidden states are kept; null is a folder in the store, or of the probe.
         engine: What runs the model. Hidden states need transformers; any engine asks the others.

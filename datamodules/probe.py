@@ -1,0 +1,266 @@
+"""The data module of trained probes: hidden states of a store's questions, and what their responses show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
+from selfcal_lightning.capability.probe import Pooling, ProbeBasis, design
+from selfcal_lightning.capability.probe_fitting import checked_targets, probe_basis
+from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.capability.question_table import Target, question_table
+from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint, leading_ids
+from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.datamodules.checks import check_choice
+from selfcal_lightning.datamodules.plan import splits_of
+from selfcal_lightning.datamodules.probe_rows import ProbeRows, training_loader, whole_loader
+from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.errors import InputError, check_at_least
+from selfcal_lightning.records import Question, question_hash
+from selfcal_lightning.runtime.plan import Plan, QuestionCount, Training
+from selfcal_lightning.store.shards import question_digest
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+LARGEST_SHARE = 0.5
+
+
+class ProbeDataModule(LightningDataModule):
+    """Questions of a store with their hidden states; what is missing of these is read when a run begins, and kept.
+
+    Args:
+        base_model: Folder or hub name of the model that gave the responses.
+        store_dir: Folder of the store, filled by `selfcal generate` or a training.
+        train_split: Split of the store that is trained on.
+        validation_split: Split that is validated on; None sets a share of the training questions aside.
+        validation_share: That share, above 0 and at most one half; the same questions for one seed.
+        test_split: Split that the verb ``test`` judges.
+        target: What is learnt: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right
+            responses.
+        target_draws: Binomial noise on the targets of training, as if a question had so few responses: 1 is the verdict
+            on a single one, drawn at random. None takes what all responses show.
+        features: Vectors of a prompt: "last_token", "token_mean", or "both" side by side.
+        levels: Layers whose output is read, 0 being the embedding and -1 the last; None takes all.
+        average: Whether the mean over the layers is taken instead of all of them side by side.
+        final_norm: Whether the last layer is read behind the model's final normalisation.
+        features_dir: Where hidden states are kept; None is a folder in the store.
+        batch_size: Questions of an optimiser step; None takes all at once, as "lbfgs" wants.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter that the responses were sampled with.
+        engine: What reads hidden states: transformers, on the dtype and the batch that are given.
+        seed: Of the order of questions, of those that are set aside, and of the noise on the targets.
+    """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision")
+
+    def __init__(
+        self,
+        base_model: str,
+        store_dir: str,
+        *,
+        train_split: str = TRAIN,
+        validation_split: str | None = None,
+        validation_share: float = 0.1,
+        test_split: str = TEST,
+        target: Target = "agreeing_pairs",
+        target_draws: int | None = None,
+        features: Pooling = "both",
+        levels: list[int] | None = None,
+        average: bool = True,
+        final_norm: bool = True,
+        features_dir: str | None = None,
+        batch_size: int | None = 32,
+        revision: str | None = None,
+        adapter: str | None = None,
+        engine: EngineSettings = EngineSettings(),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_at_least(1, batch_size=batch_size or 1, target_draws=target_draws or 1)
+        check_at_least(0, seed=seed)
+        check_choice("target", target, Target)
+        check_choice("features", features, Pooling)
+        check_gives_hidden_states(engine)
+        if not 0.0 < validation_share <= LARGEST_SHARE:
+            raise InputError(f"Expected `validation_share` to lie in (0, 0.5], but got {validation_share}.")
+        self.base_model, self.revision, self.store_dir = base_model, revision, store_dir
+        self.splits: dict[str, str | None] = {TRAIN: train_split, VALIDATION: validation_split, TEST: test_split}
+        self.validation_share = validation_share
+        self.target: Target = target
+        self.target_draws, self.features = target_draws, features
+        self.levels = LevelSettings(None if levels is None else tuple(levels), average, final_norm)
+        self.features_dir, self.adapter, self.engine = features_dir, adapter, engine
+        self.batch_size, self.seed = batch_size, seed
+        self.basis: ProbeBasis | None = None
+        self._pools: dict[str, CapabilityPool] = {}
+        self._rows: dict[str, ProbeRows] = {}
+
+    # ---- what callbacks and exports ask
+
+    @property
+    def sources(self) -> Mapping[str, Sequence[Any]]:
+        """Nothing: the store alone knows the questions."""
+        return {TRAIN: (), VALIDATION: (), TEST: ()}
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able."""
+        train = self._rows.get(TRAIN)
+        questions = [] if train is None else [entry.question for entry in train.entries]
+        return {
+            "target": self.target, "target_draws": self.target_draws, "features": self.features,
+            **asdict(self.levels), "batch_size": self.batch_size, "seed": self.seed, "splits": self.splits,
+            "validation_share": None if self.splits[VALIDATION] is not None else self.validation_share,
+            "questions": sorted((question.id, question_digest(question)) for question in questions),
+        }  # fmt: skip
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check splits and targets, and return how many questions there are; no state is read for it."""
+        roles = splits_of(verb, TEST)
+        self._load(roles)
+        counts = tuple(
+            QuestionCount(role, task, sum(entry.question.task == task for entry in pool.pool.entries))
+            for role, pool in self._pools.items()
+            for task in sorted({entry.question.task for entry in pool.pool.entries})
+        )
+        if verb != "fit":
+            return Plan(questions=counts)
+        rows = len(self._training_numbers()[0])
+        size = min(self.batch_size or rows, rows)
+        epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        steps = -(-rows // size) * (epochs or 1)
+        return Plan(questions=counts, training=(Training(min(steps, _most_steps(trainer, steps)), size, epochs),))
+
+    # ---- reading
+
+    def setup(self, stage: str) -> None:
+        """Read the questions of the stage, and of their hidden states what is not kept yet."""
+        roles = splits_of(stage, TEST)
+        self._load(roles)
+        missing = [role for role in roles if role not in self._rows]
+        if not missing:
+            return
+        read = [role for role in missing if role in self._pools]
+        first = self._pools[read[0]]
+        named = ModelSettings(self.base_model, None, self.engine.of(revision=self.revision, adapter=self.adapter))
+        with PromptModel(named, first.fingerprint) as model:
+            folder = feature_folder(model, self.levels, store=Path(self.store_dir), given=self.features_dir)
+            for role in read:
+                states, origin = states_of(model, self._pools[role].questions, self.levels, folder)
+                entries = self._pools[role].pool.entries
+                table = question_table(entries)
+                target = table.targets(self.target)
+                self._rows[role] = ProbeRows(entries, design(states, self.features), table, target)
+        if TRAIN in roles:
+            self._prepare(origin, first)
+
+    def _prepare(self, origin: Mapping[str, Any], pool: CapabilityPool) -> None:
+        """Set the validation questions aside where no split has them, and standardise by the training questions."""
+        whole = self._rows[TRAIN]
+        if VALIDATION not in self._rows:
+            train, held_out = self._training_numbers()
+            self._rows |= {TRAIN: whole.select(train), VALIDATION: whole.select(held_out)}
+        train_rows = self._rows[TRAIN]
+        if self.target_draws is not None:  # what is validated on has no noise that can be spared
+            noisy = train_rows.table.targets(self.target, draws=self.target_draws, seed=self.seed)
+            self._rows[TRAIN] = train_rows = replace(train_rows, target=noisy)
+        self.basis = probe_basis(
+            train_rows.features, train_rows.entries, target=self.target, pooling=self.features, origin=origin,
+            sampling=pool.sampling, draws=self.target_draws,
+        )  # fmt: skip
+        rank_zero_info(
+            f"{len(train_rows.entries):,} questions to train on, {len(self._rows[VALIDATION].entries):,} to validate "
+            f"on, {train_rows.features.shape[1]:,} features."
+        )
+
+    def _load(self, roles: Sequence[str]) -> None:
+        for role in roles:
+            split = self.splits[role]
+            if role in self._pools or split is None:
+                continue
+            if not Path(self.store_dir).is_dir():
+                raise InputError(
+                    f"Expected `store_dir` to be a store, but there is none at {self.store_dir}. Fill one: `selfcal "
+                    "generate --model MODEL --task TASK --store_dir STORE`."
+                )
+            pool = load_capability_pool(self.store_dir, split=split, task=None)
+            table = question_table(pool.pool.entries)
+            if role == TRAIN:
+                checked_targets(table, self.target, draws=self.target_draws, seed=self.seed)
+            else:
+                table.targets(self.target)
+            self._pools[role] = pool
+        if TRAIN in self._pools:
+            for role in (VALIDATION, TEST):
+                check_disjoint(
+                    self._pools[TRAIN].questions, self._pools[role].questions if role in self._pools else (),
+                    names=("`train_split`", f"`{role}_split`"), way_out="Name two splits.",
+                )  # fmt: skip
+
+    def _training_numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the training split that are trained on, and those that are set aside."""
+        questions = self._pools[TRAIN].questions
+        if self.splits[VALIDATION] is not None:
+            return np.arange(len(questions)), np.arange(0)
+        aside = set_aside(questions, self.validation_share, seed=self.seed)
+        return np.flatnonzero(~aside), np.flatnonzero(aside)
+
+    # ---- loaders
+
+    def train_dataloader(self) -> object:
+        """Return the loader of training."""
+        return training_loader(self._dataset(TRAIN), self.batch_size, seed=self.seed, trainer=self.trainer)
+
+    def val_dataloader(self) -> object:
+        """Return a loader of one batch, the validation questions."""
+        return whole_loader(self._dataset(VALIDATION))
+
+    def test_dataloader(self) -> object:
+        """Return a loader of one batch, the test questions."""
+        return whole_loader(self._dataset(TEST))
+
+    def _dataset(self, role: str) -> Any:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        basis = self.basis or (None if module is None else module.basis)
+        if basis is None:
+            raise InputError(f"Expected a trained probe for the split {role!r}, but got none: give `--ckpt_path`.")
+        return self._rows[role].dataset(basis.centre, basis.scale)
+
+    # ---- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order of questions depends on; the position itself is counted by the trainer."""
+        return {"batch_size": self.batch_size, "seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse another order where training goes on."""
+        changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
+        if changed and self.basis is not None:
+            raise InputError(
+                f"Expected the order of questions of the checkpoint, but got another: {'; '.join(changed)}. Restore "
+                "it, or start a new run without `ckpt_path`."
+            )
+
+
+def set_aside(questions: Sequence[Question], share: float, *, seed: int) -> np.ndarray:
+    """Return which questions are set aside for validation, a mask [Q]: one at least, all of one content together.
+
+    Example:
+        >>> questions = [Question(str(number), "t", ()) for number in range(20)]
+        >>> int(set_aside(questions, 0.25, seed=0).sum())
+        5
+    """
+    leaders = leading_ids(questions)
+    order = sorted(set(leaders.values()), key=lambda name: question_hash(f"{seed}/{name}"))
+    chosen = set(order[: max(1, round(share * len(order)))])
+    return np.array([leaders[question.id] in chosen for question in questions])
+
+
+def _most_steps(trainer: Trainer, steps: int) -> int:
+    return steps if trainer.max_steps in (None, -1) else int(trainer.max_steps)

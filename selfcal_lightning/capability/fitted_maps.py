@@ -1,0 +1,232 @@
+"""What labelled calibration questions say of predicted capabilities: maps and distributions, fitted once and kept.
+
+They hold on questions like those of the calibration, and for values that were computed as theirs; on other questions
+nothing is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from selfcal_lightning.capability.calibration import CalibrationQuestions
+from selfcal_lightning.capability.question_table import QuestionTable
+from selfcal_lightning.confidence.fitting.calibration_split import FittedOn, check_not_fitted_on
+from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.functional.capability import simulated_pass_at_k
+from selfcal_lightning.functional.capability_beta import (
+    InflatedBeta,
+    beta_pass_at_k,
+    fit_concentration,
+    fit_inflated_beta,
+)
+from selfcal_lightning.functional.capability_maps import (
+    PassAtKMaps,
+    fit_pass_at_k_maps,
+    isotonic_knots,
+    quantile_mapping,
+)
+from selfcal_lightning.runtime.files import to_json, write_atomically
+from selfcal_lightning.runtime.json_files import json_object_or_none
+from selfcal_lightning.runtime.overwriting import check_replaceable
+
+MapName = Literal["isotonic", "quantile"]
+POWER, BETA, INFLATED, MAPS = "power", "beta", "inflated_beta", "maps"
+FORMAT, VERSION = "selfcal_lightning.capability_maps", 1
+
+
+@dataclass(frozen=True)
+class CapabilityMaps:
+    """Maps of a predicted capability p, fitted on labelled questions.
+
+    Attributes:
+        knots: p at the knots of the isotonic map, rising.
+        heights: The share of right responses there.
+        distribution: The shares of right responses of the questions, rising: what "quantile" gives to scores.
+        concentration: Of the Beta distribution of capability around p.
+        inflated: The same with atoms at 0 and 1.
+        per_k: An isotonic map of p to pass@k, for each k up to the fewest responses of a question.
+    """
+
+    knots: tuple[float, ...]
+    heights: tuple[float, ...]
+    distribution: tuple[float, ...]
+    concentration: float
+    inflated: InflatedBeta
+    per_k: PassAtKMaps
+
+    def apply(self, name: MapName, p: Floats) -> Floats:
+        """Return mapped capabilities [Q].
+
+        Args:
+            name: "isotonic", the rising function of least squared error, one question at a time; "quantile", which
+                gives the questions at hand the distribution of the calibration questions by their order alone.
+            p: Predicted capabilities [Q].
+
+        Raises:
+            InputError: There is no such map.
+
+        Example:
+            >>> maps = fit_capability_maps([0.2, 0.8], [1, 3], [4, 4], ks=[1])
+            >>> maps.apply("isotonic", np.array([0.5])).tolist(), maps.apply("quantile", np.array([0.1, 0.2])).tolist()
+            ([0.5], [0.25, 0.75])
+        """
+        if name == "isotonic":
+            return np.interp(p, self.knots, self.heights)
+        if name == "quantile":
+            return quantile_mapping(p, self.distribution)
+        raise unknown_name("map", name, get_args(MapName))
+
+    def pass_at_k(self, p: Floats, ks: Sequence[int]) -> dict[str, Floats]:
+        """Return predicted pass@k [K, Q] of capabilities by way; nan where a map for a k was not fitted.
+
+        "power" is 1 - (1 - p)^k, "beta" and "inflated_beta" take p for the mean of a distribution, "maps" are isotonic.
+        """
+        known = {k: row for k, row in zip(self.per_k.k, self.per_k.transform(p), strict=True)}
+        return {
+            **power_alone(p, ks),
+            BETA: np.stack([beta_pass_at_k(p, k, concentration=self.concentration) for k in ks]),
+            INFLATED: np.stack([self.inflated.pass_at_k(p, k) for k in ks]),
+            MAPS: np.stack([known.get(k, np.full(len(p), np.nan)) for k in ks]),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the maps as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> CapabilityMaps:
+        """Read what :meth:`as_json` wrote."""
+        per_k = content["per_k"]
+        plain = {name: tuple(content[name]) for name in ("knots", "heights", "distribution")}
+        maps = PassAtKMaps(tuple(per_k["k"]), *(tuple(map(tuple, per_k[side])) for side in ("x", "y")))
+        return cls(
+            **plain, concentration=content["concentration"], inflated=InflatedBeta(**content["inflated"]), per_k=maps
+        )
+
+
+@dataclass(frozen=True)
+class KeptMaps:
+    """Maps with whose values they are, as they lie in a file.
+
+    Attributes:
+        maps: The maps.
+        estimator: Name of the values that they were fitted to.
+        scored_by: Digest of what computed these; None where nobody knows.
+        fitted_on: The questions of the fit.
+    """
+
+    maps: CapabilityMaps
+    estimator: str
+    scored_by: str | None
+    fitted_on: FittedOn
+
+    @property
+    def name(self) -> str:
+        """What they are called in messages."""
+        return f"maps of {self.estimator}"
+
+    def check(self, scored_by: Iterable[str | None], question_ids: Iterable[str]) -> None:
+        """Raise InputError where values were computed otherwise, or questions are those of the fit."""
+        if self.scored_by is not None and set(scored_by) - {None, self.scored_by}:
+            raise InputError(
+                f"Expected capabilities that were computed as the values {self.estimator!r} which the maps were fitted "
+                "to, but got those of another probe, model or query. Fit maps to values of the same one: `selfcal "
+                "fit-capability-maps`."
+            )
+        check_not_fitted_on(question_ids, self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the maps to a JSON file."""
+        check_maps_target(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "format": FORMAT, "version": VERSION, "estimator": self.estimator, "scored_by": self.scored_by,
+            "fitted_on": self.fitted_on.as_json(), **self.maps.as_json(),
+        }  # fmt: skip
+        write_atomically(Path(path), to_json(record))
+
+
+def load_maps(path: str | Path) -> KeptMaps:
+    """Read what :meth:`KeptMaps.save` wrote.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It is something else, or of another version.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"Expected `maps` to be a file of maps, but there is none at {path}. `selfcal fit-capability-maps` "
+            "writes one."
+        )
+    record = json_object_or_none(Path(path)) or {}
+    if record.get("format") != FORMAT or record.get("version") != VERSION:
+        raise InputError(
+            f"Expected {path} to hold maps of version {VERSION}, but got {record.get('format')!r} of version "
+            f"{record.get('version')!r}. Fit them again: `selfcal fit-capability-maps`."
+        )
+    try:
+        fitted_on = FittedOn.from_json(record["fitted_on"])
+        return KeptMaps(CapabilityMaps.from_json(record), record["estimator"], record["scored_by"], fitted_on)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"Expected {path} to hold whole maps, but got {error!r}. Fit them again.") from error
+
+
+def check_maps_target(path: str | Path) -> None:
+    """Raise InputError unless maps may be written to ``path``: it is new, or holds earlier ones."""
+    check_replaceable(
+        path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
+        kind="earlier maps of capabilities",
+    )  # fmt: skip
+
+
+def fit_capability_maps(
+    predicted: Floats | Sequence[float],
+    num_correct: Floats | Sequence[float],
+    num_samples: np.ndarray | Sequence[int],
+    *,
+    ks: Sequence[int] | None = None,
+) -> CapabilityMaps:
+    """Fit all maps to labelled questions.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q].
+        num_correct: Right responses to each question [Q].
+        num_samples: Responses to each question [Q].
+        ks: Numbers of samples that maps to pass@k are wanted for; those above the fewest responses of a question are
+            left out, since nothing is known of them. None takes every k up to that.
+
+    Raises:
+        InputError: A value is out of its range, or no question has two responses.
+    """
+    p, samples = np.asarray(predicted, dtype=np.float64), np.asarray(num_samples)
+    most = int(samples.min(initial=np.iinfo(np.int64).max)) if len(samples) else 0
+    wanted = range(1, most + 1) if ks is None else [k for k in ks if k <= most]
+    shares = np.asarray(num_correct, dtype=np.float64) / samples
+    knots, heights = isotonic_knots(p, shares)
+    return CapabilityMaps(
+        knots=knots,
+        heights=heights,
+        distribution=tuple(np.sort(shares).tolist()),
+        concentration=fit_concentration(p, num_correct, samples),
+        inflated=fit_inflated_beta(p, num_correct, samples),
+        per_k=fit_pass_at_k_maps(p, num_correct, samples, ks=wanted) if len(wanted) else PassAtKMaps((), (), ()),
+    )
+
+
+def maps_of(found: CalibrationQuestions, estimator: str, *, ks: Sequence[int] | None = None) -> KeptMaps:
+    """Fit all maps to the labelled questions of a store, and note whose values they are."""
+    table: QuestionTable = found.table
+    fitted_on = FittedOn.from_questions(found.questions, num_responses=int(table.num_samples.sum()))
+    maps = fit_capability_maps(found.predicted, table.num_correct, table.num_samples, ks=ks)
+    return KeptMaps(maps, estimator, found.scored_by, fitted_on)
+
+
+def power_alone(p: Floats, ks: Sequence[int]) -> dict[str, Floats]:
+    """Return ``1 - (1 - p)^k`` [K, Q], which needs no calibration question and is too high for a predicted p."""
+    return {POWER: np.stack([simulated_pass_at_k(p, k) for k in ks])}

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
 
 FULL = "make report"
+# What that command runs.
+FULL_SEEDS, FULL_SIZES = 3, {"training": 1000, "id": 1000, "ood": 500, "num_samples": 16}
 TITLES = {"id": "in-domain", "ood": "out of domain"}
 METRICS = {
     "ece": "ECE ↓", "auroc": "AUROC ↑", "brier": "Brier ↓", "within_question_auroc": "within-question AUROC ↑",
@@ -32,7 +34,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"responses, {sizes['calibration']:,} calibration questions x {sizes['num_samples']} with labels for what is "
         "fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
     )
-    if report["command"] != FULL:
+    is_full = all(sizes[name] >= size for name, size in FULL_SIZES.items()) and len(report["seeds"]) >= FULL_SEEDS
+    if not is_full:
         head += f" This is less than `{FULL}` alone: three seeds, 1,000 training questions, 1,000 + 500 x 16 responses."
     lines = [
         *_section("head", [head]),

@@ -58,8 +58,7 @@ def run_score_questions(
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the model answers with.
         query: What the model is asked; null is the adapter's own query, else "Can you answer the question correctly?
-            (Yes/No)", for p_true_before,
-            and the question of its scale for the verbalized ones.
+            (Yes/No)", for p_true_before, and the question of its scale for the verbalized ones.
         features_dir: Where the probe's hidden states are kept; null is a folder in the store, or of the probe.
         engine: What runs the model. Hidden states need transformers; any engine asks the others.
         overwrite: Whether values of the same name that were computed otherwise may be replaced.

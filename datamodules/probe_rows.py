@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from selfcal_lightning.capability.question_table import QuestionTable
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.modules.probe_batch import ProbeBatch
+from selfcal_lightning.modules.probes.batch import ProbeBatch
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:

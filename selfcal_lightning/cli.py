@@ -76,7 +76,7 @@ FUNCTION_VERBS = {
         "run_fit_capability_maps",
         "fit maps of such estimates on labelled questions",
     ),
-    "map-scores": ("capability.fit_capability_maps", "run_map_scores", "map such estimates by fitted maps"),
+    "map-scores": ("capability.map_scores", "run_map_scores", "map such estimates by fitted maps"),
     "predict-pass-at-k": (
         "capability.predict_pass_at_k",
         "run_predict_pass_at_k",

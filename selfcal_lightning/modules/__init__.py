@@ -9,8 +9,7 @@ __getattr__, __dir__, __all__ = face(
     {
         "batch": ["SSCBatch"],
         "exported": ["ExportedAdapter"],
-        "linear_probe": ["LinearProbeModule"],
-        "probe_batch": ["ProbeBatch"],
+        "probes": ["LinearProbeModule", "ProbeBatch"],
         "rewards": ["QuantileRewardModule", "RewardBatch"],
         "scored": ["ScoredRows"],
         "self_calibration": ["SelfCalibrationModule"],

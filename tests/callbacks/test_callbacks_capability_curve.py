@@ -15,7 +15,7 @@ from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.capability_curve import CapabilityCurve
 from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.linear_probe import LinearProbeModule
+from selfcal_lightning.modules.probes.linear_probe import LinearProbeModule
 
 FIGURES = ("reliability", "scatter")
 

@@ -17,8 +17,9 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration, fit_inflated_beta
 from selfcal_lightning.functional.capability_maps import isotonic_knots, quantile_mapping
 from selfcal_lightning.pipelines.capability.allocate import run_allocate
-from selfcal_lightning.pipelines.capability.fit_capability_maps import run_fit_capability_maps, run_map_scores
+from selfcal_lightning.pipelines.capability.fit_capability_maps import run_fit_capability_maps
 from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
+from selfcal_lightning.pipelines.capability.map_scores import run_map_scores
 from selfcal_lightning.pipelines.capability.predict_pass_at_k import run_predict_pass_at_k
 from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
 

@@ -232,7 +232,7 @@ def test_options_that_contradict_one_another(place: Path) -> None:
         ({"store_dir": store, "estimator": "p_true_before", "probe": "p"}, "and with no other, but got 'p'"),
         (
             {"store_dir": store, "estimator": "prob"},
-            r"one of probe, p_true_before, but got 'prob'. Did you mean 'probe'",
+            r"one of probe, p_true_before, .* but got 'prob'. Did you mean 'probe'",
         ),
         ({"store_dir": store, "probe": "nowhere"}, "Expected a probe in nowhere"),
         ({"questions": "q", "output": "o", "probe": "p"}, "`model` where there is no `store_dir`"),

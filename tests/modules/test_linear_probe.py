@@ -22,15 +22,15 @@ from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.discrimination import spearman
 from selfcal_lightning.model_files.manifests import check_files, read_manifest
-from selfcal_lightning.modules.linear_probe import LinearProbeModule
-from selfcal_lightning.modules.probe_checkpoints import check_trainer
+from selfcal_lightning.modules.probes.checkpoints import check_trainer
+from selfcal_lightning.modules.probes.linear_probe import LinearProbeModule
 from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
 from selfcal_lightning.pipelines.export import run_export
 from selfcal_lightning.training.contracts import missing_members
 from selfcal_lightning.training.sampled_data import ProbeData, SampledData
 from selfcal_lightning.training.trained_modules import CapabilityModule, CheckpointedModule, Exportable
 
-MODULE = "selfcal_lightning.modules.linear_probe.LinearProbeModule"
+MODULE = "selfcal_lightning.modules.probes.linear_probe.LinearProbeModule"
 MLP = {"head": "mlp", "hidden_size": 6, "dropout": 0.2, "lr": 0.02}
 
 

@@ -73,7 +73,9 @@ def save_classifier(trunk: PreTrainedModel, head: nn.Linear, folder: Path) -> No
     config.id2label, config.label2id = names, {name: number for number, name in names.items()}
     config.tie_word_embeddings = False  # there is no output layer any more
     with torch.device("meta"):
-        whole = AutoModelForTokenClassification.from_config(config, dtype=trunk.dtype, attn_implementation="eager")
+        whole = AutoModelForTokenClassification.from_config(
+            config, dtype=trunk.dtype, attn_implementation="eager", trust_remote_code=False
+        )
     state = {**_trunk_state(trunk), **{f"{HEAD}.{name}": value for name, value in _head_state(head).items()}}
     missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:

@@ -17,9 +17,9 @@ from selfcal_lightning.functional.schedules import cosine_with_warmup, linear_wi
 from selfcal_lightning.metrics.capability import CapabilityMetrics
 from selfcal_lightning.model_files.identity import base_model_identity
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
-from selfcal_lightning.modules.probe_batch import ProbeBatch
-from selfcal_lightning.modules.probe_checkpoints import basis_of, check_same_basis, check_trainer, plain_basis
-from selfcal_lightning.modules.probe_settings import (
+from selfcal_lightning.modules.probes.batch import ProbeBatch
+from selfcal_lightning.modules.probes.checkpoints import basis_of, check_same_basis, check_trainer, plain_basis
+from selfcal_lightning.modules.probes.settings import (
     HeadName,
     ProbeOptimizer,
     Schedule,

@@ -70,14 +70,17 @@ def test_unreadable_samples_count_among_the_k() -> None:
 
 
 def test_names() -> None:
+    stated = {"verbalized", "verbalized_words", "verbalized_percent"}
+    rewards = {"prm", "prm_lower", "prm_min", "prm_prod", "orm"}
+    chances = {"p_true", "response_consistency", *stated, *rewards}
+    trajectories = {"coe_r", "coe_c", "coe_r_raw", "coe_c_raw", "step_coe_c"}
     assert set(ESTIMATORS) == {
-        "p_true", "verbalized", "response_consistency", "sequence_logprob", "mean_logprob", "self_certainty",
-        "token_entropy", "prm", "prm_min", "prm_prod", "orm", "reward",
+        *chances, *trajectories, "reward", "sequence_logprob", "mean_logprob", "min_logprob", "self_certainty",
+        "response_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
+        "step_self_evaluation",
     }  # fmt: skip
     assert set(STORED) <= set(ESTIMATORS)
-    assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == {
-        "p_true", "verbalized", "response_consistency", "prm", "prm_min", "prm_prod", "orm",
-    }  # fmt: skip
+    assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == chances
     assert [name for name, kind in ESTIMATORS.items() if kind.needs_pool] == ["response_consistency"]
 
 

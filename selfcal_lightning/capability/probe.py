@@ -105,40 +105,26 @@ class ProbeBasis:
     fitted_on: FittedOn
     draws: int | None = None
 
-    def probe(self, head: ProbeHead, *, penalty: float | None = None, error: float | None = None) -> CapabilityProbe:
+    def with_head(
+        self, head: ProbeHead, *, penalty: float | None = None, error: float | None = None
+    ) -> CapabilityProbe:
         """Return the probe with a head; see ``CapabilityProbe``."""
         return CapabilityProbe(**vars(self), head=head, penalty=penalty, error=error)
 
 
-@dataclass(frozen=True, eq=False)
-class CapabilityProbe:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CapabilityProbe(ProbeBasis):
     """``link(head((x - centre) / scale))`` of the features x of a prompt; a head of one layer makes it linear.
 
     Attributes:
-        pooling: Which vectors of a prompt the features are.
-        target: What it was fitted to.
-        centre: Mean of each feature over the questions of the fit [D].
-        scale: Standard deviation likewise [D]; 1 where it is 0.
-        origin: What the features depend on: model, adapter, template, levels.
-        sampling: How the responses of the targets were drawn; None where nobody knows.
-        fitted_on: The questions of the fit.
         head: What follows the standardised features.
         penalty: Penalty of a closed-form fit; None of a trained probe.
         error: Mean squared leave-one-out error of a closed-form fit against the target; None of a trained probe.
-        draws: Verdicts or pairs that a target was redrawn from; None where it is what all responses show.
     """
 
-    pooling: Pooling
-    target: Target
-    centre: Floats
-    scale: Floats
-    origin: Mapping[str, Any]
-    sampling: Mapping[str, Any] | None
-    fitted_on: FittedOn
     head: ProbeHead
     penalty: float | None = None
     error: float | None = None
-    draws: int | None = None
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ def fit_probe(
         features, entries, target=target, pooling=pooling, origin=origin, sampling=sampling, draws=draws
     )
     fit = fit_ridge_leaving_one_out((features - basis.centre) / basis.scale, wanted)
-    return basis.probe(linear_head(fit.weights, fit.intercept), penalty=fit.penalty, error=fit.error)
+    return basis.with_head(linear_head(fit.weights, fit.intercept), penalty=fit.penalty, error=fit.error)
 
 
 def probe_basis(

@@ -31,7 +31,32 @@ KEYS = (
 )  # fmt: skip
 
 
-class CapabilityMetrics(ExactMetric):
+class QuestionRows(ExactMetric):
+    """Base of metrics over predicted capabilities and counted samples: keeps these of every question.
+
+    Args:
+        kwargs: Of ``torchmetrics.Metric``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_rows("questions", width=3, dtype=torch.float64)
+
+    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
+        """Keep the questions."""
+        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
+        check_probabilities(predicted, "predicted")
+        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
+        self.questions.append(torch.stack(columns, dim=1))
+
+    def columns(self) -> Floats:
+        """Return predicted capability, right samples and samples of all questions of all processes [3, Q]."""
+        rows = self.rows("questions").cpu().numpy()
+        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
+        return rows[np.lexsort(rows.T)].T
+
+
+class CapabilityMetrics(QuestionRows):
     """How good predictions of capability are.
 
     The keys of ``compute``:
@@ -68,20 +93,10 @@ class CapabilityMetrics(ExactMetric):
         super().__init__(**kwargs)
         self.num_bins = num_bins
         self.debiased = debiased
-        self.add_rows("questions", width=3, dtype=torch.float64)
-
-    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
-        """Keep the questions."""
-        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
-        check_probabilities(predicted, "predicted")
-        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
-        self.questions.append(torch.stack(columns, dim=1))
 
     def compute(self) -> dict[str, float]:
         """Return the numbers over all questions of all processes, by key."""
-        rows = self.rows("questions").cpu().numpy()
-        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
-        predicted, correct, samples = rows[np.lexsort(rows.T)].T
+        predicted, correct, samples = self.columns()
         share = correct / samples
         error = squared_error(predicted, correct, samples, debiased=self.debiased)
         values = {

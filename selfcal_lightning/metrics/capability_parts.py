@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import torch
-from torch import Tensor
 
 from selfcal_lightning.functional.capability_errors import error_parts
-from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
+from selfcal_lightning.metrics.capability import QuestionRows
 
 RESPONSE_ERROR = "capability/ResponseError"
 CAPABILITY_ERROR = "capability/CapabilityError"
 RESPONSE_SPREAD = "capability/ResponseSpread"
 
 
-class CapabilityErrorParts(ExactMetric):
+class CapabilityErrorParts(QuestionRows):
     """Response- against capability-calibration: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``.
 
     The keys of ``compute``:
@@ -45,21 +41,8 @@ class CapabilityErrorParts(ExactMetric):
 
     higher_is_better = False
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_rows("questions", width=3, dtype=torch.float64)
-
-    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
-        """Keep the questions."""
-        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
-        check_probabilities(predicted, "predicted")
-        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
-        self.questions.append(torch.stack(columns, dim=1))
-
     def compute(self) -> dict[str, float]:
         """Return the parts over all questions of all processes, by key."""
-        rows = self.rows("questions").cpu().numpy()
-        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
-        parts = error_parts(*rows[np.lexsort(rows.T)].T)
+        parts = error_parts(*self.columns())
         values = (np.nan,) * 3 if parts is None else (parts.response, parts.capability, parts.spread)
         return dict(zip((RESPONSE_ERROR, CAPABILITY_ERROR, RESPONSE_SPREAD), map(float, values), strict=True))

@@ -156,6 +156,18 @@ class CalibratedModel(LightningModule):
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 
+    def on_validation_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
+    def on_test_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
+    def on_predict_start(self) -> None:
+        """Refuse a model that packed rows would score wrongly."""
+        self._check_packing()
+
     def _check_packing(self) -> None:
         """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
         data = self._row_data()

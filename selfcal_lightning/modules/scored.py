@@ -34,18 +34,6 @@ class ScoredModel(CalibratedModel):
     val_metrics: CalibrationMetrics
     test_metrics: CalibrationMetrics
 
-    def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def on_test_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def on_predict_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
     def on_validation_epoch_start(self) -> None:
         """Forget the last pass; not at the end of it, so that callbacks can still read its points."""
         self.val_metrics.reset()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.store.annotations import NAME
@@ -21,6 +21,61 @@ from selfcal_lightning.store.records import read_record, write_record
 
 FOLDER, FILE = "question_annotations", "question_values.json"
 Key = tuple[str, str]  # id of a question, digest of its content
+
+
+class HasOrigin(Protocol):
+    """A record that says what made it."""
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """What made it."""
+        ...
+
+
+Kept = TypeVar("Kept", bound=HasOrigin)
+
+
+class NamedRecord(Generic[Kept]):
+    """One named record beside the rows of a store, with its origin. Opening it reads and writes nothing.
+
+    Args:
+        folder: Where the records of its kind lie.
+        name: Its name.
+        file: Name of the file.
+        read: Returns the record of its content.
+        held_to: What is said of one of another origin, "the values NAME in FOLDER to ...".
+    """
+
+    def __init__(
+        self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
+    ) -> None:
+        if not NAME.fullmatch(name):
+            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
+        self.name = name
+        self.path = folder / name / file
+        self._read, self._held_to = read, held_to
+
+    @property
+    def record(self) -> Kept | None:
+        """What is there; None where nothing is."""
+        return read_record(self.path, self._read) if self.path.exists() else None
+
+    def of_origin(self, origin: Mapping[str, Any]) -> Kept | None:
+        """Return what is there if it is of this origin."""
+        record = self.record
+        return None if record is None or origin_differences(record.origin, origin) else record
+
+    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Raise InputError where the name exists with another origin, unless what is there may be replaced."""
+        record = self.record
+        if record is None or overwrite:
+            return
+        if differences := origin_differences(record.origin, origin):
+            kind, how = self._held_to.split(" ", 1)
+            raise InputError(
+                f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
+                "`overwrite` to replace them, or choose another `name`."
+            )
 
 
 @dataclass(frozen=True)
@@ -40,7 +95,7 @@ class QuestionValues:
         return {"origin": dict(self.origin), "values": [[*key, value] for key, value in self.values.items()]}
 
 
-class QuestionAnnotation:
+class QuestionAnnotation(NamedRecord[QuestionValues]):
     """One named value of the questions of a store. Opening it reads and writes nothing.
 
     Args:
@@ -49,31 +104,15 @@ class QuestionAnnotation:
     """
 
     def __init__(self, store_path: str | Path, name: str) -> None:
-        if not NAME.fullmatch(name):
-            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
-        self.name = name
-        self._file = Path(store_path) / FOLDER / name / FILE
-
-    @property
-    def record(self) -> QuestionValues | None:
-        """What is there; None where nothing is."""
-        return read_record(self._file, QuestionValues.from_json) if self._file.exists() else None
-
-    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Raise InputError where the name exists with values of another origin, unless these may be replaced."""
-        record = self.record
-        if record is None or overwrite:
-            return
-        if differences := origin_differences(record.origin, origin):
-            raise InputError(
-                f"Expected the values {self.name!r} in {self._file.parent} to have been computed in the same way, but "
-                f"got {'; '.join(differences)}. Set `overwrite` to replace them, or choose another `name`."
-            )
+        folder = Path(store_path) / FOLDER
+        super().__init__(
+            folder, name, FILE, QuestionValues.from_json, held_to="values to have been computed in the same way"
+        )
 
     def known(self, origin: Mapping[str, Any]) -> dict[Key, float | None]:
         """Return the values of this origin; none where they are of another."""
-        record = self.record
-        return {} if record is None or origin_differences(record.origin, origin) else dict(record.values)
+        record = self.of_origin(origin)
+        return {} if record is None else dict(record.values)
 
     def write(self, values: Mapping[Key, float | None], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
         """Add values; those of this origin that are there stay, unless a new one has their key.
@@ -85,8 +124,8 @@ class QuestionAnnotation:
         if strange := [key for key, value in values.items() if value is not None and not math.isfinite(value)]:
             raise InputError(f"Expected values to be finite or None, but got another for {strange[0][0]!r}.")
         plain = json.loads(json.dumps(dict(origin)))
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_record(self._file, QuestionValues(plain, {**self.known(plain), **values}).as_json())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(self.path, QuestionValues(plain, {**self.known(plain), **values}).as_json())
 
 
 def question_annotation_names(store_path: str | Path) -> list[str]:

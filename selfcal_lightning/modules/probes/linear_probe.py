@@ -280,7 +280,7 @@ class LinearProbeModule(LightningModule):
         """The probe as it is now."""
         layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
         weights, biases = zip(*layers, strict=True)
-        return cast("ProbeBasis", self.basis).probe(ProbeHead(weights, biases, self.link, self.activation))
+        return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.link, self.activation))
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the probe, JSON-able."""

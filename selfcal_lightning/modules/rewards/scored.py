@@ -34,18 +34,6 @@ class ScoredRewardModel(CalibratedModel):
     val_places: PlaceMetrics
     test_places: PlaceMetrics
 
-    def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def on_test_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
-    def on_predict_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
-        self._check_packing()
-
     def raw_outputs(self, batch: RewardBatch) -> Tensor:
         """Return the three outputs at every place, float32 [M, 3]."""
         hidden = read_hidden(

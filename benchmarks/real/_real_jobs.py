@@ -22,6 +22,8 @@ TASK = "country_facts"
 LEAVE_ONE_OUT, SSC = "leave_one_out", "ssc"
 TARGETS = (LEAVE_ONE_OUT, SSC)
 JOINT, TUNED = "joint", "tuned"
+# What a linear probe of the prompts, fitted to the agreement of the training responses, says of a question.
+PROBE = "probe"
 # Joint training takes the target that it was made for, and fewer steps: the generator changes with every one.
 JOINT_TUPLES = 640
 TEXT_QUESTIONS = 16
@@ -107,6 +109,16 @@ class Jobs:
         """Put the confidence of an activated adapter on the base model's test and calibration responses."""
         self.score(self.test, adapter, name, split="test")
         self.score(self.samples, adapter, name, split="validation")
+
+    def probe(self) -> None:
+        """Fit a probe of the prompts to the training responses, without labels, and let it judge the test questions."""
+        fitted, model = self.folder / PROBE, ("--model", str(self.model))
+        if not (fitted / "probe.json").is_file():
+            self._run("fit-probe", "--pool", str(self.samples), "--split", "train", "--output", str(fitted), *model)
+        self._run(
+            "score-questions", "--probe", str(fitted), "--store_dir", str(self.test), "--split", "test",
+            "--name", PROBE, *model,
+        )  # fmt: skip
 
     def sample_twice(self, adapter: Path) -> None:
         """Sample some test questions with and without an activated adapter beside the base model, in float32."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _real_jobs import JOINT, LEAVE_ONE_OUT, TARGETS, TUNED, Jobs
+from _real_jobs import JOINT, LEAVE_ONE_OUT, PROBE, TARGETS, TUNED, Jobs
 from _real_tables import (
     LIKELIHOOD,
     SCALED,
@@ -25,6 +25,7 @@ from _real_tables import (
 )
 from matplotlib.figure import Figure
 
+from selfcal_lightning.capability.label_free import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
@@ -32,7 +33,9 @@ from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.store.annotations import annotation_names
+from selfcal_lightning.store.question_annotations import question_annotation_names, question_values
 from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.store.shards import question_digest
 
 SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
 SHOWN_VOTES = (2, 3, 4, 8)
@@ -43,6 +46,7 @@ LABELS = {
     SCALED: "likelihood, Platt on the calibration questions",
     SHARE: "share of four votes (three more samples)",
     BASE_FUSION: "fusion of likelihood and the base's P(True)",
+    PROBE: "label-free linear probe of the prompt",
 }
 
 
@@ -51,7 +55,8 @@ def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]
     there = {target: [seed for seed in seeds if _is_scored(jobs, f"{target}_{seed}")] for target in TARGETS}
     names = {target: [f"{target}_{seed}" for seed in found] for target, found in there.items()}
     pool, left_out, fused = _base_pool(jobs, [name for group in names.values() for name in group])
-    rows = {name: columns_of(pool, [name]) for name in LABELS}
+    probed = _is_probed(jobs)
+    rows = {name: columns_of(pool, [name]) for name in LABELS if probed or name != PROBE}
     for target, group in names.items():
         if group:
             rows[f"activated {target}"] = columns_of(pool, group)
@@ -87,6 +92,11 @@ def _is_scored(jobs: Jobs, name: str) -> bool:
     return (jobs.test / "manifest.json").is_file() and name in annotation_names(jobs.test)
 
 
+def _is_probed(jobs: Jobs) -> bool:
+    """Return whether the probe of the prompts has judged the test questions."""
+    return PROBE in question_annotation_names(jobs.test)
+
+
 def _is_whole(place: Path, split: str, name: str) -> bool:
     """Return whether all responses of a split have a confidence."""
     if name not in annotation_names(place):
@@ -103,6 +113,9 @@ def _base_pool(jobs: Jobs, names: Sequence[str]) -> tuple[Pool, int, list[str]]:
     fused = [name for name in names if _is_whole(jobs.samples, "validation", name)]
     test = list(SampleStore(jobs.test).samples(split="test", confidences=names))
     scored = [entry for entry in test if all(name in one.confidences for name in names for one in entry.samples)]
+    if _is_probed(jobs):
+        keys = [(entry.question.id, question_digest(entry.question)) for entry in scored]
+        scored = list(with_question_confidence(scored, question_values(jobs.test, PROBE, keys), name=PROBE))
     calibration = list(SampleStore(jobs.samples).samples(split="validation", confidences=fused))
     fusions = {BASE_FUSION: (MEAN_LOGPROB, P_TRUE), **{f"fused_{name}": (MEAN_LOGPROB, name) for name in fused}}
     pools = [with_plain_confidences(pool) for pool in (scored, calibration)]
@@ -209,7 +222,7 @@ def _not_run(jobs: Jobs, seeds: Sequence[int], there: Mapping[str, Sequence[int]
         missing.append("joint training")
     if not any((jobs.folder / TUNED / f"seed-{seed}" / "adapter").is_dir() for seed in seeds):
         missing.append("tuned generator with an activated confidence")
-    return [*missing, "a label-free linear probe on the prompt"]
+    return missing if _is_probed(jobs) else [*missing, "a label-free linear probe of the prompt"]
 
 
 def _row(columns: Columns) -> dict[str, Any]:
@@ -255,7 +268,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         lines += ["", "Nothing is held to anything: no activated adapter was scored."]
     for name, row in report["held_to"].items():
         lines.append(f"| {name} | {show(row, signed=row['low'] is not None)} | {'yes' if row['met'] else '**no**'} |")
-    lines += ["", "Not run:", "", *(f"- {name}" for name in report["not_run"])]
+    if report["not_run"]:
+        lines += ["", "Not run:", "", *(f"- {name}" for name in report["not_run"])]
     return "\n".join(lines) + "\n"
 
 

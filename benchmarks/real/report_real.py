@@ -26,7 +26,7 @@ VARIANTS = ("activated", JOINT, TUNED)
 CONVERT_SECONDS, OVERHEAD_SECONDS = 30.0, 120.0
 SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 12.0, 6.0, 25.0
 DEMO = {
-    "output": Path("runs/demo-real"), "test": 110, "seeds": [0], "variants": ["activated"],
+    "output": Path("runs/demo-real"), "train": 130, "test": 110, "seeds": [0], "variants": ["activated"],
     "targets": [LEAVE_ONE_OUT],
 }  # fmt: skip
 
@@ -85,6 +85,8 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
     for split in ("train", "validation"):
         jobs.sample(jobs.model, jobs.samples, split)
     jobs.sample(jobs.model, jobs.test, "test", seed=1)
+    if not options.demo:
+        jobs.probe()
     if "activated" in options.variants:
         for seed, target in _order(options):
             adapter = jobs.activate(target, seed)
@@ -114,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--joint_seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--train", type=int, default=130, help="training questions, of 415")
+    parser.add_argument("--train", type=int, default=415, help="training questions; 415 are all")
     parser.add_argument("--test", type=int, default=None, help="test questions; all 499 where left out")
     parser.add_argument("--calibration", type=int, default=50, help="labelled questions for scalers and fusions")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")

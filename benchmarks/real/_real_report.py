@@ -238,12 +238,12 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     seeds = "; ".join(f"{target}: {found}" for target, found in report["seeds"].items())
     train = f"{sizes['train']} training questions" if sizes["train"] else "all training questions"
     lines = [
-        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, sampled in bfloat16; {train} x {sizes['samples']} "
-        f"responses; {sizes['calibration']} calibration and {sizes['questions']} test questions, "
-        f"{sizes['responses']:,} responses of the base model, all confidences on the same responses; "
-        f"{report['unreadable']:.1%} unreadable, which count as wrong. 95 % intervals over questions; activated "
-        f"adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on labelled calibration "
-        "questions, adapters without labels.",
+        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, sampled in bfloat16; {train} x "
+        f"{sizes['train_samples']} responses; {sizes['calibration']} calibration and "
+        f"{sizes['questions']} test questions, {sizes['responses']:,} responses of the base model, all confidences on "
+        f"the same responses; {report['unreadable']:.1%} unreadable, which count as wrong. 95 % intervals over "
+        f"questions; activated adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on "
+        "labelled calibration questions, adapters without labels.",
         "",
         f"| confidence | {' | '.join(SHOWN.values())} | AUROC by seed |",
         f"|---|{'---:|' * len(SHOWN)}---|",

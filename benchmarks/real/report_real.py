@@ -38,9 +38,8 @@ def main() -> int:
     """
     options = parse_arguments()
     started = time.monotonic()
-    jobs = Jobs(
-        options.output, options.model, Sizes(options.train, options.test, options.calibration, options.num_samples)
-    )
+    sizes = Sizes(options.train, options.test, options.calibration, options.num_samples, options.train_samples)
+    jobs = Jobs(options.output, options.model, sizes)
     if not options.figures:
         if options.demo:
             print(account(jobs), flush=True)
@@ -48,6 +47,7 @@ def main() -> int:
     report = assemble(jobs, seeds=options.seeds, texts=options.output / "texts")
     report["command"] = " ".join(["python benchmarks/real/report_real.py", *sys.argv[1:]])
     report["sizes"] |= {"train": options.train, "calibration": options.calibration, "samples": options.num_samples}
+    report["sizes"]["train_samples"] = sizes.samples_of("train")
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
     folder = options.output if options.demo else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--test", type=int, default=None, help="test questions; all 499 where left out")
     parser.add_argument("--calibration", type=int, default=50, help="labelled questions for scalers and fusions")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
+    parser.add_argument("--train_samples", type=int, default=None, help="to a training question; as many if left out")
     parser.add_argument("--figures", action="store_true", help="run no job: compute from what is there")
     parser.add_argument("--demo", action="store_true", help="a small one, in minutes, beside whose samples it writes")
     if "--demo" in sys.argv[1:]:

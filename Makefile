@@ -34,7 +34,7 @@ $(VENV)/.ready-smollm: $(VENV)/.ready
 demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three minutes on two idle cores)
 	$(BIN)/selfcal demo
 
-demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (estimated: ten minutes on two idle cores)
+demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (nine minutes on two cores)
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## the doctests and every test but the slow ones

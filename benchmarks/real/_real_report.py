@@ -267,7 +267,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     else:
         lines += ["", "Nothing is held to anything: no activated adapter was scored."]
     for name, row in report["held_to"].items():
-        lines.append(f"| {name} | {show(row, signed=row['low'] is not None)} | {'yes' if row['met'] else '**no**'} |")
+        met = "not run" if row["value"] is None else "yes" if row["met"] else "**no**"
+        lines.append(f"| {name} | {show(row, signed=row['low'] is not None)} | {met} |")
     if report["not_run"]:
         lines += ["", "Not run:", "", *(f"- {name}" for name in report["not_run"])]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ from selfcal_lightning.faces import face
 __getattr__, __dir__, __all__ = face(
     __name__,
     {
+        "asking": ["AskingRow", "compare_asking"],
         "budgets": ["BudgetRow", "compare_budgets"],
         "comparison": ["CapabilityComparison", "EstimatorRow", "compare_estimators"],
         "costs": ["cost_figure"],

@@ -202,7 +202,7 @@ def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: 
 def test_a_probe_belongs_to_its_adapter(place: Path) -> None:
     probe = load_probe(place / "probe")
     origin = {**probe.origin, "model": {**probe.origin["model"], "adapter_sha256": "that of another"}}
-    with pytest.raises(InputError, match="got model.adapter_sha256: None in the probe, 'that of another'.*fit-probe"):
+    with pytest.raises(InputError, match=r"got model.adapter_sha256: None in the probe, 'that of another'.*fit-probe"):
         probe.check_reads(origin)
 
 
@@ -219,7 +219,7 @@ def test_a_model_that_is_gone_is_asked_for(tiny_model: str, tmp_path: Path) -> N
 
 
 def test_questions_without_responses_are_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="questions of split 'none' .* but got none. It holds the split calibration"):
+    with pytest.raises(InputError, match=r"questions of split 'none' .* but got none. It holds the split calibration"):
         run_fit_probe(str(place / "store"), str(tmp_path / "probe"), split="none")
     pool = tmp_path / "pool.jsonl"
     pool.write_text('{"question": "1 + 1?", "answer": "2", "responses": []}\n')

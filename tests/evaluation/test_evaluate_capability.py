@@ -184,7 +184,7 @@ def test_refusals(written: Path, tmp_path: Path) -> None:
         run_evaluate_capability(store, output, split="test", estimate_samples=1)
     with pytest.raises(InputError, match="a response from number 8 on"):
         run_evaluate_capability(store, output, split="test", estimate_samples=8)
-    with pytest.raises(InputError, match="at least 2 responses .* but got 1 for 24 of 24 with `estimate_samples` 7"):
+    with pytest.raises(InputError, match=r"at least 2 responses .* but got 1 for 24 of 24 with `estimate_samples` 7"):
         run_evaluate_capability(store, output, split="test", estimate_samples=7)
     with pytest.raises(InputError, match="different estimates, at least one"):
         run_evaluate_capability(store, output, split="test", estimator=["probe", "probe"])

@@ -17,7 +17,7 @@ from selfcal_lightning.capability.inputs import load_capability_pool
 from selfcal_lightning.capability.question_table import QuestionTable
 from selfcal_lightning.capability.response_means import averaged_names
 from selfcal_lightning.evaluation.capability.asking import ORACLE, asked_questions, lost_column
-from selfcal_lightning.evaluation.capability.budgets import solved_columns
+from selfcal_lightning.evaluation.capability.budgets import UNIFORM, solved_columns
 from selfcal_lightning.evaluation.capability.comparison import candidates, capability_spread, resampled_column
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
 from selfcal_lightning.evaluation.capability.pass_at_k import powers_of_two
@@ -97,6 +97,7 @@ def application_columns(test: TestQuestions, calibration: TestQuestions, weights
     budgets, solved = solved_columns(*few, weights)
     found["budgets"] = np.repeat(np.array(budgets, dtype=np.float64)[:, None], weights.shape[1], axis=1)
     found |= {f"solved/{way}": column for way, column in solved.items()}
+    found |= {f"gain/{way}": column - solved[UNIFORM] for way, column in solved.items()}
     for name, values in {**few[0].estimates, ORACLE: truth.expected_accuracy}.items():
         rows = [lost_column(truth.expected_accuracy, asked_questions(values, share), weights) for share in LEFT_OUT]
         found[f"lost/{name}"] = np.stack(rows)

@@ -90,7 +90,7 @@ def _application_checks(columns: Columns) -> list[Check]:
     """Return what plans, sampling one at a time and not asking are held to, where the budgets allow."""
     budgets = columns["id/budgets"][:, 0].astype(int).tolist()
     plan, sequential = (min(budget, budgets[-1]) for budget in BUDGETS)
-    gain = columns[f"id/solved/{PROBE}, Beta gain"] - columns["id/solved/evenly"]
+    gain = columns[f"id/gain/{PROBE}, Beta gain"]
     checks = [
         check(
             f"solved by a plan of {plan} samples a question beyond an even share", gain[budgets.index(plan)],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ from _capability_jobs import Plan, done, run_seed
 from _capability_measures import Columns, measure_seed
 from _capability_studies import confidence_columns, processor_seconds, size_columns
 from _capability_tables import as_markdown, figure
-from _capability_targets import Check, targets
+from _capability_targets import targets
 
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
+from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.functional.seed_means import mean_over_seeds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 
 
 def main() -> int:
@@ -54,7 +56,9 @@ def main() -> int:
         / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
     }
-    _write(options.results, report, checks, columns)
+    report["checks"] = [{**asdict(check), "found": triple(check.found)} for check in checks]
+    report["measured"] = {key: _plain(column) for key, column in columns.items()}
+    _write(options.results, report)
     return 0 if all(check.holds for check in checks) else 1
 
 
@@ -80,23 +84,24 @@ def _timed(plan: Plan) -> tuple[float, float]:
     return reading, answering
 
 
-def _write(results: Path, report: dict[str, Any], checks: Sequence[Check], columns: Columns) -> None:
+def _write(results: Path, report: Mapping[str, Any]) -> None:
     results.mkdir(parents=True, exist_ok=True)
-    text = as_markdown(report, checks, columns)
-    kept = {key: _plain(column) for key, column in columns.items()}
-    record = {**report, "checks": [asdict(check) for check in checks], "measured": kept}
-    (results / "report_capability.json").write_text(json.dumps(record) + "\n")
+    text = as_markdown(report)
+    (results / "report_capability.json").write_text(json.dumps(report) + "\n")
     (results / "report_capability.md").write_text(text)
-    save_figure(figure(columns), results / "report_capability.png", dpi=120)
+    for place in [results, IMAGES] if results == RESULTS else [results]:
+        save_figure(figure(report["measured"]), place / "report_capability.png", dpi=120)
     print(text)
 
 
-def _plain(column: np.ndarray) -> Any:
-    """Return value and ends of each column, rounded to what is shown."""
-    if column.ndim > 1:
-        return [_plain(row) for row in column]
-    found = estimate_of(column)
+def triple(found: Estimate) -> list[float | None]:
+    """Return value and ends of an estimate, rounded to more than is shown."""
     return [None if number is None else round(number, 5) for number in (found.value, found.low, found.high)]
+
+
+def _plain(column: np.ndarray) -> Any:
+    """Return value and ends of each column."""
+    return [_plain(row) for row in column] if column.ndim > 1 else triple(estimate_of(column))
 
 
 def _arguments() -> argparse.Namespace:

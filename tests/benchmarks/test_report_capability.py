@@ -18,6 +18,7 @@ from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
 from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "capability"
+RESULTS = FOLDER.parent / "results"
 Module = Callable[[str], ModuleType]
 Columns = dict[str, Floats]
 
@@ -93,8 +94,11 @@ def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsy
         "command": "the command", "seeds": [0], "adapter_seeds": [], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip
+    made = module("report_capability")
     checks = module("_capability_targets").targets(columns, seconds=(0.001, 0.01))
-    module("report_capability")._write(tmp_path, report, checks, columns)
+    report["checks"] = [{**vars(check), "found": made.triple(check.found)} for check in checks]
+    report["measured"] = {key: made._plain(column) for key, column in columns.items()}
+    made._write(tmp_path, report)
     text = (tmp_path / "report_capability.md").read_text()
     assert text == capsys.readouterr().out.rstrip("\n") + "\n"
     assert "Command: `the command`" in text
@@ -106,3 +110,13 @@ def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsy
     assert len(record["checks"]) == len(checks)
     assert record["measured"]["id/probe/mse"][0] == pytest.approx(columns["id/probe/mse"][0], abs=1e-5)
     assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_published_report_is_the_one_that_its_numbers_give(module: Module) -> None:
+    content = (RESULTS / "report_capability.json").read_text()
+    assert len(content) < 100_000
+    assert (
+        module("_capability_tables").as_markdown(json.loads(content)) == (RESULTS / "report_capability.md").read_text()
+    )
+    shown = RESULTS.parents[1] / "docs" / "images" / "report_capability.png"
+    assert shown.read_bytes() == (RESULTS / "report_capability.png").read_bytes()

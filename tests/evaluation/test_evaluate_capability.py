@@ -18,6 +18,7 @@ from selfcal_lightning.evaluation.capability.asking import compare_asking
 from selfcal_lightning.evaluation.capability.budgets import compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import compare_estimators
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
+from selfcal_lightning.evaluation.capability.mixing import compare_mixing
 from selfcal_lightning.evaluation.capability.pass_at_k import BETA, INFLATED, MAPS, POWER, pass_at_k_curves
 from selfcal_lightning.functional.capability_errors import skill, squared_error
 from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
@@ -118,6 +119,17 @@ def test_budgets_by_hand() -> None:
         compare_budgets(test, budgets=[5])
 
 
+def test_an_even_share_is_mixed_in_by_hand() -> None:
+    test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0]})
+    right, oracle = compare_mixing(test, even_shares=[0.0, 0.5, 1.0], num_resamples=20)
+    assert (right.way, right.budget) == ("right, geometric gain", 2)
+    # The plan is 1, 4 and 1 of the samples, the even share 2, 2 and 2; of 3 the second has a right one at 3/4.
+    assert [each.value for each in right.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
+    assert [each.value for each in oracle.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
+    with pytest.raises(InputError, match=r"`budget` to lie between 1 and 4.*got 5"):
+        compare_mixing(test, budget=5)
+
+
 def test_not_asking_by_hand() -> None:
     test = judged([4, 1, 0, 3], 4, {"right": [1.0, 0.25, 0.0, 0.75], "wrong": [0.0, 0.5, 1.0, 0.9]})
     right, wrong, oracle = compare_asking(test, left_out=[0.25, 0.5], num_resamples=20)
@@ -161,7 +173,7 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(record["pass_at_k"]) == 3 * 4, "three estimates by four ways"
     assert [row["name"] for row in record["asking"]][:3] == plain
     assert (output / "capability.md").read_text().startswith("| estimate | samples | labels | MSE |")
-    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png"):
+    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png", "even_share.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     (output / "capability.json").write_text("{}")
     assert run(command) == 1

@@ -112,10 +112,10 @@ def solved_columns(
             f"Expected `budgets` to lie between 1 and {most}, the fewest responses that a question is judged by, but "
             f"got {list(chosen)}."
         )
-    ways = {UNIFORM: _evenly(test), **_ways(test, calibration, most)}
+    ways = {UNIFORM: _evenly(test), **sharing_ways(test, calibration, most)}
     questions = len(test.truth)
     columns = {
-        way: np.stack([_solved(test, share(budget * questions)) @ weights for budget in chosen])
+        way: np.stack([solved_by(test, share(budget * questions)) @ weights for budget in chosen])
         for way, share in ways.items()
     }
     return chosen, columns | _sequential_columns(test, calibration, chosen, weights, seed=seed)
@@ -159,8 +159,16 @@ def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
     return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
 
 
-def _ways(test: TestQuestions, calibration: TestQuestions | None, most: int) -> Mapping[str, Callable[[int], Integers]]:
-    """Return how a total of samples is shared, by name."""
+def sharing_ways(
+    test: TestQuestions, calibration: TestQuestions | None, most: int
+) -> Mapping[str, Callable[[int], Integers]]:
+    """Return how a total of samples is shared, by name.
+
+    Args:
+        test: Questions with estimates; those that are no probabilities share nothing.
+        calibration: Labelled questions for the Beta gain; None leaves it out.
+        most: Samples that a question gets at most.
+    """
     ways: dict[str, Callable[[int], Integers]] = {}
     for name, values in test.estimates.items():
         if ((values < 0.0) | (values > 1.0)).any():
@@ -186,5 +194,6 @@ def _by_beta(values: Floats, concentration: float, most: int) -> Callable[[int],
     return lambda total: beta_allocation(concentration * mean, concentration * (1.0 - mean), total, maximum=most)
 
 
-def _solved(test: TestQuestions, given: Integers) -> Floats:
+def solved_by(test: TestQuestions, given: Integers) -> Floats:
+    """Return the chance that each question has a right one among the samples that it is given [Q]."""
     return expected_solved(given, test.truth.num_samples, test.truth.num_correct)

@@ -10,6 +10,7 @@ from selfcal_lightning.evaluation.capability.asking import AskingRow
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, EstimatorRow
 from selfcal_lightning.evaluation.capability.decomposition import DecompositionRow, DefinitionGap
+from selfcal_lightning.evaluation.capability.mixing import MixingRow
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve
 from selfcal_lightning.evaluation.reports.calibration_tables import format_estimate
 from selfcal_lightning.functional.estimates import Estimate
@@ -96,6 +97,16 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
     return _table(_budget_headings(rows), [budget_cells(row) for row in rows], title)
 
 
+def mixing_cells(row: MixingRow) -> list[str]:
+    """Return the cells of a way to share samples, by how much of an even share is mixed in."""
+    return [row.way, *(_shown(gain, signed=True) for gain in row.gain)]
+
+
+def mixing_table(rows: Sequence[MixingRow], *, title: str = "") -> Table:
+    """Return the table of mixing an even share in for a terminal."""
+    return _table(_mixing_headings(rows), [mixing_cells(row) for row in rows], title)
+
+
 def asking_cells(row: AskingRow) -> list[str]:
     """Return the cells of an estimate by which questions are left out: what is lost, then how right the others are."""
     return [row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)]
@@ -114,6 +125,7 @@ def comparison_markdown(
     parts: Sequence[DecompositionRow] = (),
     gap: DefinitionGap | None = None,
     asking: Sequence[AskingRow] = (),
+    mixing: Sequence[MixingRow] = (),
 ) -> str:
     """Return all tables in Markdown, with what a reader must know."""
     tables = [
@@ -124,6 +136,7 @@ def comparison_markdown(
         _markdown(_curve_headings(curves), [curve_cells(curve) for curve in curves]) if curves else "",
         _markdown(_budget_headings(budgets), [budget_cells(row) for row in budgets]) if budgets else "",
         BUDGET_NOTE if budgets else "",
+        _markdown(_mixing_headings(mixing), [mixing_cells(row) for row in mixing]) if mixing else "",
         _markdown(_asking_headings(asking), [asking_cells(row) for row in asking]) if asking else "",
         ASKING_NOTE if asking else "",
     ]
@@ -142,6 +155,12 @@ def what_to_know(comparison: CapabilityComparison) -> str:
 
 def _budget_headings(rows: Sequence[BudgetRow]) -> list[str]:
     return ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
+
+
+def _mixing_headings(rows: Sequence[MixingRow]) -> list[str]:
+    """Return the headings; the differences are from the even share alone."""
+    shares = [f"{share:.0%} even" for share in (rows[0].even_shares if rows else ())]
+    return [f"beyond an even share, B = {rows[0].budget}" if rows else "", *shares]
 
 
 def _asking_headings(rows: Sequence[AskingRow]) -> list[str]:

@@ -35,7 +35,8 @@ class Plan:
         train_samples: Responses to each.
         questions: Questions by split: id, ood, calibration.
         samples: Responses to each of these.
-        adapter_seeds: Seeds whose adapters are trained too.
+        taught_seeds: Seeds of which P(True) before answering is taught.
+        awake_seeds: Seeds of which P(True) after answering is calibrated.
     """
 
     output: Path
@@ -43,7 +44,8 @@ class Plan:
     train_samples: int
     questions: Mapping[str, int]
     samples: int
-    adapter_seeds: tuple[int, ...]
+    taught_seeds: tuple[int, ...]
+    awake_seeds: tuple[int, ...]
 
     def folder(self, seed: int) -> Path:
         """Return where all of a seed lies."""
@@ -65,8 +67,9 @@ def run_seed(plan: Plan, seed: int) -> None:
         run(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
         run(folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true")
     run(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
-    if seed in plan.adapter_seeds:
+    if seed in plan.taught_seeds:
         _teach(plan, seed)
+    if seed in plan.awake_seeds:
         _calibrate(plan, seed)
 
 

@@ -37,19 +37,19 @@ FROM_RESPONSES = ("agreeing_pairs", "top_share", "mean_logprob", "p_true", AWAKE
 Columns = dict[str, Floats]
 
 
-def measure_seed(folder: Path, *, adapters: bool) -> Columns:
+def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
     """Return the columns of a seed, those of both test sets under "id/" and "ood/".
 
     Args:
         folder: Of the seed.
-        adapters: Whether adapters were trained for it.
+        without: Estimates that it does not have.
     """
     found: Columns = {}
     for split in TESTS:
         own: Columns = {}
         weights: Floats | None = None
         for names, stop in ((FROM_PROMPTS, 0), (FROM_RESPONSES, READ)):
-            wanted = [name for name in names if adapters or name not in (TAUGHT, AWAKE)]
+            wanted = [name for name in names if name not in without]
             test, calibration = (_read(folder / "tests", each, wanted, stop) for each in (split, "calibration"))
             weights = resample_weights(len(test.truth), num_resamples=RESAMPLES) if weights is None else weights
             own |= estimate_columns(test, calibration, weights)

@@ -68,15 +68,21 @@ def size_columns(folder: Path) -> Columns:
     return found
 
 
-def confidence_columns(folder: Path) -> Columns:
-    """Return how well the probe, and P(True) before and after calibration, know about single responses."""
+def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
+    """Return how well the probe, and P(True) before and after calibration, know about single responses.
+
+    Args:
+        folder: Of the seed.
+        without: Confidences that it does not have.
+    """
     found: Columns = {}
+    beside = [name for name in (AWAKE,) if name not in without]
     for split in TESTS:
-        pool = load_capability_pool(str(folder / "tests"), split=split, task=None, confidences=[AWAKE])
+        pool = load_capability_pool(str(folder / "tests"), split=split, task=None, confidences=beside)
         keys = [(question.id, question_digest(question)) for question in pool.questions]
         values = [float(value or 0.0) for value in question_values(pool.path, PROBE, keys)]
         entries = with_question_confidence(pool.pool.entries, values, name=PROBE)
-        for name in (PROBE, "p_true", AWAKE):
+        for name in (PROBE, "p_true", *beside):
             scored = scored_responses(entries, name=name)
             columns = (scored.confidence, scored.correct, scored.question_index)
             plain = bootstrap_interval(*columns, metrics=MEASURES, num_resamples=1)

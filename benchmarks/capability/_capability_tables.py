@@ -70,7 +70,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 def head(report: Mapping[str, Any]) -> str:
     """Return what was run."""
     sizes, seeds = report["sizes"], ", ".join(map(str, report["seeds"]))
-    adapters = ", ".join(map(str, report["adapter_seeds"])) or "none"
+    taught, awake = (", ".join(map(str, report[name])) or "none" for name in ("taught_seeds", "awake_seeds"))
     samples = sizes["samples"]
     sentences = (
         f"Command: `{report['command']}` ({report['processor_minutes']:.0f} minutes of processor time).",
@@ -79,7 +79,8 @@ def head(report: Mapping[str, Any]) -> str:
         f"judged by {samples} responses each to {sizes['id']:,} questions in domain and {sizes['ood']:,} out of it;",
         f"maps are fitted on {sizes['calibration']:,} calibration questions x {samples}, with labels.",
         "Means over seeds, 95 % intervals over questions and seeds.",
-        f"Rows of a trained adapter: seeds {adapters}.",
+        f"Of seeds with trained adapters alone: P(True) before answering, taught ({taught}); P(True) after answering, "
+        f"self-calibrated ({awake}).",
     )
     return " ".join(sentences)
 
@@ -100,7 +101,7 @@ def estimate_table(measured: Measured) -> str:
 
 
 def confidence_table(measured: Measured) -> str:
-    """Return the probe as a confidence in single responses beside P(True); empty without an adapter."""
+    """Return the probe as a confidence in single responses beside P(True)."""
     rows = [
         [words, *(_cell(measured, f"{split}/response/{name}/{measure}") for split in TESTS
                   for measure in (AUROC, ECE, BRIER))]
@@ -108,7 +109,7 @@ def confidence_table(measured: Measured) -> str:
         if f"id/response/{name}/{AUROC}" in measured
     ]  # fmt: skip
     measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("AUROC", "ECE", "Brier")]
-    return _table(["confidence in a response", *measures], rows) if rows else "No adapter was trained."
+    return _table(["confidence in a response", *measures], rows)
 
 
 def pass_at_k_table(measured: Measured) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _capability_jobs import Plan, done, run_seed
+from _capability_jobs import AWAKE, TAUGHT, Plan, done, run_seed
 from _capability_measures import Columns, measure_seed
 from _capability_studies import confidence_columns, processor_seconds, size_columns
 from _capability_tables import as_markdown, figure
@@ -39,7 +39,8 @@ def main() -> int:
     plan = Plan(
         options.output, options.train, options.train_samples,
         {"id": options.id, "ood": options.ood, "calibration": options.calibration}, options.num_samples,
-        tuple(seed for seed in options.seeds if seed in options.adapter_seeds),
+        tuple(seed for seed in options.seeds if seed in options.taught_seeds),
+        tuple(seed for seed in options.seeds if seed in options.awake_seeds),
     )  # fmt: skip
     for seed in options.seeds:
         run_seed(plan, seed)
@@ -50,7 +51,8 @@ def main() -> int:
     report = {
         "command": given,
         "seeds": options.seeds,
-        "adapter_seeds": plan.adapter_seeds,
+        "taught_seeds": plan.taught_seeds,
+        "awake_seeds": plan.awake_seeds,
         "sizes": {"train": plan.train, "train_samples": plan.train_samples, "samples": plan.samples, **plan.questions},
         "processor_minutes": sum(row["processor_seconds"] for seed in options.seeds for row in done(plan.folder(seed)))
         / 60.0,
@@ -70,9 +72,10 @@ def over_seeds(found: Sequence[Columns]) -> Columns:
 
 def _measured(plan: Plan, seed: int) -> Columns:
     """Return all columns of a seed."""
-    folder, adapters = plan.folder(seed), seed in plan.adapter_seeds
-    found = measure_seed(folder, adapters=adapters) | size_columns(folder)
-    return found | confidence_columns(folder) if adapters else found
+    folder = plan.folder(seed)
+    trained = {TAUGHT: plan.taught_seeds, AWAKE: plan.awake_seeds}
+    without = [name for name, seeds in trained.items() if seed not in seeds]
+    return measure_seed(folder, without=without) | size_columns(folder) | confidence_columns(folder, without=without)
 
 
 def _timed(plan: Plan) -> tuple[float, float]:
@@ -109,7 +112,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/report-capability"), help="stores, probes, logs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the report goes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--adapter_seeds", type=int, nargs="*", default=[0, 1, 2], help="whose adapters are trained")
+    parser.add_argument("--taught_seeds", type=int, nargs="*", default=[0], help="whose P(True) before is taught")
+    parser.add_argument("--awake_seeds", type=int, nargs="*", default=[0], help="whose P(True) after is calibrated")
     parser.add_argument("--train", type=int, default=2000, help="training questions")
     parser.add_argument("--train_samples", type=int, default=10)
     parser.add_argument("--id", type=int, default=300, help="test questions in domain")

@@ -52,7 +52,7 @@ def columns(module: Module, seed: Path) -> Columns:
         measures = module("_capability_measures")
         patch.setattr(measures, "FROM_PROMPTS", ("probe", "labelled"))
         patch.setattr(measures, "FROM_RESPONSES", ("agreeing_pairs", "top_share"))
-        found = measures.measure_seed(seed, adapters=False) | module("_capability_studies").size_columns(seed)
+        found = measures.measure_seed(seed) | module("_capability_studies").size_columns(seed)
     return {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
 
 
@@ -91,7 +91,7 @@ def test_targets_name_what_is_missed(module: Module, columns: Columns) -> None:
 
 def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report: dict[str, Any] = {
-        "command": "the command", "seeds": [0], "adapter_seeds": [], "processor_minutes": 1.0,
+        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip
     made = module("report_capability")

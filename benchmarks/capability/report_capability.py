@@ -3,210 +3,108 @@
     python benchmarks/capability/report_capability.py
 
 Every job is the command that a user would type; one that is done is not run again. A seed draws its own responses to
-the same questions. Figures go to ``benchmarks/results/report_capability.{json,md}``. Exit status 1 where a target is
-missed.
+the same questions. Figures go to ``benchmarks/results/report_capability.{json,md,png}``. Exit status 1 where a target
+is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
+import numpy as np
+from _capability_jobs import AWAKE, TAUGHT, Plan, done, run_seed
+from _capability_measures import Columns, measure_seed
+from _capability_studies import confidence_columns, processor_seconds, size_columns
+from _capability_tables import as_markdown, figure
+from _capability_targets import targets
+
+from selfcal_lightning.evaluation.reports.figure_files import save_figure
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of
+from selfcal_lightning.functional.seed_means import mean_over_seeds
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-TASK = "word_problems"
-SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
-TARGETS = {"probe": "agreeing_pairs", "labelled": "label"}
-ESTIMATE_SAMPLES = 5
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Questions of each kind, and responses to each.
-
-    Attributes:
-        train: Training questions.
-        train_samples: Responses to each.
-        tests: Questions by split: id, ood, calibration.
-        samples: Responses to each of these.
-    """
-
-    train: int
-    train_samples: int
-    tests: dict[str, int]
-    samples: int
-
-
-@dataclass(frozen=True)
-class Check:
-    """A target, and what was found: the mean over seeds."""
-
-    what: str
-    found: float
-    held_to: str
-    holds: bool
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 
 
 def main() -> int:
     """Run what is not done, and write the report."""
     options = _arguments()
-    tests = {"id": options.id, "ood": options.ood, "calibration": options.calibration}
-    sizes = Sizes(options.train, options.train_samples, tests, options.num_samples)
+    plan = Plan(
+        options.output, options.train, options.train_samples,
+        {"id": options.id, "ood": options.ood, "calibration": options.calibration}, options.num_samples,
+        tuple(seed for seed in options.seeds if seed in options.taught_seeds),
+        tuple(seed for seed in options.seeds if seed in options.awake_seeds),
+    )  # fmt: skip
     for seed in options.seeds:
-        run_seed(options.output / f"seed-{seed}", seed, sizes)
-    found = [read_seed(options.output / f"seed-{seed}") for seed in options.seeds]
-    checks = targets(found)
+        run_seed(plan, seed)
+    columns = over_seeds([_measured(plan, seed) for seed in options.seeds])
+    seconds = _timed(plan)
+    checks = targets(columns, seconds=seconds)
+    given = " ".join(["python benchmarks/capability/report_capability.py", *sys.argv[1:]])
     report = {
-        "command": " ".join(["python benchmarks/capability/report_capability.py", *sys.argv[1:]]),
+        "command": given,
         "seeds": options.seeds,
-        "checks": [vars(check) for check in checks],
-        "evaluations": found,
+        "taught_seeds": plan.taught_seeds,
+        "awake_seeds": plan.awake_seeds,
+        "sizes": {"train": plan.train, "train_samples": plan.train_samples, "samples": plan.samples, **plan.questions},
+        "processor_minutes": sum(row["processor_seconds"] for seed in options.seeds for row in done(plan.folder(seed)))
+        / 60.0,
+        "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "report_capability.json").write_text(json.dumps(report) + "\n")
-    text = as_markdown(checks, found, report["command"])
-    (options.results / "report_capability.md").write_text(text)
-    print(text)
+    report["checks"] = [{**asdict(check), "found": triple(check.found)} for check in checks]
+    report["measured"] = {key: _plain(column) for key, column in columns.items()}
+    _write(options.results, report)
     return 0 if all(check.holds for check in checks) else 1
 
 
-def run_seed(folder: Path, seed: int, sizes: Sizes) -> None:
-    """Sample, fit, score and evaluate a seed."""
-    sampled = ["--task", TASK, "--sampling.max_new_tokens", "120", "--engine.max_batch", "512", "--seed", str(seed)]
-    train, tests = str(folder / "train"), str(folder / "tests")
-    run(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(sizes.train),
-        "--num_samples", str(sizes.train_samples), *sampled)  # fmt: skip
-    for name, split in SPLITS.items():
-        run(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split", name,
-            "--limit", str(sizes.tests[name]), "--num_samples", str(sizes.samples), *sampled)  # fmt: skip
-    for name, target in TARGETS.items():
-        probe = str(folder / name)
-        run(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
-        run(folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true")
-    for name in ("id", "ood"):
-        common = ["--pool", tests, "--split", name, "--calibration_split", "calibration"]
-        run(folder, "evaluate-capability", *common, "--estimator", "[probe,labelled]",
-            "--output_dir", str(folder / f"probes-{name}"))  # fmt: skip
-        run(folder, "evaluate-capability", *common, "--estimator", "[agreeing_pairs,top_share]",
-            "--estimate_samples", str(ESTIMATE_SAMPLES), "--output_dir", str(folder / f"responses-{name}"))  # fmt: skip
+def over_seeds(found: Sequence[Columns]) -> Columns:
+    """Return the mean of each column over the seeds that have it; intervals are over questions and seeds."""
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: mean_over_seeds(np.stack([one[key] for one in found if key in one])) for key in keys}
 
 
-def run(folder: Path, *arguments: str) -> None:
-    """Run one ``selfcal`` command, once: what has been done is remembered by its words."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = folder / "done.json"
-    finished = json.loads(done.read_text()) if done.exists() else []
-    if list(arguments) in finished:
-        return
-    started = time.monotonic()
-    with (folder / "log.txt").open("a") as log:
-        command = [sys.executable, "-m", "selfcal_lightning", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "COLUMNS": "180"}
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    if status:
-        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {status}; see {folder / 'log.txt'}")
-    done.write_text(json.dumps([*finished, list(arguments)]))
-    print(f"{time.monotonic() - started:6.0f} s  {folder.name}: {arguments[0]}", flush=True)
+def _measured(plan: Plan, seed: int) -> Columns:
+    """Return all columns of a seed."""
+    folder = plan.folder(seed)
+    trained = {TAUGHT: plan.taught_seeds, AWAKE: plan.awake_seeds}
+    without = [name for name, seeds in trained.items() if seed not in seeds]
+    return measure_seed(folder, without=without) | size_columns(folder) | confidence_columns(folder, without=without)
 
 
-def read_seed(folder: Path) -> dict[str, Any]:
-    """Return what the evaluations of a seed found, by kind and split."""
-    names = [f"{kind}-{split}" for kind in ("probes", "responses") for split in ("id", "ood")]
-    return {name: json.loads((folder / name / "capability.json").read_text()) for name in names}
+def _timed(plan: Plan) -> tuple[float, float]:
+    """Return the processor seconds that were measured, now where they have not yet."""
+    file = plan.output / "seconds.json"
+    if not file.exists():
+        file.write_text(json.dumps(processor_seconds()))
+    reading, answering = json.loads(file.read_text())
+    return reading, answering
 
 
-def targets(found: Sequence[dict[str, Any]]) -> list[Check]:
-    """Return the targets, each on the mean over seeds of a number or of an end of its interval."""
-
-    def check(what: str, read: Callable[[dict[str, Any]], float], least_or_most: str, bound: float) -> Check:
-        value = mean(read(one) for one in found)
-        holds = {"<=": value <= bound, ">=": value >= bound, ">": value > bound}[least_or_most]
-        return Check(what, value, f"{least_or_most} {bound:g}", holds)
-
-    budgets = found[0]["probes-id"]["budgets"][0]["budgets"]
-    last = len(budgets) - 1
-    return [
-        check("MSE of the label-free probe, ID", lambda f: row(f, "probes-id", "probe")["mse"]["value"], "<=", 0.090),
-        check("its upper bound", lambda f: row(f, "probes-id", "probe")["mse"]["high"], "<=", 0.105),
-        check("MSE of the label-free probe, OOD", lambda f: row(f, "probes-ood", "probe")["mse"]["value"], "<=", 0.075),
-        check("its upper bound, OOD", lambda f: row(f, "probes-ood", "probe")["mse"]["high"], "<=", 0.09),
-        check("its skill, ID", lambda f: row(f, "probes-id", "probe")["skill"]["value"], ">=", 0.45),
-        check("its Spearman, ID", lambda f: row(f, "probes-id", "probe")["spearman"]["value"], ">=", 0.66),
-        check("its ECE, ID", lambda f: row(f, "probes-id", "probe")["ece"]["value"], "<=", 0.07),
-        check(
-            "label-free less labelled MSE, ID, upper bound",
-            lambda f: -row(f, "probes-id", "labelled")["difference"]["low"], "<=", 0.01,
-        ),
-        check(
-            f"agreeing pairs less top share of {ESTIMATE_SAMPLES}, MSE, ID",
-            lambda f: -row(f, "responses-id", "top_share")["difference"]["value"], "<=", -0.03,
-        ),
-        check(
-            "its upper bound", lambda f: -row(f, "responses-id", "top_share")["difference"]["low"], "<=", 0.0,
-        ),
-        check("error of the pass@k curve by maps, ID", lambda f: curve(f, "a map for each k"), "<=", 0.03),
-        check(
-            "maps less 1 - (1 - p)^k, curve error",
-            lambda f: curve(f, "a map for each k") - curve(f, "1 - (1 - p)^k"), "<=", 0.0,
-        ),
-        check(
-            f"solved beyond an even share at {budgets[last]} samples, Beta gain, ID, lower bound",
-            lambda f: next(
-                each for each in f["probes-id"]["budgets"] if each["way"] == "probe, Beta gain"
-            )["gain"][last]["low"], ">", 0.0,
-        ),
-    ]  # fmt: skip
+def _write(results: Path, report: Mapping[str, Any]) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    text = as_markdown(report)
+    (results / "report_capability.json").write_text(json.dumps(report) + "\n")
+    (results / "report_capability.md").write_text(text)
+    for place in [results, IMAGES] if results == RESULTS else [results]:
+        save_figure(figure(report["measured"]), place / "report_capability.png", dpi=120)
+    print(text)
 
 
-def row(found: dict[str, Any], evaluation: str, name: str) -> dict[str, Any]:
-    """Return the row of an estimate."""
-    return next(each for each in found[evaluation]["comparison"]["rows"] if each["name"] == name)
+def triple(found: Estimate) -> list[float | None]:
+    """Return value and ends of an estimate, rounded to more than is shown."""
+    return [None if number is None else round(number, 5) for number in (found.value, found.low, found.high)]
 
 
-def curve(found: dict[str, Any], way: str) -> float:
-    """Return the error of the label-free probe's pass@k curve, in domain."""
-    curves = found["probes-id"]["pass_at_k"]
-    return next(each for each in curves if (each["name"], each["way"]) == ("probe", way))["curve_error"]["value"]
-
-
-def as_markdown(checks: Sequence[Check], found: Sequence[dict[str, Any]], command: str) -> str:
-    """Return the report."""
-    lines = [
-        "# Capability of the bundled model",
-        f"\n`{command}`\n",
-        "| target (mean over seeds) | found | held to | holds |",
-        "|---|---:|---:|---|",
-    ]
-    lines += [f"| {c.what} | {c.found:.4f} | {c.held_to} | {'yes' if c.holds else 'no'} |" for c in checks]
-    for split, words in (("id", "in domain"), ("ood", "out of domain")):
-        lines += [
-            f"\n## Estimates, {words}\n",
-            "| estimate | labels | MSE by seed | Spearman by seed |",
-            "|---|---|---|---|",
-        ]
-        for evaluation in (f"probes-{split}", f"responses-{split}"):
-            for position, first in enumerate(found[0][evaluation]["comparison"]["rows"]):
-                rows = [one[evaluation]["comparison"]["rows"][position] for one in found]
-                errors = ", ".join(_interval(each["mse"]) for each in rows)
-                orders = ", ".join(_interval(each["spearman"]) for each in rows)
-                needs = "yes" if first["needs_labels"] or first["name"].startswith("labelled") else "no"
-                lines.append(f"| {first['name']} | {needs} | {errors} | {orders} |")
-    return "\n".join(lines) + "\n"
-
-
-def _interval(estimate: dict[str, Any] | None) -> str:
-    if estimate is None or estimate["value"] is None:
-        return ""
-    ends = "" if estimate["low"] is None else f" [{estimate['low']:.3f}, {estimate['high']:.3f}]"
-    return f"{estimate['value']:.3f}{ends}"
+def _plain(column: np.ndarray) -> Any:
+    """Return value and ends of each column."""
+    return [_plain(row) for row in column] if column.ndim > 1 else triple(estimate_of(column))
 
 
 def _arguments() -> argparse.Namespace:
@@ -214,6 +112,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/report-capability"), help="stores, probes, logs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the report goes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--taught_seeds", type=int, nargs="*", default=[0], help="whose P(True) before is taught")
+    parser.add_argument("--awake_seeds", type=int, nargs="*", default=[0], help="whose P(True) after is calibrated")
     parser.add_argument("--train", type=int, default=2000, help="training questions")
     parser.add_argument("--train_samples", type=int, default=10)
     parser.add_argument("--id", type=int, default=300, help="test questions in domain")

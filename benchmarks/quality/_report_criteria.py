@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from _report_estimates import Measured, difference, estimate, summary
+from _report_estimates import Measured, difference, summary
 from _report_jobs import ACTIVATED, BASE, JOINT
 from _report_votes import PLAIN
 
 from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
 from selfcal_lightning.functional.base import AUROC, ECE, Floats
 from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of
 
 SIZES_OF_VOTES = (4, 8)
 
@@ -59,7 +60,7 @@ def criteria(
         ),
     ]
     for size in SIZES_OF_VOTES:
-        gain = estimate(curves["id"][ACTIVATED][size - 1] - curves["id"][PLAIN[BASE]][size - 1])
+        gain = estimate_of(curves["id"][ACTIVATED][size - 1] - curves["id"][PLAIN[BASE]][size - 1])
         text = f"in-domain, {size} votes weighted by the activated minus {size} plain ones: lower end above -.005"
         found.append(Criterion(text, gain, _above(gain.low, -0.005)))
     text = "out of domain, AUROC of log-probability + activated minus log-probability: lower end above 0"

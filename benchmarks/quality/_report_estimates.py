@@ -13,6 +13,8 @@ from selfcal_lightning.functional.base import ECE, Floats
 from selfcal_lightning.functional.bootstrap import calibration_error_bounds, question_bootstrap
 from selfcal_lightning.functional.calibration_bias import ErrorBounds
 from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
+from selfcal_lightning.functional.question_means import estimate_of
+from selfcal_lightning.functional.seed_means import mean_over_seeds, seed_weights
 
 RESAMPLES = 1000
 
@@ -39,34 +41,6 @@ class Measured:
         return cls(rows, calibration_error_bounds(*columns, num_resamples=RESAMPLES))
 
 
-def seed_weights(num_seeds: int, *, num_resamples: int = RESAMPLES) -> Floats:
-    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S].
-
-    Example:
-        >>> weights = seed_weights(3, num_resamples=50)
-        >>> weights.shape, weights[0].round(3).tolist(), bool(np.allclose(weights.sum(axis=1), 1.0))
-        ((51, 3), [0.333, 0.333, 0.333], True)
-    """
-    draws = np.random.default_rng(0).multinomial(num_seeds, np.full(num_seeds, 1.0 / num_seeds), size=num_resamples)
-    return np.vstack([np.ones(num_seeds), draws]) / num_seeds
-
-
-def mean_over_seeds(columns: Floats) -> Floats:
-    """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
-
-    Example:
-        >>> mean_over_seeds(np.array([[0.25, 0.5], [0.75, 0.5]])).tolist()
-        [0.5, 0.5]
-    """
-    weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
-    return np.einsum("s...r,rs->...r", columns, weights)
-
-
-def estimate(column: Floats) -> Estimate:
-    """Return value and 95 % interval of a column [1 + R] of which the first is the value."""
-    return Estimate.from_resamples(float(column[0]), column[1:])
-
-
 def errors_over_seeds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
     """Return the mean of the seeds' calibration errors; which seeds were drawn adds to its deviation."""
     weights = seed_weights(len(rows), num_resamples=len(rows[0].least))[1:]
@@ -78,7 +52,7 @@ def errors_over_seeds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
 
 def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
     """Return each metric, by its short name, over the seeds."""
-    found = {short: estimate(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
+    found = {short: estimate_of(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
     found[SHORT_NAMES[ECE]] = Estimate.from_bounds(errors_over_seeds([row.errors for row in rows]), least=0.0, most=1.0)
     return found
 
@@ -88,7 +62,7 @@ def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str
     if metric == ECE:
         change = errors_over_seeds([a.errors.minus(b.errors) for a, b in zip(rows, others, strict=True)])
         return Estimate.from_bounds(change, least=-1.0, most=1.0)
-    return estimate(_column(rows, metric) - _column(others, metric))
+    return estimate_of(_column(rows, metric) - _column(others, metric))
 
 
 def _column(rows: Sequence[Measured], metric: str) -> Floats:

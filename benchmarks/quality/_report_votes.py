@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from _report_confidences import CONTENDERS, Contender
-from _report_estimates import RESAMPLES, mean_over_seeds
+from _report_estimates import RESAMPLES
 from _report_jobs import BASE, JOINT
 
 from selfcal_lightning.evaluation.calibration.votes import vote_hits
@@ -15,6 +15,7 @@ from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_or_never, resample_weights
+from selfcal_lightning.functional.seed_means import mean_over_seeds
 from selfcal_lightning.pools.recorded import RecordedPool
 from selfcal_lightning.tasks.token_costs import total_tokens
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from _report_confidences import CONTENDERS, fit_on, read_pool, with_fitted
 from _report_criteria import SIZES_OF_VOTES, criteria
-from _report_estimates import Measured, estimate, summary
+from _report_estimates import Measured, summary
 from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
 from _report_tables import FULL, as_markdown, figure
 from _report_times import measured_seconds
@@ -31,6 +31,7 @@ from selfcal_lightning.evaluation.calibration.votes import powers_of_two
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.pools.recorded import RecordedPool
 from selfcal_lightning.store.sample_store import SampleStore
 
@@ -122,7 +123,7 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
         "vote_sizes": sizes,
         "votes": {
             test: {
-                key: {str(size): triple(estimate(curve[size - 1])) for size in sizes} for key, curve in found.items()
+                key: {str(size): triple(estimate_of(curve[size - 1])) for size in sizes} for key, curve in found.items()
             }
             for test, found in curves.items()
         },

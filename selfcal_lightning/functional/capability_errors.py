@@ -12,7 +12,7 @@ import numpy as np
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import Array, Floats, as_rates, check_same_length
-from selfcal_lightning.functional.capability import checked_counts
+from selfcal_lightning.functional.capability import checked_counts, pass_at_k
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,40 @@ def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> Err
     response = share * (1.0 - p) ** 2 + (1.0 - share) * p**2
     capability = (p - share) ** 2 - noise
     return ErrorParts(float(response.mean()), float(capability.mean()), float((noise * samples).mean()))
+
+
+def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: Array, k: int) -> Floats:
+    """Compute the squared error of the predicted pass@k of each question, without the noise of the samples.
+
+    ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
+    ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
+
+    Args:
+        predicted: p, the predicted pass@k of each question [Q], in [0, 1].
+        num_samples: n, the samples of each question [Q] or one number; at least 2 k.
+        num_correct: c, right ones among them [Q].
+        k: Number of samples.
+
+    Returns:
+        Errors [Q].
+
+    Raises:
+        ValueError: If a value is out of its range, or a question has fewer than 2 k samples.
+
+    Example:
+        >>> pass_at_k_squared_errors([0.5, 0.5], 2, [1, 2], 1).tolist()  # as `squared_errors`
+        [-0.25, 0.25]
+        >>> pass_at_k_squared_errors([0.75], 4, [2], 2).round(4).tolist()  # f_2 = 1/6, f_4 = 0
+        [-0.0208]
+    """
+    p = as_rates(predicted, "predicted")
+    if (np.asarray(num_samples) < 2 * k).any():
+        raise InputError(
+            f"Expected `num_samples` to be at least {2 * k}, twice `k`, where the noise of the samples is taken "
+            f"out, but got {int(np.min(num_samples))}. Sample more, or take a smaller k."
+        )
+    once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
+    return p**2 - 2.0 * p * (1.0 - once) + 1.0 - 2.0 * once + twice
 
 
 def random_brier(expected_accuracy: Array) -> float | None:

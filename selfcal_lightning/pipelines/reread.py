@@ -94,4 +94,5 @@ def _compares_answers(store: SampleStore, name: str) -> bool:
     record = Annotation(store.path, name).record
     origin: Mapping[str, object] = {} if record is None else record.origin
     estimator = origin.get("estimator")
-    return estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_pool
+    kind = ESTIMATORS.get(str(estimator))
+    return kind is not None and kind.needs_pool and kind.reads == "pool"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from selfcal_lightning.functional.estimates import ScoredResponses
+from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
@@ -52,7 +53,7 @@ def test_seeds_that_differ_widen_the_interval(module: Module) -> None:
     over_questions = 0.5 + 0.01 * np.random.default_rng(0).normal(size=1001)
 
     def width(*levels: float) -> float:
-        found = estimates.estimate(estimates.mean_over_seeds(np.array([over_questions + level for level in levels])))
+        found = estimate_of(estimates.mean_over_seeds(np.array([over_questions + level for level in levels])))
         assert found.value == pytest.approx(over_questions[0] + np.mean(levels))
         return found.high - found.low
 

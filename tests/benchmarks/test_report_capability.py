@@ -1,63 +1,122 @@
-"""The targets of the report on capability, from made-up evaluations."""
+"""The report on capability: what it measures of a seed, its targets, and what it writes, on made-up responses."""
 
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from support.capability_pools import capability_store, give_states
+
+from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
+from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "capability"
+RESULTS = FOLDER.parent / "results"
+Module = Callable[[str], ModuleType]
+Columns = dict[str, Floats]
 
 
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("report_capability")
+@pytest.fixture(scope="module")
+def module() -> Module:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module
 
 
-def interval(value: float) -> dict[str, float]:
-    return {"value": value, "low": value - 0.01, "high": value + 0.01}
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a seed whose training store is also that of the tests."""
+    folder = tmp_path_factory.mktemp("report") / "seed-0"
+    store = capability_store(folder / "tests")
+    give_states(store)
+    (folder / "train").symlink_to(store, target_is_directory=True)
+    for name, target in (("probe", "agreeing_pairs"), ("labelled", "label")):
+        run_fit_probe(str(store), str(folder / name), target=target)
+        run_score_questions(probe=str(folder / name), store_dir=str(store), name=name)
+    return folder
 
 
-def row(name: str, mse: float, difference: float | None = None) -> dict[str, Any]:
-    return {
-        "name": name, "needs_labels": False, "mse": interval(mse), "skill": interval(0.5), "spearman": interval(0.7),
-        "ece": interval(0.05), "difference": None if difference is None else interval(difference),
+@pytest.fixture(scope="module")
+def columns(module: Module, seed: Path) -> Columns:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_capability_measures", "_capability_studies"):
+            patch.setattr(module(name), "RESAMPLES", 30)
+            patch.setattr(module(name), "TESTS", ("test",))
+        measures = module("_capability_measures")
+        patch.setattr(measures, "FROM_PROMPTS", ("probe", "labelled"))
+        patch.setattr(measures, "FROM_RESPONSES", ("agreeing_pairs", "top_share"))
+        found = measures.measure_seed(seed) | module("_capability_studies").size_columns(seed)
+    return {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
+
+
+def test_a_seed_is_measured(columns: Columns) -> None:
+    assert all(column.shape[-1] in (1, 31) for column in columns.values())
+    for name in ("probe", "labelled", "agreeing_pairs", "top_share", "probe + isotonic"):
+        assert -0.1 < columns[f"id/{name}/mse"][0] < columns["id/constant/mse"][0] * 2.0
+    assert columns["id/pass@k/shown"].shape == (4, 31), "k = 1, 2, 4, 8"
+    assert columns["id/probe/pass@k/power"][:, 0].tolist() == sorted(columns["id/probe/pass@k/power"][:, 0])
+    assert columns["id/solved/evenly"].shape == (3, 31)
+    assert (np.diff(columns["id/lost/probe"][:, 0]) >= 0.0).all(), "more left out, more lost"
+    oracle = next(column for key, column in columns.items() if key.startswith("id/lost/by the responses"))
+    assert (oracle[:, 0] <= columns["id/lost/probe"][:, 0]).all()
+    assert columns["id/half of the responses"][0] < 0.01
+    assert columns["id/size/few questions"][0] > columns["id/size/all"][0]
+
+
+def test_the_mean_over_seeds_keeps_what_some_seeds_have(module: Module) -> None:
+    one, other = {"a": np.zeros(31), "b": np.ones(31)}, {"a": np.ones(31)}
+    found = module("report_capability").over_seeds([one, other])
+    assert found["a"][0] == pytest.approx(0.5)
+    assert found["a"].std() > 0.0, "which seeds were drawn"
+    assert found["b"].tolist() == [1.0] * 31
+
+
+def test_targets_name_what_is_missed(module: Module, columns: Columns) -> None:
+    checks = module("_capability_targets").targets(columns, seconds=(0.001, 0.01))
+    found = {row.what: row for row in checks}
+    ratio = found["processor time of the probe over that of one response"]
+    assert (ratio.found.value, ratio.holds) == (pytest.approx(0.1), True)
+    worse = {**columns, "id/probe/mse": columns["id/probe/mse"] + 1.0}
+    missed = {row.what for row in module("_capability_targets").targets(worse, seconds=(0.001, 0.01)) if not row.holds}
+    assert found["MSE of the label-free probe, in domain"].holds
+    assert {"MSE of the label-free probe, in domain", "MSE without labels less that with labels, in domain"} <= missed
+
+
+def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report: dict[str, Any] = {
+        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
+        "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip
+    made = module("report_capability")
+    checks = module("_capability_targets").targets(columns, seconds=(0.001, 0.01))
+    report["checks"] = [{**vars(check), "found": made.triple(check.found)} for check in checks]
+    report["measured"] = {key: made._plain(column) for key, column in columns.items()}
+    made._write(tmp_path, report)
+    text = (tmp_path / "report_capability.md").read_text()
+    assert text == capsys.readouterr().out.rstrip("\n") + "\n"
+    assert "Command: `the command`" in text
+    for part in ("head", "targets", "estimates", "pass_at_k", "budgets", "asking", "sizes"):
+        assert f"[start:{part}]" in text
+        assert f"[end:{part}]" in text
+    assert "| label-free probe | 0 | no |" in text
+    record = json.loads((tmp_path / "report_capability.json").read_text())
+    assert len(record["checks"]) == len(checks)
+    assert record["measured"]["id/probe/mse"][0] == pytest.approx(columns["id/probe/mse"][0], abs=1e-5)
+    assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
 
 
-def evaluations(mse: float) -> dict[str, Any]:
-    curves = [
-        {"name": "probe", "way": way, "curve_error": interval(error)}
-        for way, error in (("1 - (1 - p)^k", 0.1), ("a map for each k", 0.02))
-    ]
-    budgets = [
-        {"way": "evenly", "budgets": [1, 8], "gain": None},
-        {"way": "probe, Beta gain", "budgets": [1, 8], "gain": [interval(0.0), interval(0.02)]},
-    ]
-    probes = {"comparison": {"rows": [row("probe", mse), row("labelled", mse, 0.005)]}}
-    responses = {"comparison": {"rows": [row("agreeing_pairs", 0.05), row("top_share", 0.1, 0.05)]}}
-    probes |= {"pass_at_k": curves, "budgets": budgets}
-    return {f"{kind}-{split}": each for kind, each in (("probes", probes), ("responses", responses))
-            for split in ("id", "ood")}  # fmt: skip
-
-
-def test_targets_are_means_over_seeds(report: ModuleType) -> None:
-    good = report.targets([evaluations(0.06), evaluations(0.08)])
-    assert [check.what for check in good if not check.holds] == []
-    found = {check.what: check.found for check in good}
-    assert found["MSE of the label-free probe, ID"] == pytest.approx(0.07)
-    assert found["label-free less labelled MSE, ID, upper bound"] == pytest.approx(0.005)
-    assert found["agreeing pairs less top share of 5, MSE, ID"] == pytest.approx(-0.05)
-    bad = report.targets([evaluations(0.2)])
-    assert sum(not check.holds for check in bad) == 4, "errors and upper bounds, in and out of domain"
-
-
-def test_the_report_shows_every_seed(report: ModuleType) -> None:
-    found = [evaluations(0.06), evaluations(0.08)]
-    text = report.as_markdown(report.targets(found), found, "command")
-    assert "| probe | no | 0.060 [0.050, 0.070], 0.080 [0.070, 0.090] |" in text
-    assert "| labelled | yes |" in text
+def test_the_published_report_is_the_one_that_its_numbers_give(module: Module) -> None:
+    content = (RESULTS / "report_capability.json").read_text()
+    assert len(content) < 100_000
+    assert (
+        module("_capability_tables").as_markdown(json.loads(content)) == (RESULTS / "report_capability.md").read_text()
+    )
+    shown = RESULTS.parents[1] / "docs" / "images" / "report_capability.png"
+    assert shown.read_bytes() == (RESULTS / "report_capability.png").read_bytes()

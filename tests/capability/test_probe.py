@@ -27,6 +27,7 @@ from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.functional.discrimination import spearman
 from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
 from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.store.question_annotations import QuestionAnnotation, question_annotation_names
 
 
@@ -196,6 +197,34 @@ def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: 
     warmer = capability_store(tmp_path / "warmer", temperature=1.0)
     with pytest.raises(InputError, match=r"one way of sampling, but got temperature: 0.8 in the fit, 1.0 now"):
         run_score_questions(probe=str(place / "probe"), store_dir=str(warmer))
+
+
+def test_a_probe_belongs_to_its_adapter(place: Path) -> None:
+    probe = load_probe(place / "probe")
+    origin = {**probe.origin, "model": {**probe.origin["model"], "adapter_sha256": "that of another"}}
+    with pytest.raises(InputError, match=r"got model.adapter_sha256: None in the probe, 'that of another'.*fit-probe"):
+        probe.check_reads(origin)
+
+
+def test_a_model_that_is_gone_is_asked_for(tiny_model: str, tmp_path: Path) -> None:
+    gone = Path(plain_copy(tiny_model, tmp_path / "gone"))
+    store = str(capability_store(tmp_path / "store", model=str(gone), samples=2))
+    shutil.rmtree(gone)
+    words = rf"the model that sampled the store to be there still, but there is no '{gone}'\. Name `model`"
+    with pytest.raises(InputError, match=words):
+        run_fit_probe(store, str(tmp_path / "probe"))
+    with pytest.raises(InputError, match=words):
+        run_score("mean_logprob", store)
+    assert not (tmp_path / "probe").exists()
+
+
+def test_questions_without_responses_are_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"questions of split 'none' .* but got none. It holds the split calibration"):
+        run_fit_probe(str(place / "store"), str(tmp_path / "probe"), split="none")
+    pool = tmp_path / "pool.jsonl"
+    pool.write_text('{"question": "1 + 1?", "answer": "2", "responses": []}\n')
+    with pytest.raises(InputError, match=r"pool.jsonl"):
+        run_fit_probe(str(pool), str(tmp_path / "probe"), task="gsm8k", model="bundled", split=None)
 
 
 def test_targets_that_teach_nothing_are_refused(tmp_path: Path, no_engine: None) -> None:

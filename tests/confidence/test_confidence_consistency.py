@@ -74,14 +74,16 @@ def test_names() -> None:
     rewards = {"prm", "prm_lower", "prm_min", "prm_prod", "orm"}
     chances = {"p_true", "response_consistency", *stated, *rewards}
     trajectories = {"coe_r", "coe_c", "coe_r_raw", "coe_c_raw", "step_coe_c"}
+    weights = {"sasc_std", "sasc_certainty", "sasc_double"}
+    others = {*trajectories, *weights}
     assert set(ESTIMATORS) == {
-        *chances, *trajectories, "reward", "sequence_logprob", "mean_logprob", "min_logprob", "self_certainty",
+        *chances, *others, "reward", "sequence_logprob", "mean_logprob", "min_logprob", "self_certainty",
         "response_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
         "step_self_evaluation",
     }  # fmt: skip
     assert set(STORED) <= set(ESTIMATORS)
     assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == chances
-    assert [name for name, kind in ESTIMATORS.items() if kind.needs_pool] == ["response_consistency"]
+    assert {name for name, kind in ESTIMATORS.items() if kind.needs_pool} == {"response_consistency", *weights}
 
 
 def test_unknown_names_and_missing_parts() -> None:

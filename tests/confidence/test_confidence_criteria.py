@@ -24,6 +24,7 @@ from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.functional.certainty import token_statistics, top_k_confidence
 from selfcal_lightning.functional.response_certainty import lowest_group_confidence
+from selfcal_lightning.functional.standardised_weights import lowest_share, standardised_weights
 from selfcal_lightning.functional.steps import Span
 from selfcal_lightning.functional.trajectories import chain_of_embedding, response_layer_means
 from selfcal_lightning.pipelines.score import run_score
@@ -172,6 +173,63 @@ def test_the_least_sure_stretch_is_that_of_the_function(tokens: TokenReader, poo
         assert found == pytest.approx(lowest_group_confidence(sure, **options), abs=1e-5)
 
 
+def test_weights_are_those_of_the_recorded_votes(vectors: Vectors) -> None:
+    for case in vectors("sasc_strategies")["cases"]:
+        responses = case["responses"]
+        spread, sure, steps = (
+            np.array([response[key] for response in responses])
+            for key in ("std_topk_entropy", "avg_certainty", "step_std_entropy")
+        )
+        found = {
+            "w_std": standardised_weights(-spread), "w_cert": standardised_weights(sure),
+            "w_double": standardised_weights(-spread, -steps),
+        }  # fmt: skip
+        answers = [response["extracted_answer"].removesuffix(".0") for response in responses]
+        kept = lowest_share(spread, 0.8)
+        for answer, votes in case["votes"].items():
+            mine = np.array([one == answer for one in answers])
+            for name, weights in found.items():
+                assert weights[mine].sum() == pytest.approx(votes[name], abs=1e-6)
+            assert found["w_std"][mine & kept].sum() == pytest.approx(case["combo_votes"].get(answer, 0.0), abs=1e-6)
+
+
+def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: Pool) -> None:
+    entry = pool[0]
+    logprob = build_estimator("mean_logprob", tokens=tokens).score([entry])[0]
+    spread = -np.array(tokens.scores([entry], lambda found: _spread(found.tokens.entropy))[0])
+    steps = -np.array(tokens.scores([entry], lambda found: _step_spread(found.tokens.entropy))[0])
+    expected = {
+        "sasc_std": standardised_weights(spread), "sasc_certainty": standardised_weights(logprob),
+        "sasc_double": standardised_weights(spread, steps),
+    }  # fmt: skip
+    for name, weights in expected.items():
+        options = {"steps": "line"} if name == "sasc_double" else {}
+        assert build_estimator(name, tokens=_TwoSteps(tokens), **options).score([entry])[0] == pytest.approx(
+            weights.tolist(), rel=1e-6
+        )
+    one = replace(entry, samples=entry.samples[:1])
+    assert build_estimator("sasc_std", tokens=tokens).score([one, *pool[1:]])[0] == [1.0], "nothing to stand out from"
+
+
+def _spread(entropy: torch.Tensor) -> float:
+    return float(np.std(entropy.numpy()))
+
+
+def _step_spread(entropy: torch.Tensor) -> float:
+    return float(np.std([float(half.mean()) for half in entropy.split(max((len(entropy) + 1) // 2, 1))]))
+
+
+class _TwoSteps:
+    """A reader whose responses have two steps of about one length."""
+
+    def __init__(self, tokens: TokenReader) -> None:
+        self.scores = tokens.scores
+
+    def steps(self, token_ids: tuple[int, ...], rule: str) -> list[Span]:
+        size = max((len(token_ids) + 1) // 2, 1)
+        return [Span(start, min(start + size, len(token_ids))) for start in range(0, len(token_ids), size)]
+
+
 def test_steps_are_asked_one_by_one_and_the_last_is_p_true(engine: TransformersEngine, pool: Pool) -> None:
     entry = replace(pool[0], samples=pool[0].samples[:1])
     ids = entry.samples[0].token_ids
@@ -191,7 +249,7 @@ def test_none_where_there_is_no_step_or_no_room(engine: TransformersEngine, toke
     failed = Sample(whole.question_id, 1, 0, "", (), None, None, None)
     samples = (whole, failed, replace(failed, finish="stop"), replace(whole, text=whole.text * 40, token_ids=None))
     entry = replace(pool[0], samples=samples)
-    for name in ("coe_c", "step_coe_c", "step_certainty", "lowest_group_confidence", "min_logprob"):
+    for name in ("coe_c", "step_coe_c", "step_certainty", "lowest_group_confidence", "min_logprob", "sasc_double"):
         found = build_estimator(name, tokens=tokens).score([entry])[0]
         assert [value is None for value in found] == [False, True, True, True], name
     found = StepSelfEvaluation(engine, engine.chat).score([entry])[0]

@@ -9,6 +9,7 @@ from selfcal_lightning.confidence.base import STORED, Estimator
 from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
 from selfcal_lightning.confidence.estimators.p_true import PTrue
 from selfcal_lightning.confidence.estimators.reward_model import REWARD_SCORES
+from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
 from selfcal_lightning.confidence.estimators.step_self_evaluation import StepSelfEvaluation
 from selfcal_lightning.confidence.estimators.step_statistics import StepCertainty, StepEntropy, StepTrajectory
 from selfcal_lightning.confidence.estimators.token_statistics import (
@@ -72,6 +73,7 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         StepTrajectory,
         StepSelfEvaluation,
         *TRAJECTORIES,
+        *WEIGHTS,
         *REWARD_SCORES,
     ),
 )

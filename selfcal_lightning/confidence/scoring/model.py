@@ -15,6 +15,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.identities import ModelIdentity, PromptIdentity
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.model_files.names import check_name
 from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
@@ -88,6 +89,7 @@ class ScoringModel:
                 f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
                 "but got null. Name both."
             )
+        _check_is_there(sampled.model, sampled.revision)
         return sampled.model
 
     @property
@@ -223,3 +225,14 @@ class ScoringModel:
                 self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
             )
         return self._network
+
+
+def _check_is_there(model: str, revision: str | None) -> None:
+    """Raise InputError, with the way out, where the model that sampled a store does not lie where it lay."""
+    try:
+        check_name(model, revision=revision)
+    except InputError as error:
+        raise InputError(
+            f"Expected the model that sampled the store to be there still, but there is no {model!r}. Name `model`: "
+            "the folder or hub name where it is now. Its weights are compared, not its place."
+        ) from error

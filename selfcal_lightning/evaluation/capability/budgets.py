@@ -71,6 +71,40 @@ def compare_budgets(
     Raises:
         InputError: A budget is above the number of responses that a question is judged by.
     """
+    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
+    chosen, columns = solved_columns(test, calibration, weights, budgets=budgets, seed=seed)
+    even = columns[UNIFORM]
+    return [
+        BudgetRow(
+            way,
+            chosen,
+            tuple(estimate_of(column) for column in solved),
+            None if way == UNIFORM else tuple(estimate_of(column) for column in solved - even),
+        )
+        for way, solved in columns.items()
+    ]
+
+
+def solved_columns(
+    test: TestQuestions,
+    calibration: TestQuestions | None,
+    weights: Floats,
+    *,
+    budgets: Sequence[int] | None = None,
+    seed: int = 0,
+) -> tuple[tuple[int, ...], dict[str, Floats]]:
+    """Return the budgets, and what each way to share them solves on the resamples of ``weights`` [B, 1 + R].
+
+    Args:
+        test: Questions with estimates.
+        calibration: As in :func:`compare_budgets`.
+        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
+        budgets: As in :func:`compare_budgets`.
+        seed: Of the orders in which samples are drawn one at a time.
+
+    Raises:
+        InputError: A budget is above the number of responses that a question is judged by.
+    """
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
     if not chosen or min(chosen) < 1 or max(chosen) > most:
@@ -78,34 +112,24 @@ def compare_budgets(
             f"Expected `budgets` to lie between 1 and {most}, the fewest responses that a question is judged by, but "
             f"got {list(chosen)}."
         )
-    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
-    even = {budget: np.full(len(test.truth), budget, dtype=np.int64) for budget in chosen}
-    base = {budget: _solved(test, given) @ weights for budget, given in even.items()}
-    rows = [BudgetRow(UNIFORM, chosen, tuple(estimate_of(base[budget]) for budget in chosen), None)]
-    for way, share in _ways(test, calibration, most).items():
-        found = {budget: _solved(test, share(budget * len(test.truth))) @ weights for budget in chosen}
-        rows.append(
-            BudgetRow(
-                way,
-                chosen,
-                tuple(estimate_of(found[budget]) for budget in chosen),
-                tuple(estimate_of(found[budget] - base[budget]) for budget in chosen),
-            )
-        )
-    rows += _sequential_rows(test, calibration, chosen, base, weights, seed=seed)
-    return rows
+    ways = {UNIFORM: _evenly(test), **sharing_ways(test, calibration, most)}
+    questions = len(test.truth)
+    columns = {
+        way: np.stack([solved_by(test, share(budget * questions)) @ weights for budget in chosen])
+        for way, share in ways.items()
+    }
+    return chosen, columns | _sequential_columns(test, calibration, chosen, weights, seed=seed)
 
 
-def _sequential_rows(
+def _sequential_columns(
     test: TestQuestions,
     calibration: TestQuestions | None,
     budgets: Sequence[int],
-    base: Mapping[int, Floats],
     weights: Floats,
     *,
     seed: int,
-) -> list[BudgetRow]:
-    """Return what is solved with a verifier beside, without an estimate and by each of them."""
+) -> dict[str, Floats]:
+    """Return what is solved with a verifier beside, without an estimate and by each of them [B, 1 + R]."""
     flat = np.ones(len(test.truth))
     priors: dict[str, tuple[Floats, Floats]] = {SEQUENTIAL: (flat, flat)}
     for name, values in test.estimates.items():
@@ -118,22 +142,15 @@ def _sequential_rows(
         mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
         priors[f"{name}, {SEQUENTIAL}"] = concentration * mean, concentration * (1.0 - mean)
     orders = [_drawn(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
-    rows = []
+    columns = {}
     for way, (right, wrong) in priors.items():
-        found = {}
+        found = []
         for budget in budgets:
             total = budget * len(test.truth)
             solved = [sequential_allocation(order, total, right=right, wrong=wrong).solved for order in orders]
-            found[budget] = np.mean(solved, axis=0) @ weights
-        rows.append(
-            BudgetRow(
-                way,
-                tuple(budgets),
-                tuple(estimate_of(found[budget]) for budget in budgets),
-                tuple(estimate_of(found[budget] - base[budget]) for budget in budgets),
-            )
-        )
-    return rows
+            found.append(np.mean(solved, axis=0) @ weights)
+        columns[way] = np.stack(found)
+    return columns
 
 
 def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
@@ -142,8 +159,16 @@ def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
     return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
 
 
-def _ways(test: TestQuestions, calibration: TestQuestions | None, most: int) -> Mapping[str, Callable[[int], Integers]]:
-    """Return how a total of samples is shared, by name."""
+def sharing_ways(
+    test: TestQuestions, calibration: TestQuestions | None, most: int
+) -> Mapping[str, Callable[[int], Integers]]:
+    """Return how a total of samples is shared, by name.
+
+    Args:
+        test: Questions with estimates; those that are no probabilities share nothing.
+        calibration: Labelled questions for the Beta gain; None leaves it out.
+        most: Samples that a question gets at most.
+    """
     ways: dict[str, Callable[[int], Integers]] = {}
     for name, values in test.estimates.items():
         if ((values < 0.0) | (values > 1.0)).any():
@@ -156,6 +181,10 @@ def _ways(test: TestQuestions, calibration: TestQuestions | None, most: int) -> 
     return ways
 
 
+def _evenly(test: TestQuestions) -> Callable[[int], Integers]:
+    return lambda total: np.full(len(test.truth), total // len(test.truth), dtype=np.int64)
+
+
 def _greedy(values: Floats, most: int) -> Callable[[int], Integers]:
     return lambda total: greedy_allocation(values, total, maximum=most)
 
@@ -165,5 +194,6 @@ def _by_beta(values: Floats, concentration: float, most: int) -> Callable[[int],
     return lambda total: beta_allocation(concentration * mean, concentration * (1.0 - mean), total, maximum=most)
 
 
-def _solved(test: TestQuestions, given: Integers) -> Floats:
+def solved_by(test: TestQuestions, given: Integers) -> Floats:
+    """Return the chance that each question has a right one among the samples that it is given [Q]."""
     return expected_solved(given, test.truth.num_samples, test.truth.num_correct)

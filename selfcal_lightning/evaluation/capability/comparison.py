@@ -9,7 +9,6 @@ import numpy as np
 
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.bootstrap import resample_counts
 from selfcal_lightning.functional.calibration import expected_calibration_error
 from selfcal_lightning.functional.capability_errors import error_parts, random_brier, squared_errors
 from selfcal_lightning.functional.capability_maps import isotonic_knots
@@ -81,11 +80,8 @@ def compare_estimators(
     """
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
-    # As in the weights: without an interval, or with one question, there is nothing to resample.
-    drawn = resample_counts(len(truth), num_resamples=weights.shape[1] - 1, seed=seed) if weights.shape[1] > 1 else ()
-    counts = np.concatenate([np.zeros((0, len(truth))), *drawn])
     shares = truth.expected_accuracy
-    spread = _spread(truth.num_correct, truth.num_samples, weights)
+    spread = capability_spread(truth.num_correct, truth.num_samples, weights)
     rows: list[EstimatorRow] = []
     errors: list[Floats] = []
     for name, values, needs_labels in candidates(test, calibration):
@@ -101,8 +97,10 @@ def compare_estimators(
                 mse=None if mse is None else estimate_of(mse),
                 difference=None if mse is None or len(errors) < 2 else estimate_of(mse - errors[0]),
                 skill=None if mse is None else estimate_of(1.0 - mse / spread),
-                spearman=_resampled(spearman, values, shares, counts),
-                ece=_resampled(expected_calibration_error, values, shares, counts) if is_chance else None,
+                spearman=estimate_of(resampled_column(spearman, values, shares, weights)),
+                ece=estimate_of(resampled_column(expected_calibration_error, values, shares, weights))
+                if is_chance
+                else None,
             )
         )
     parts = error_parts(np.zeros(len(truth)), truth.num_correct, truth.num_samples)
@@ -133,19 +131,32 @@ def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[t
     return found
 
 
-def _spread(correct: Floats, samples: np.ndarray, weights: Floats) -> Floats:
-    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise."""
+def capability_spread(correct: Floats, samples: np.ndarray, weights: Floats) -> Floats:
+    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise.
+
+    Args:
+        correct: Right responses of each question [Q].
+        samples: Responses of each [Q].
+        weights: Those of the questions [Q, 1 + R]. NaN where capabilities do not differ beyond the noise.
+    """
     shares = correct / samples
     noise = shares * (1.0 - shares) / np.maximum(samples - 1, 1)
     variance = (shares**2) @ weights - (shares @ weights) ** 2 - noise @ weights
     return np.where(variance > 1e-12, variance, np.nan)
 
 
-def _resampled(
-    measure: Callable[[Floats, Floats], float | None], values: Floats, shares: Floats, counts: Floats
-) -> Estimate:
-    """Return a measure with its interval over resamples of the questions."""
+def resampled_column(
+    measure: Callable[[Floats, Floats], float | None], values: Floats, shares: Floats, weights: Floats
+) -> Floats:
+    """Return a measure on the questions, then on their resamples [1 + R]; NaN where it is not defined.
+
+    Args:
+        measure: Of values and shares.
+        values: Estimates [Q].
+        shares: Shares of right responses [Q].
+        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
+    """
     found = [measure(values, shares)]
-    for row in counts.astype(np.int64):
-        found.append(measure(np.repeat(values, row), np.repeat(shares, row)))
-    return estimate_of(np.array([np.nan if value is None else value for value in found], dtype=np.float64))
+    for counts in np.rint(weights.T[1:] * len(values)).astype(np.int64):
+        found.append(measure(np.repeat(values, counts), np.repeat(shares, counts)))
+    return np.array([np.nan if value is None else value for value in found], dtype=np.float64)

@@ -18,6 +18,8 @@ from selfcal_lightning.store.annotations import annotation_names
 from selfcal_lightning.store.question_annotations import question_annotation_names, question_values
 from selfcal_lightning.store.shards import question_digest
 
+LEAST_JUDGES = 2
+
 
 @dataclass(frozen=True)
 class TestQuestions:
@@ -60,6 +62,12 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     first = question_table(read.pool.entries, stop=estimate_samples) if reads else None
     truth = question_table(read.pool.entries, start=estimate_samples if reads else 0)
     truth.check_judged("pool", str(read.path))
+    if few := int((truth.num_samples < LEAST_JUDGES).sum()):
+        raise InputError(
+            f"Expected at least {LEAST_JUDGES} responses to every question beyond those that estimates read, but got 1 "
+            f"for {few:,} of {len(truth):,} with `estimate_samples` {estimate_samples}: the noise of a single one "
+            "cannot be told from error. Sample more responses, or let estimates read fewer."
+        )
     estimates: dict[str, Floats] = {}
     for name in names:
         if name in means:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
+from selfcal_lightning.evaluation.capability.mixing import MixingRow
 from selfcal_lightning.evaluation.capability.pass_at_k import MAPS, PassAtKCurve
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.calibration import reliability_bins
@@ -62,6 +63,24 @@ def budget_figure(rows: Sequence[BudgetRow], *, title: str = "") -> Figure:
     frame(axes)
     axes.set(xlabel="mean samples a question", ylabel="share of questions solved, beyond an even share")
     axes.legend(loc="upper left", fontsize=8, frameon=False)
+    if title:
+        axes.set_title(title, fontsize=11)
+    return figure
+
+
+def mixing_figure(rows: Sequence[MixingRow], *, title: str = "") -> Figure:
+    """Draw what plans solve beyond an even share, over how much of it is mixed in."""
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for position, row in enumerate(rows):
+        colour, style = _COLOURS[position % len(_COLOURS)], "-" if position < len(_COLOURS) else "--"
+        gains = [float(estimate.value or 0.0) for estimate in row.gain]
+        axes.plot(row.even_shares, gains, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=row.way)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    frame(axes)
+    budget = f", {rows[0].budget} samples a question" if rows else ""
+    axes.set(xlabel=f"even share mixed in{budget}", ylabel="share of questions solved, beyond an even share")
+    axes.legend(fontsize=8, frameon=False)
     if title:
         axes.set_title(title, fontsize=11)
     return figure

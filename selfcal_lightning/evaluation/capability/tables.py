@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from selfcal_lightning.evaluation.capability.asking import AskingRow
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, EstimatorRow
 from selfcal_lightning.evaluation.capability.decomposition import DecompositionRow, DefinitionGap
+from selfcal_lightning.evaluation.capability.mixing import MixingRow
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve
 from selfcal_lightning.evaluation.reports.calibration_tables import format_estimate
 from selfcal_lightning.functional.estimates import Estimate
@@ -18,6 +20,10 @@ BUDGET_NOTE = (
     "Budgets: expected share of questions with a right sample, at a mean of B samples a question; below the first row "
     "the difference from it. Shared before any is drawn, or one at a time, with a verifier that stops at the first "
     "right one. Samples that an estimate has read are not charged."
+)
+ASKING_NOTE = (
+    "Not asking: share of all right responses that is lost where so many questions of least capability are left out, "
+    "and the share of right responses to the others."
 )
 DECOMPOSITION_HEADINGS = (
     "estimate", "error against responses", "= error of capability", "+ spread of responses",
@@ -91,6 +97,26 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
     return _table(_budget_headings(rows), [budget_cells(row) for row in rows], title)
 
 
+def mixing_cells(row: MixingRow) -> list[str]:
+    """Return the cells of a way to share samples, by how much of an even share is mixed in."""
+    return [row.way, *(_shown(gain, signed=True) for gain in row.gain)]
+
+
+def mixing_table(rows: Sequence[MixingRow], *, title: str = "") -> Table:
+    """Return the table of mixing an even share in for a terminal."""
+    return _table(_mixing_headings(rows), [mixing_cells(row) for row in rows], title)
+
+
+def asking_cells(row: AskingRow) -> list[str]:
+    """Return the cells of an estimate by which questions are left out: what is lost, then how right the others are."""
+    return [row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)]
+
+
+def asking_table(rows: Sequence[AskingRow], *, title: str = "") -> Table:
+    """Return the table of leaving questions out for a terminal."""
+    return _table(_asking_headings(rows), [asking_cells(row) for row in rows], title)
+
+
 def comparison_markdown(
     comparison: CapabilityComparison,
     curves: Sequence[PassAtKCurve],
@@ -98,6 +124,8 @@ def comparison_markdown(
     *,
     parts: Sequence[DecompositionRow] = (),
     gap: DefinitionGap | None = None,
+    asking: Sequence[AskingRow] = (),
+    mixing: Sequence[MixingRow] = (),
 ) -> str:
     """Return all tables in Markdown, with what a reader must know."""
     tables = [
@@ -108,6 +136,9 @@ def comparison_markdown(
         _markdown(_curve_headings(curves), [curve_cells(curve) for curve in curves]) if curves else "",
         _markdown(_budget_headings(budgets), [budget_cells(row) for row in budgets]) if budgets else "",
         BUDGET_NOTE if budgets else "",
+        _markdown(_mixing_headings(mixing), [mixing_cells(row) for row in mixing]) if mixing else "",
+        _markdown(_asking_headings(asking), [asking_cells(row) for row in asking]) if asking else "",
+        ASKING_NOTE if asking else "",
     ]
     return "\n\n".join(table for table in tables if table) + "\n"
 
@@ -124,6 +155,17 @@ def what_to_know(comparison: CapabilityComparison) -> str:
 
 def _budget_headings(rows: Sequence[BudgetRow]) -> list[str]:
     return ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
+
+
+def _mixing_headings(rows: Sequence[MixingRow]) -> list[str]:
+    """Return the headings; the differences are from the even share alone."""
+    shares = [f"{share:.0%} even" for share in (rows[0].even_shares if rows else ())]
+    return [f"beyond an even share, B = {rows[0].budget}" if rows else "", *shares]
+
+
+def _asking_headings(rows: Sequence[AskingRow]) -> list[str]:
+    shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
+    return ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
 
 
 def _curve_headings(curves: Sequence[PassAtKCurve]) -> list[str]:

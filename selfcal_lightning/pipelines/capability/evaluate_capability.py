@@ -15,6 +15,7 @@ from selfcal_lightning.capability.origins import check_origins
 from selfcal_lightning.capability.response_means import averaged_names
 from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.capability.asking import AskingRow, compare_asking
 from selfcal_lightning.evaluation.capability.budgets import BudgetRow, compare_budgets
 from selfcal_lightning.evaluation.capability.comparison import CapabilityComparison, compare_estimators
 from selfcal_lightning.evaluation.capability.costs import cost_figure
@@ -26,16 +27,25 @@ from selfcal_lightning.evaluation.capability.decomposition import (
     definition_gap,
 )
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
-from selfcal_lightning.evaluation.capability.figures import budget_figure, capability_reliability, pass_at_k_figure
+from selfcal_lightning.evaluation.capability.figures import (
+    budget_figure,
+    capability_reliability,
+    mixing_figure,
+    pass_at_k_figure,
+)
+from selfcal_lightning.evaluation.capability.mixing import MixingRow, compare_mixing
 from selfcal_lightning.evaluation.capability.pass_at_k import PassAtKCurve, pass_at_k_curves
 from selfcal_lightning.evaluation.capability.tables import (
+    ASKING_NOTE,
     BUDGET_NOTE,
+    asking_table,
     budget_table,
     comparison_markdown,
     comparison_table,
     curve_table,
     decomposition_table,
     gap_note,
+    mixing_table,
     what_to_know,
 )
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
@@ -45,7 +55,14 @@ from selfcal_lightning.runtime.progress import Stage
 
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
-FIGURES = ("capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png")
+FIGURES = (
+    "capability_reliability.png",
+    "pass_at_k.png",
+    "budgets.png",
+    "decomposition.png",
+    "cost.png",
+    "even_share.png",
+)
 
 
 def run_evaluate_capability(
@@ -61,7 +78,7 @@ def run_evaluate_capability(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> CapabilityComparison:
-    """Hold estimates of capability against the share of right responses: errors, pass@k, and what budgets solve.
+    """Hold estimates of capability against the share of right responses: errors, pass@k, budgets, not asking.
 
     Estimates that read responses get the first ``estimate_samples`` of each question; all are judged by the others.
 
@@ -105,11 +122,13 @@ def run_evaluate_capability(
         gap = definition_gap(test[1], seed=seed)
         curves = pass_at_k_curves(test[1], others, ks=ks, num_resamples=num_resamples, seed=seed)
         budgets = compare_budgets(test[1], others, num_resamples=num_resamples, seed=seed)
+        mixing = compare_mixing(test[1], others, num_resamples=num_resamples, seed=seed)
+        asking = compare_asking(test[1], num_resamples=num_resamples, seed=seed)
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
         "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
     }  # fmt: skip
-    found = _Found(comparison, parts, gap, curves, budgets)
+    found = _Found(comparison, parts, gap, curves, budgets, asking, mixing)
     _write(folder, settings, test[1], found)
     _show(found, test[1], folder)
     return comparison
@@ -124,6 +143,8 @@ class _Found:
     gap: DefinitionGap
     curves: Sequence[PassAtKCurve]
     budgets: Sequence[BudgetRow]
+    asking: Sequence[AskingRow]
+    mixing: Sequence[MixingRow]
 
 
 def _read(
@@ -154,15 +175,25 @@ def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _
         "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(found.comparison),
         "decomposition": [asdict(row) for row in found.parts], "definition_gap": asdict(found.gap),
         "pass_at_k": [asdict(curve) for curve in found.curves], "budgets": [asdict(row) for row in found.budgets],
+        "asking": [asdict(row) for row in found.asking], "mixing": [asdict(row) for row in found.mixing],
     }  # fmt: skip
     write_atomically(folder / RESULTS, to_json(record))
-    tables = comparison_markdown(found.comparison, found.curves, found.budgets, parts=found.parts, gap=found.gap)
+    tables = comparison_markdown(
+        found.comparison,
+        found.curves,
+        found.budgets,
+        parts=found.parts,
+        gap=found.gap,
+        asking=found.asking,
+        mixing=found.mixing,
+    )
     write_atomically(folder / TABLES, tables.encode())
     save_figure(capability_reliability(test), folder / FIGURES[0], dpi=120)
     save_figure(pass_at_k_figure(found.curves), folder / FIGURES[1], dpi=120)
     save_figure(budget_figure(found.budgets), folder / FIGURES[2], dpi=120)
     save_figure(decomposition_figure(found.parts, test, seed=settings["seed"]), folder / FIGURES[3], dpi=120)
     save_figure(cost_figure(found.comparison), folder / FIGURES[4], dpi=120)
+    save_figure(mixing_figure(found.mixing), folder / FIGURES[5], dpi=120)
 
 
 def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
@@ -177,5 +208,8 @@ def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
         console.print(curve_table(found.curves, title="pass@k"))
     console.print(budget_table(found.budgets, title="budgets"))
     console.print(BUDGET_NOTE, highlight=False)
+    console.print(mixing_table(found.mixing, title="an even share mixed in"))
+    console.print(asking_table(found.asking, title="not asking"))
+    console.print(ASKING_NOTE, highlight=False)
     written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

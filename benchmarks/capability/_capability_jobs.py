@@ -1,0 +1,154 @@
+"""The jobs of ``make report-capability``: samples, probes and adapters of each seed, every one a user's own command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selfcal_lightning.model_files.locations import config_path
+
+TASK = "word_problems"
+SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
+TESTS = ("id", "ood")
+PROBE, LABELLED, BEFORE, TAUGHT, AWAKE = "probe", "labelled", "p_true_before", "taught", "p_true_awake"
+TARGETS = {PROBE: "agreeing_pairs", LABELLED: "label"}
+CALIBRATED_ON = 700  # training questions of the demo
+# Rows that the shipped configuration of a taught P(True) goes through; more questions take fewer epochs.
+TAUGHT_ROWS = 7000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        output: Stores, probes, adapters and logs go here, in a folder for each seed.
+        train: Training questions.
+        train_samples: Responses to each.
+        questions: Questions by split: id, ood, calibration.
+        samples: Responses to each of these.
+        taught_seeds: Seeds of which P(True) before answering is taught.
+        awake_seeds: Seeds of which P(True) after answering is calibrated.
+    """
+
+    output: Path
+    train: int
+    train_samples: int
+    questions: Mapping[str, int]
+    samples: int
+    taught_seeds: tuple[int, ...]
+    awake_seeds: tuple[int, ...]
+
+    def folder(self, seed: int) -> Path:
+        """Return where all of a seed lies."""
+        return self.output / f"seed-{seed}"
+
+
+def run_seed(plan: Plan, seed: int) -> None:
+    """Sample, fit and score what is not done yet of a seed."""
+    folder = plan.folder(seed)
+    train, tests = str(folder / "train"), str(folder / "tests")
+    sampled = ["--task", TASK, "--sampling.max_new_tokens", "120", "--engine.max_batch", "512", "--seed", str(seed)]
+    run(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(plan.train),
+        "--num_samples", str(plan.train_samples), *sampled)  # fmt: skip
+    for name, split in SPLITS.items():
+        run(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split", name,
+            "--limit", str(plan.questions[name]), "--num_samples", str(plan.samples), *sampled)  # fmt: skip
+    for name, target in TARGETS.items():
+        probe = str(folder / name)
+        run(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
+        run(folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true")
+    run(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
+    if seed in plan.taught_seeds:
+        _teach(plan, seed)
+    if seed in plan.awake_seeds:
+        _calibrate(plan, seed)
+
+
+def _teach(plan: Plan, seed: int) -> None:
+    """Teach an activated adapter to answer before there is a response, without labels."""
+    folder = plan.folder(seed)
+    config = _configuration(plan, seed, "capability/taught.yaml", TAUGHT)
+    epochs = max(round(TAUGHT_ROWS / plan.train), 1)
+    config["trainer"] |= {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
+    config["data"]["init_args"]["num_samples"] = plan.train_samples
+    _fit(folder, TAUGHT, config)
+    run(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
+        "--store_dir", str(folder / "tests"), "--name", TAUGHT)  # fmt: skip
+
+
+def _calibrate(plan: Plan, seed: int) -> None:
+    """Train the demo's activated adapter, on as many of the questions, and let it judge the test responses."""
+    folder = plan.folder(seed)
+    config = _configuration(plan, seed, "demo.yaml", AWAKE)
+    callbacks = config["trainer"]["callbacks"]
+    config["trainer"]["callbacks"] = [each for each in callbacks if not each["class_path"].endswith("SSCGeneration")]
+    config["data"]["init_args"]["num_samples"] = plan.train_samples
+    config["data"]["init_args"]["train"][0]["limit"] = min(CALIBRATED_ON, plan.train)
+    _fit(folder, AWAKE, config)
+    run(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
+        "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
+
+
+def _configuration(plan: Plan, seed: int, name: str, output: str) -> dict[str, Any]:
+    """Return a shipped configuration with this seed, its samples and the report's sizes."""
+    config: dict[str, Any] = yaml.safe_load(Path(config_path(name)).read_text())
+    folder = plan.folder(seed)
+    config["seed_everything"] = seed
+    config["trainer"]["enable_progress_bar"] = False
+    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / output)
+    exports = [each for each in config["trainer"]["callbacks"] if each["class_path"].endswith("AdapterExport")]
+    exports[0]["init_args"]["output_dir"] = str(folder / output / "adapter")
+    data = config["data"]["init_args"]
+    config["model"]["init_args"]["seed"] = data["seed"] = seed
+    data["store_dir"] = str(folder / "train")
+    data["train"] = [{"task": TASK, "split": "train", "limit": plan.train}]
+    data["validation"] = []
+    return config
+
+
+def _fit(folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    place = folder / name / "config.yaml"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    run(folder, "fit", "--config", str(place))
+
+
+def run(folder: Path, *arguments: str) -> None:
+    """Run one ``selfcal`` command, once: what has been done is remembered by its words, with its processor seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = done(folder)
+    if list(arguments) in [each["arguments"] for each in finished]:
+        return
+    started = _processor_seconds()
+    with (folder / "log.txt").open("a") as log:
+        command = [sys.executable, "-m", "selfcal_lightning", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "COLUMNS": "180"}
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    if status:
+        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {status}; see {folder / 'log.txt'}")
+    seconds = _processor_seconds() - started
+    entry = {"arguments": list(arguments), "processor_seconds": round(seconds, 1)}
+    (folder / "done.json").write_text(json.dumps([*finished, entry]))
+    print(f"{seconds:6.0f} s of processor time  {folder.name}: {arguments[0]}", flush=True)
+
+
+def done(folder: Path) -> list[dict[str, Any]]:
+    """Return the commands of a seed that are done: their words, and their processor seconds."""
+    file = folder / "done.json"
+    found: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    return found
+
+
+def _processor_seconds() -> float:
+    """Return the processor seconds of all commands so far."""
+    used = os.times()
+    return used.children_user + used.children_system

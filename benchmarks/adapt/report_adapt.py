@@ -36,8 +36,8 @@ from selfcal_lightning.runtime.step_process import run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-METHODS: dict[str, str | None] = {"TTRL": None, "calibrated, round": "round", "calibrated, anchor": "anchor"}
-PLAIN, ROUND, ANCHOR = METHODS
+METHODS: dict[str, str | None] = {"TTRL": None, "calibrated, anchor": "anchor", "calibrated, round": "round"}
+PLAIN, ANCHOR, ROUND = METHODS
 SETS = ("transductive", "inductive", "out_of_domain")
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 120
@@ -117,7 +117,7 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
         inductive=QuestionSlice("word_problems", split="test_id", limit=sizes.questions, offset=sizes.questions),
         out_of_domain=QuestionSlice("word_problems", split="test_ood", limit=sizes.out_of_domain),
         reward="majority", target=METHODS[method], rounds=sizes.rounds, num_samples=sizes.samples,  # type: ignore[arg-type]
-        batch_size=sizes.batch_size, lr=sizes.lr, sampling=SamplingSettings(max_new_tokens=TOKENS), temperatures=[1.0],
+        batch_size=sizes.batch_size, lr=sizes.lr, sampling=SamplingSettings(max_new_tokens=TOKENS), temperatures=[],
         evaluation_samples=sizes.samples, base_samples=str(folder / f"base-{seed}"), seed=seed,
         engine=EngineSettings(max_batch=512), guard={"agreement": 1.0, "unreadable": 1.0, "logprob_fall": 10.0},
         fit_options={
@@ -142,17 +142,19 @@ def write_tables(folder: Path, sizes: Sizes) -> None:
         method: [seed for seed in range(sizes.seeds) if (run_folder(folder, method, seed) / "adaptation.json").exists()]
         for method in METHODS
     }
-    seeds = [seed for seed in range(sizes.seeds) if all(seed in of_method for of_method in done.values())]
+    seeds = [seed for seed in range(sizes.seeds) if all(seed in done[method] for method in (PLAIN, ANCHOR))]
     if not seeds:
-        raise RunError(f"Expected all methods of at least one seed in {folder}, but got {done}. Run without `--table`.")
-    tables = {name: compare(folder, name, seeds) for name in SETS}
+        raise RunError(f"Expected {PLAIN} and {ANCHOR} of a seed in {folder}, but got {done}. Run without `--table`.")
+    methods = [method for method in METHODS if set(seeds) <= set(done[method])]
+    tables = {name: compare(folder, name, seeds, methods) for name in SETS}
     results = {
         (method, seed): json.loads((run_folder(folder, method, seed) / "adaptation.json").read_text())
-        for method in METHODS
+        for method in methods
         for seed in seeds
     }
     content = {
         "sizes": {**asdict(sizes), "seeds_done": len(seeds)},
+        "not_measured": [method for method in METHODS if method not in methods],
         "sets": tables,
         "targets": targets(tables),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
@@ -162,11 +164,11 @@ def write_tables(folder: Path, sizes: Sizes) -> None:
     (RESULTS / "report_adapt.md").write_text(markdown(content))
 
 
-def compare(folder: Path, name: str, seeds: Sequence[int]) -> dict[str, Any]:
+def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str]) -> dict[str, Any]:
     """Return levels and paired changes of one set, pooled over seeds; a question is drawn with all its seeds."""
     stores: dict[str, list[SampledSet]] = {
         "start": [read_set(folder / f"base-{seed}" / name / "base") for seed in seeds],
-        **{m: [read_set(run_folder(folder, m, s) / "evaluation" / name / "adapted") for s in seeds] for m in METHODS},
+        **{m: [read_set(run_folder(folder, m, s) / "evaluation" / name / "adapted") for s in seeds] for m in methods},
     }
     size = min(one.num_samples for group in stores.values() for one in group)
     stores = {label: [one.first(size) for one in group] for label, group in stores.items()}
@@ -174,7 +176,7 @@ def compare(folder: Path, name: str, seeds: Sequence[int]) -> dict[str, Any]:
         "start": [read_set(folder / f"base-{seed}" / name / "base-greedy") for seed in seeds],
         **{
             m: [read_set(run_folder(folder, m, s) / "evaluation" / name / "adapted-greedy") for s in seeds]
-            for m in METHODS
+            for m in methods
         },
     }
     pairs = {
@@ -186,7 +188,11 @@ def compare(folder: Path, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     }
     return {
         "levels": {label: level(stores[label], greedy[label], size) for label in stores},
-        "changes": {label: change(stores[a], stores[b], greedy[a], greedy[b], size) for label, (a, b) in pairs.items()},
+        "changes": {
+            label: change(stores[one], stores[other], greedy[one], greedy[other], size)
+            for label, (one, other) in pairs.items()
+            if {one, other} <= stores.keys()
+        },
     }
 
 
@@ -280,6 +286,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     for name, table in content["sets"].items():
         for label, row in table["changes"].items():
             lines.append(f"| {name} | {label} | {' | '.join(_cell(row[column]) for column in changed)} |")
+    if content["not_measured"]:
+        lines += ["", f"Not measured at this size: {', '.join(content['not_measured'])}."]
     lines += ["", "| target | found | |", "|---|---|---|"]
     lines += [f"| {row['target']} | {row['found']} | {row['verdict']} |" for row in content["targets"]]
     heads = ("run", "round", "pass@1 at T = 1", "label accuracy", "reward accuracy", "agreement", "votes", "lost log p")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.options import nested
-from support.probe_plugin import StopAt
 from support.ssc_pools import Pool
 from support.training_runs import trainer_with
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.ssc_pools import TRAIN, Pool, random_samples
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.adaptation import PolicyBatch
+from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store.columns import counted_samples
 from selfcal_lightning.store.sample_store import SampleStore
@@ -143,6 +145,26 @@ def test_constant_groups_are_counted_and_leave_the_gradient(pool: Pool, caplog: 
     assert batch.batch_size == 3 * (12 - same)
     (batch,) = batches(data_of(pool, store, num_samples=3, target="round"))
     assert batch.batch_size == 36, "their confidence is learnt all the same"
+
+
+def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) -> None:
+    """One response to each question that is kept, at any sampling; the others carry no likelihood."""
+    run_select(plain, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
+    learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
+    data = data_of(pool, plain, **learnt)
+    (batch,) = batches(data)
+    assert data.steps_per_epoch == 1
+    assert batch.generation_weight.tolist() == [1.0] * 5
+    assert batch.generation_total.item() == 5.0
+    assert len(batch.label_id) > 5
+    (both,) = batches(data_of(pool, plain, target="round", **learnt))
+    assert (both.generation_total.item(), both.calibration_total.item()) == (5.0, 36.0)
+
+    other = Pool(pool.model, tmp_path).write("other", answers_of("7", "7", "8", "9"), sampling=AT_ONE)
+    with pytest.raises(InputError, match="sampled anew"):
+        batches(data_of(pool, other, **learnt))
+    with pytest.raises(InputError, match="selection"):
+        batches(data_of(pool, plain, reward="none", selection=str(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(

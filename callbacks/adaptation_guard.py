@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from selfcal_lightning.datamodules.adaptation.datamodule import RolloutDataModule
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.adaptation import RoundMonitors, collapse, round_monitors
 from selfcal_lightning.generation.rounds.adapters import adapter_folder
@@ -23,6 +22,7 @@ from selfcal_lightning.runtime.json_files import json_object_or_none
 from selfcal_lightning.runtime.progress import say
 from selfcal_lightning.store.columns import counted_samples
 from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.sampled_data import AnchorData, anchor_data
 
 
 class AdaptationGuard(Callback):
@@ -98,7 +98,7 @@ class AdaptationGuard(Callback):
             whose = "the base model" if round == 1 else f"the adapter of round {round - 1}"
             say(f"AdaptationGuard: stopped before round {round}: {'; '.join(self.stopped)}. Restored: {whose}.")
 
-    def _monitors(self, data: RolloutDataModule, round: int) -> RoundMonitors:
+    def _monitors(self, data: AnchorData, round: int) -> RoundMonitors:
         earlier, now = _entries(data, 0), _entries(data, round)
         shared = sorted(earlier.keys() & now.keys())
         return round_monitors(
@@ -109,7 +109,7 @@ class AdaptationGuard(Callback):
             is_first=round == 0,
         )
 
-    def _logprob_fall(self, module: TestTimeTrainingModule, data: RolloutDataModule) -> float:
+    def _logprob_fall(self, module: TestTimeTrainingModule, data: AnchorData) -> float:
         batches = [
             batch.to(module.device) for batch in data.anchor_batches(questions=self.questions, samples=self.samples)
         ]
@@ -146,14 +146,11 @@ def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:
     )
 
 
-def _entries(data: RolloutDataModule, round: int) -> dict[str, QuestionSamples]:
+def _entries(data: AnchorData, round: int) -> dict[str, QuestionSamples]:
     store = SampleStore(data.store_dir, num_samples=data.num_samples)
     index = store.index(split="train", round=round)
     return {entry.question.id: entry for entry in counted_samples(store, index, round=round)}
 
 
-def _data(trainer: Trainer) -> RolloutDataModule:
-    data = trainer.datamodule
-    if not isinstance(data, RolloutDataModule):
-        raise InputError(f"Expected a RolloutDataModule for AdaptationGuard, but got {type(data).__name__}.")
-    return data
+def _data(trainer: Trainer) -> AnchorData:
+    return anchor_data(trainer.datamodule, who=AdaptationGuard.__name__)

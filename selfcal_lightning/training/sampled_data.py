@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from selfcal_lightning.errors import InputError
@@ -167,6 +167,18 @@ class PolicyData(Protocol):
         ...
 
 
+class AnchorData(StoredData, Protocol):
+    """What ``AdaptationGuard`` reads: the rounds of a store, and the responses of round 0 as batches."""
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        ...
+
+    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[Any]:
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
+        ...
+
+
 class ProbeData(Protocol):
     """What ``LinearProbeModule`` asks of the data module that reads its features."""
 
@@ -259,6 +271,18 @@ def policy_data(data: object, *, reward: str, target: str | None, who: str) -> P
                 "Give both the same."
             )
     return checked
+
+
+def anchor_data(data: object, *, who: str) -> AnchorData:
+    """Return a data module as what is read of its rounds.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``AnchorData``.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module with rounds for {who}, but got none: use RolloutDataModule.")
+    check_members(data, AnchorData, who=who, kind=DATA_MODULE)
+    return cast("AnchorData", data)
 
 
 def probe_data(data: object, *, who: str) -> ProbeData:

@@ -193,8 +193,8 @@ def test_the_training_of_an_adaptation_instantiates(
 ) -> None:
     """What `selfcal adapt` hands to `selfcal fit` is what that takes, with module and data in agreement."""
     from selfcal_lightning.engines.settings import EngineSettings
+    from selfcal_lightning.evaluation.adaptation.fitting import Adaptation, fit_settings
     from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
-    from selfcal_lightning.pipelines.adaptation.settings import Adaptation, fit_settings
     from selfcal_lightning.pipelines.two_stages import write_settings
 
     given = given_to("adapt", ["--config", str(path)], monkeypatch)

@@ -10,9 +10,9 @@ import pytest
 
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.adaptation.fitting import Adaptation, fit_settings
 from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
 from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
-from selfcal_lightning.pipelines.adaptation.settings import Adaptation, fit_settings
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.store.sample_store import SampleStore
 

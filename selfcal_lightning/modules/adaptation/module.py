@@ -154,6 +154,7 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self.val_metrics, self.test_metrics = CalibrationMetrics(beta=beta), CalibrationMetrics(beta=beta)
         self._round_state: dict[str, Tensor] | None = None
         self._is_sampled_from = False
+        self._epoch_taken_up: int | None = None
         self._step_log = PolicyStepLog()
         self._checkpoint = TrainedCheckpoint()
 
@@ -175,19 +176,27 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         """Go on exactly where a checkpoint left off."""
         self._checkpoint.start(self)
 
-    def on_train_epoch_start(self) -> None:
-        """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none."""
+    def _take_up_round(self) -> None:
+        """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.
+
+        It is asked for by the first batch: a training that is resumed inside of an epoch does not begin it anew.
+        """
+        if self._epoch_taken_up == self.current_epoch:
+            return
         data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
-        self._round_state = None if self.reward == "none" else data.round_adapter(self.current_epoch)
+        self._round_state = data.round_adapter(self.current_epoch)
         # One step a round, taken without dropout, is taken from the very model that sampled it: every ratio is 1.
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         self._is_sampled_from = steps == 1 and self.lora.dropout == 0.0 and data.is_fresh(self.current_epoch)
+        self._epoch_taken_up = self.current_epoch
 
     def training_step(self, batch: PolicyBatch, batch_idx: int) -> Tensor:
         """Return this micro-batch's part of the loss of its optimiser step.
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
+        if self.reward != "none":
+            self._take_up_round()
         behaviour, reference = self._earlier(batch)
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.seed, *at, device=self.device):

@@ -11,6 +11,13 @@ from typing import Any
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import RunError
 from selfcal_lightning.evaluation.adaptation.comparison import SetComparison
+from selfcal_lightning.evaluation.adaptation.fitting import (
+    ADAPTER,
+    GUARD_FILE,
+    SAMPLES,
+    Adaptation,
+    fit_settings,
+)
 from selfcal_lightning.evaluation.adaptation.questions import (
     INDUCTIVE,
     OUT_OF_DOMAIN,
@@ -19,22 +26,16 @@ from selfcal_lightning.evaluation.adaptation.questions import (
     load_sets,
 )
 from selfcal_lightning.evaluation.adaptation.rounds import round_labels
+from selfcal_lightning.evaluation.adaptation.sampling import Evaluation, sampling_run
 from selfcal_lightning.evaluation.adaptation.tables import adaptation_markdown
 from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
+from selfcal_lightning.generation.running import sample_questions
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.model_files.manifests import read_manifest
-from selfcal_lightning.pipelines.adaptation.evaluating import Evaluation
-from selfcal_lightning.pipelines.adaptation.settings import (
-    ADAPTER,
-    GUARD_FILE,
-    ON_POLICY,
-    SAMPLES,
-    Adaptation,
-    fit_settings,
-)
-from selfcal_lightning.pipelines.generate import run_generate
 from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.pipelines.two_stages import check_begun, write_settings
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.runtime.files import write_atomically
 from selfcal_lightning.runtime.json_files import json_object_or_none
@@ -129,16 +130,20 @@ def run_adapt(
     settings = fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
     check_begun(folder / CONFIG, settings)
     write_settings(folder / CONFIG, settings)
+    learnt = settings["model"]["init_args"]
+    query, prompt = learnt.get("query", DEFAULT_QUERY), learnt.get("prompt")
+    prompt = None if prompt is None else Prompt.from_json(prompt)
     if check:
         _step(["fit", "--config", str(folder / CONFIG), "--check", "true"])
         return {}
     if one.reward in ANNOTATIONS:
-        _scored_round(one, folder / SAMPLES, engine)
+        _scored_round(one, folder / SAMPLES, engine, query, prompt)
     _train(folder)
     store = Path(store_dir or folder / SAMPLES)
     found = round_labels(store, asked[TRANSDUCTIVE])
     compared = Evaluation(
         model, revision, folder / ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
+        query, prompt,
         Path(base_samples or folder / "evaluation"), folder / "evaluation",
     ).compare(_cost_in_samples(store, asked[TRANSDUCTIVE], found))  # fmt: skip
     result = _result(one, folder, compared, found)
@@ -163,14 +168,14 @@ def _step(arguments: list[str]) -> None:
         )
 
 
-def _scored_round(one: Adaptation, store: Path, engine: EngineSettings) -> None:
+def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
     """Sample round 0 and put the statistics of its tokens beside it, as far as that was not done."""
-    place = one.questions
-    run_generate(
-        one.base_model, str(store), [place.task], split=place.split, path=place.path, part=place.part,
-        limit=place.limit, offset=place.offset, store_split="train", chain_of_thought=place.chain_of_thought,
-        num_samples=one.num_samples, engine=engine, seed=one.seed, revision=one.revision,
-        sampling=SamplingSettings(**ON_POLICY, max_new_tokens=one.max_new_tokens),  # type: ignore[arg-type]
+    sample_questions(
+        sampling_run(
+            one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,
+            engine=engine.of(revision=one.revision), seed=one.seed, query=query, prompt=prompt,
+            sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=one.max_new_tokens),
+        )
     )  # fmt: skip
     run_score(ANNOTATIONS[one.reward], str(store), engine=engine, revision=one.revision)
 

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.evaluation.adaptation.comparison import SetComparison, compare_set
 from selfcal_lightning.evaluation.adaptation.questions import TRANSDUCTIVE, QuestionSlice
 from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
-from selfcal_lightning.pipelines.generate import run_generate
+from selfcal_lightning.generation.process_share import GenerationSettings
+from selfcal_lightning.generation.running import sample_questions
+from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.runtime.progress import say
 
+QUESTIONS_PER_SHARD = 64
 GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
 
 
@@ -31,6 +35,8 @@ class Evaluation:
         num_samples: Responses to a question.
         engine: What samples.
         seed: Of sampling.
+        query: The confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
         base_dir: Where the responses of the base model lie.
         adapted_dir: Where those of the adapted one lie.
     """
@@ -44,6 +50,8 @@ class Evaluation:
     num_samples: int
     engine: EngineSettings
     seed: int
+    query: str
+    prompt: Prompt | None
     base_dir: Path
     adapted_dir: Path
 
@@ -83,12 +91,35 @@ class Evaluation:
     def _sample(
         self, name: str, label: str, sampling: SamplingSettings, *, num_samples: int, adapted: bool = False
     ) -> SampledSet:
-        place = self.slices[name]
         store = (self.adapted_dir if adapted else self.base_dir) / name / label
-        run_generate(
-            self.base_model, str(store), [place.task], split=place.split, path=place.path, part=place.part,
-            limit=place.limit, offset=place.offset, store_split="test", chain_of_thought=place.chain_of_thought,
-            num_samples=num_samples, top_up=True, engine=self.engine, sampling=sampling, seed=self.seed,
-            revision=self.revision, adapter=str(self.adapter) if adapted else None,
+        adapter = str(self.adapter) if adapted else None
+        sample_questions(
+            sampling_run(
+                self.slices[name], self.base_model, str(store), split="test", num_samples=num_samples,
+                engine=self.engine.of(revision=self.revision, adapter=adapter), sampling=sampling, seed=self.seed,
+                query=self.query, prompt=self.prompt,
+            )
         )  # fmt: skip
         return read_set(store)
+
+
+def sampling_run(
+    place: QuestionSlice,
+    model: str,
+    store_dir: str,
+    *,
+    split: str,
+    num_samples: int,
+    engine: EngineOptions,
+    sampling: SamplingSettings,
+    seed: int,
+    query: str,
+    prompt: Prompt | None,
+) -> GenerationSettings:
+    """Return the run that samples questions into a store under ``split``; what is there is kept, and topped up."""
+    return GenerationSettings(
+        model=model, store_dir=store_dir, task=[place.task], split=place.split, path=place.path, part=place.part,
+        limit=place.limit, offset=place.offset, store_split=split, chain_of_thought=place.chain_of_thought,
+        prompt=prompt, num_samples=num_samples, engine=engine, sampling=sampling, seed=seed, query=query,
+        questions_per_shard=QUESTIONS_PER_SHARD, max_failures=MAX_FAILURES, top_up=True,
+    )  # fmt: skip

@@ -72,7 +72,7 @@ class AdaptationGuard(Callback):
         data = _data(trainer)
         self.stopped, self._first, self._base = [], self._monitors(data, 0), []
         self._keep(trainer, 0, self._first, [])
-        if (round := data.round_of(trainer.current_epoch)) > 0:
+        if (round := data.round_of(trainer.current_epoch)) > 0 and trainer.global_step > 0:
             self._judge(trainer, pl_module, round=round, is_sampled=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
@@ -85,7 +85,7 @@ class AdaptationGuard(Callback):
     def _judge(self, trainer: Trainer, module: TestTimeTrainingModule, *, round: int, is_sampled: bool) -> None:
         data = _data(trainer)
         fall = self._logprob_fall(module, data)
-        unknown = RoundMonitors(None, None, None, 0.0, None, None)
+        unknown = RoundMonitors(None, None, None, None, None, None)
         now = replace(self._monitors(data, round) if is_sampled else unknown, logprob_fall=fall)
         first = self._first if self._first is not None else unknown
         self.stopped = collapse(now, first, **self.limits)

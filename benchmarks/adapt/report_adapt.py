@@ -28,6 +28,7 @@ from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
 from selfcal_lightning.functional.base import PASS_AT_1
 from selfcal_lightning.functional.bootstrap import paired_bootstrap, resample_counts
 from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
+from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
 from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
@@ -36,8 +37,14 @@ from selfcal_lightning.runtime.step_process import run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-METHODS: dict[str, str | None] = {"TTRL": None, "calibrated, anchor": "anchor", "calibrated, round": "round"}
-PLAIN, ANCHOR, ROUND = METHODS
+# The reward, and what P(True) learns meanwhile.
+METHODS: dict[str, tuple[GroupReward, PoolTarget | None]] = {
+    "TTRL": ("majority", None),
+    "calibrated, anchor": ("majority", "anchor"),
+    "calibrated, round": ("majority", "round"),
+    "equations": ("equations", None),
+}
+PLAIN, ANCHOR, ROUND, EQUATIONS = METHODS
 SETS = ("transductive", "inductive", "out_of_domain")
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 120
@@ -116,7 +123,7 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
         QuestionSlice("word_problems", split="test_id", limit=sizes.questions), str(place), base_model=str(start),
         inductive=QuestionSlice("word_problems", split="test_id", limit=sizes.questions, offset=sizes.questions),
         out_of_domain=QuestionSlice("word_problems", split="test_ood", limit=sizes.out_of_domain),
-        reward="majority", target=METHODS[method], rounds=sizes.rounds, num_samples=sizes.samples,  # type: ignore[arg-type]
+        reward=METHODS[method][0], target=METHODS[method][1], rounds=sizes.rounds, num_samples=sizes.samples,
         batch_size=sizes.batch_size, lr=sizes.lr, sampling=SamplingSettings(max_new_tokens=TOKENS), temperatures=[],
         evaluation_samples=sizes.samples, base_samples=str(folder / f"base-{seed}"), seed=seed,
         engine=EngineSettings(max_batch=512), guard={"agreement": 1.0, "unreadable": 1.0, "logprob_fall": 10.0},
@@ -185,6 +192,7 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
         "anchor less start": ("start", ANCHOR),
         "anchor less TTRL": (PLAIN, ANCHOR),
         "anchor less round": (ROUND, ANCHOR),
+        "equations less start": ("start", EQUATIONS),
     }
     return {
         "levels": {label: level(stores[label], greedy[label], size) for label in stores},
@@ -237,18 +245,17 @@ def _mean_change(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> E
 
 
 def targets(tables: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what was asked of the figures, what came out, and whether that is met."""
+    """Return what was asked of the figures, what came out, and whether that is met, missed or not measured."""
     trans, ind = tables["transductive"], tables["inductive"]
     ece = ind["changes"]["anchor less TTRL"]["ece"]
     gained = {name: table["changes"]["anchor less start"] for name, table in (("trans", trans), ("ind", ind))}
     after = {name: table["levels"][ANCHOR]["ece"] for name, table in (("trans", trans), ("ind", ind))}
-    both = [gained[name]["ece"]["high"] < 0.03 and after[name] <= 0.12 for name in gained]
-    rows = [
+    rows: list[tuple[str, str, bool | None]] = [
         ("anchor less TTRL, inductive ECE: upper bound < -.03", _cell(ece), ece["high"] < -0.03),
         (
             "anchor, ECE after <= .12 and upper bound of its change < +.03, transductive and inductive",
             "; ".join(f"{after[name]:.3f}, {_cell(gained[name]['ece'])}" for name in gained),
-            all(both),
+            all(gained[name]["ece"]["high"] < 0.03 and after[name] <= 0.12 for name in gained),
         ),
         (
             "anchor, inductive pass@1: lower bound of its change > -.02",
@@ -260,8 +267,20 @@ def targets(tables: Mapping[str, Any]) -> list[dict[str, str]]:
             "; ".join(_cell(gained[name]["pass@k"]) for name in gained),
             all(gained[name]["pass@k"]["low"] > -0.10 for name in gained),
         ),
+        _equations_target(trans, ind),
+        ("TTRL: pass@1 at temperature 1 rises, lower bound > 0", "the rounds below have no interval", None),
+        ("the guard stops a run of too high a rate within three rounds", "a test holds it, on six questions", None),
     ]
-    return [{"target": name, "found": found, "verdict": "met" if met else "missed"} for name, found, met in rows]
+    words = {True: "met", False: "missed", None: "not measured at this size"}
+    return [{"target": name, "found": found, "verdict": words[met]} for name, found, met in rows]
+
+
+def _equations_target(trans: Mapping[str, Any], ind: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    name, label = "equations: pass@1, lower bounds > 0 transductive and > -.02 inductive", "equations less start"
+    if label not in trans["changes"]:
+        return name, "-", None
+    first, second = (table["changes"][label]["pass@1"] for table in (trans, ind))
+    return name, f"{_cell(first)}; {_cell(second)}", first["low"] > 0.0 and second["low"] > -0.02
 
 
 def markdown(content: Mapping[str, Any]) -> str:

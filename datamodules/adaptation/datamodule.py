@@ -306,7 +306,7 @@ class RolloutDataModule(SSCDataModule):
             )  # fmt: skip
             advantage = found.advantage
             notes.append(str(found))
-        table, _ = make_table(store, index, collator, [(target, reasons), (advantage, reasons)])
+        table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
         if not len(table):
             raise InputError(
                 f"Expected `max_length` to leave room for prompt, response and confidence query, but got "

@@ -32,7 +32,7 @@ class RoundMonitors:
     agreement: float | None
     majority_agreement: float | None
     vote_share: float | None
-    unreadable: float
+    unreadable: float | None
     length: float | None
     confidence_gap: float | None
     logprob_fall: float | None = None
@@ -138,8 +138,10 @@ def collapse(
     found = []
     if now.agreement is not None and first.agreement is not None and now.agreement < first.agreement - agreement:
         found.append(f"agreement with round 0 is {now.agreement:.3f}, and {first.agreement:.3f} of round 0 with itself")
-    if now.unreadable > first.unreadable + unreadable:
-        found.append(f"{now.unreadable:.3f} of the responses cannot be read, and {first.unreadable:.3f} in round 0")
+    if now.unreadable is not None and now.unreadable > (first.unreadable or 0.0) + unreadable:
+        found.append(
+            f"{now.unreadable:.3f} of the responses cannot be read, and {first.unreadable or 0.0:.3f} in round 0"
+        )
     if now.logprob_fall is not None and not now.logprob_fall <= logprob_fall:
         found.append(f"a token of round 0 has lost {now.logprob_fall:.3f} nats")
     return found

@@ -15,6 +15,7 @@ from support.ssc_pools import TRAIN, Pool, random_samples
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.modules.adaptation import PolicyBatch
+from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.store.columns import counted_samples
@@ -145,6 +146,18 @@ def test_constant_groups_are_counted_and_leave_the_gradient(pool: Pool, caplog: 
     assert batch.batch_size == 3 * (12 - same)
     (batch,) = batches(data_of(pool, store, num_samples=3, target="round"))
     assert batch.batch_size == 36, "their confidence is learnt all the same"
+
+
+def test_statistics_of_tokens_are_read_from_where_score_puts_them(pool: Pool, shallow_model: str) -> None:
+    store = pool.write("statistics", answers_of("7", "71", "8"), sampling=AT_ONE)
+    with pytest.raises(InputError, match="token_entropy"):
+        batches(data_of(pool, store, num_samples=3, reward="entropy"))
+    run_score("token_entropy", store, model=shallow_model, split="train")
+    (batch,) = batches(data_of(pool, store, num_samples=3, reward="entropy", scale="none"))
+    index = SampleStore(store).index(split="train", confidences=["token_entropy"])
+    entropy = index.confidences["token_entropy"].reshape(12, 3)
+    wanted = (entropy - entropy.mean(axis=1, keepdims=True)).flatten()
+    assert batch.advantage[torch.argsort(batch.row)].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from selfcal_lightning.generation.rounds.adapters import adapter_folder
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.modules import adaptation
 from selfcal_lightning.modules.adaptation.losses import policy_parts
+from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.contracts import missing_members
 from selfcal_lightning.training.trained_modules import Mergeable, RoundModule, ScoringModule
@@ -124,8 +125,8 @@ def test_packed_groups_have_the_gradients_of_rows_apart(tiny_model: str, store: 
         module = module_of(tiny_model, **settings)
         module.configure_model()
         shaken(module)
-        data = data_of(tiny_model, store, target="anchor", packing=packing, batch_size=48)
-        (batch,) = data.train_dataloader()
+        data = data_of(tiny_model, store, target="anchor", packing=packing, batch_size=12)
+        batch, *_ = data.train_dataloader()
         loss = loss_of(module, [batch])
         loss.backward()
         found[packing] = batch, loss, gradients(module)
@@ -180,6 +181,21 @@ def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
     gain = module.response_logprobs(batch) - first.response_logprobs(batch)
     of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
     assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
+
+
+def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:
+    run_select(store, str(tmp_path), pick="share", keep="share", keep_count=6)
+    learnt = {"reward": "none", "selection": str(tmp_path)}
+    data = data_of(tiny_model, store, **learnt)
+    module = module_of(tiny_model, reward="none")
+    (batch,) = data.train_dataloader()
+    trainer_with(AdaptationGuard(questions=2, logprob_fall=9.0), max_epochs=3, limit_val_batches=0).fit(
+        module, datamodule=data
+    )
+    first = module_of(tiny_model, reward="none")
+    first.configure_model()
+    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    assert gain[batch.generation_weight[batch.label_row] > 0].mean() > 0.1
 
 
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:

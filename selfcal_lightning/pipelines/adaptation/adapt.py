@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,15 @@ def run_adapt(
     asked = load_sets(slices)
     settings = fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
     check_begun(folder / CONFIG, settings)
-    write_settings(folder / CONFIG, settings)
     learnt = settings["model"]["init_args"]
     query, prompt = learnt.get("query", DEFAULT_QUERY), learnt.get("prompt")
     prompt = None if prompt is None else Prompt.from_json(prompt)
     if check:
-        _step(["fit", "--config", str(folder / CONFIG), "--check", "true"])
+        with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
+            write_settings(Path(place) / CONFIG, settings)
+            _step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"])
         return {}
+    write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:
         _scored_round(one, folder / SAMPLES, engine, query, prompt)
     _train(folder)

@@ -1,11 +1,12 @@
-"""Test-time training on the bundled model: plain TTRL beside two ways of keeping P(True) calibrated meanwhile.
+"""Test-time training on the bundled model: TTRL, two ways of keeping P(True) calibrated, and a reward that is checked.
 
     python benchmarks/adapt/report_adapt.py
 
 First the model is calibrated jointly on questions of its training split, as what is to stay calibrated must be so to
-begin with. From there, with the same samples of round 0, three adaptations to the same unlabelled questions: the
-majority's answer as the reward alone, with P(True) taught the votes of its own round, and those of round 0. What is
-there in ``--folder`` is not done again. ``--table`` writes the tables of what is there.
+begin with. From there, with the same samples of round 0, four adaptations to the same unlabelled questions: with the
+majority's answer as the reward alone, with P(True) taught the votes of round 0 or of its own round besides, and with
+checked equations as the reward. What is there in ``--folder`` is not done again. ``--table`` writes the tables of what
+is there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import RunError
-from selfcal_lightning.evaluation.adaptation.comparison import CALIBRATION
+from selfcal_lightning.evaluation.adaptation.comparison import CALIBRATION, describe
 from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
 from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
 from selfcal_lightning.functional.base import PASS_AT_1
@@ -32,6 +33,7 @@ from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
 from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
+from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.runtime.step_process import run_step
 
@@ -79,6 +81,7 @@ def main() -> None:
     """Run what is missing, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-adapt")
+    parser.add_argument("--name", default="report_adapt", help="of the results under benchmarks/results")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -89,7 +92,7 @@ def main() -> None:
         for seed in range(sizes.seeds):
             for method in METHODS:
                 adapt(options.folder, start, method, seed, sizes)
-    write_tables(options.folder, sizes)
+    write_tables(options.folder, sizes, options.name)
 
 
 def calibrated_start(folder: Path, sizes: Sizes) -> Path:
@@ -131,9 +134,7 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
             "model": {"lora": lora, "warmup_steps": 2}, "data": {"max_length": 320}, "trainer": {"accelerator": "cpu"}
         },
     )  # fmt: skip
-    if method == PLAIN:
-        from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
-
+    if method == PLAIN and not first.exists():
         shutil.copytree(place / "samples", first)
         run_drop_rounds(str(first))
 
@@ -143,7 +144,7 @@ def run_folder(folder: Path, method: str, seed: int) -> Path:
     return folder / f"{method.replace(', ', '-')}-{seed}"
 
 
-def write_tables(folder: Path, sizes: Sizes) -> None:
+def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
     """Write the results of what is there."""
     done = {
         method: [seed for seed in range(sizes.seeds) if (run_folder(folder, method, seed) / "adaptation.json").exists()]
@@ -153,7 +154,7 @@ def write_tables(folder: Path, sizes: Sizes) -> None:
     if not seeds:
         raise RunError(f"Expected {PLAIN} and {ANCHOR} of a seed in {folder}, but got {done}. Run without `--table`.")
     methods = [method for method in METHODS if set(seeds) <= set(done[method])]
-    tables = {name: compare(folder, name, seeds, methods) for name in SETS}
+    tables = {questions: compare(folder, questions, seeds, methods) for questions in SETS}
     results = {
         (method, seed): json.loads((run_folder(folder, method, seed) / "adaptation.json").read_text())
         for method in methods
@@ -167,8 +168,8 @@ def write_tables(folder: Path, sizes: Sizes) -> None:
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "report_adapt.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / "report_adapt.md").write_text(markdown(content))
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(markdown(content))
 
 
 def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str]) -> dict[str, Any]:
@@ -206,8 +207,6 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
 
 def level(stores: Sequence[SampledSet], greedy: Sequence[SampledSet], size: int) -> dict[str, float]:
     """Return the numbers of a model, in the mean over seeds."""
-    from selfcal_lightning.evaluation.adaptation.comparison import describe
-
     rows = [describe(one, likeliest, k=size, seed=0) for one, likeliest in zip(stores, greedy, strict=True)]
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 

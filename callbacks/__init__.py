@@ -10,6 +10,7 @@ from selfcal_lightning.faces import face
 __getattr__, __dir__, __all__ = face(
     __name__,
     {
+        "adaptation_guard": ["AdaptationGuard"],
         "adapter_export": ["AdapterExport"],
         "calibration_curve": ["CalibrationCurve"],
         "capability_curve": ["CapabilityCurve"],

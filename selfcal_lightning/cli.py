@@ -54,6 +54,7 @@ FUNCTION_VERBS = {
         "run_extract_steps",
         "find the key steps of the responses of a selection",
     ),
+    "adapt": ("adaptation.adapt", "run_adapt", "learn from one's own responses to unlabelled questions, and judge it"),
     "export-rl": ("selection.export_rl", "run_export_rl", "write a selection for verl, TRL or OpenRLHF"),
     "fit-probe": (
         "capability.fit_probe",
@@ -120,6 +121,7 @@ KEPT = {
     "fit-confidence": _NOTHING,
     "fit-threshold": _NOTHING,
     "select": _NOTHING,
+    "adapt": "Samples, checkpoints and evaluations so far are kept; the same command goes on.",
     "export-rl": _NOTHING,
     "extract-steps": "What was extracted is kept; the same command goes on.",
     "fit-probe": "Hidden states read so far are kept; the same command goes on, and fits anew.",

@@ -69,18 +69,62 @@ class TrainingOrder:
             check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
             trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
         """
+
+        def rows(epoch: int) -> EpochDraw:
+            return mixture.draw(pools, confident, seed=seed, epoch=epoch)
+
+        return self.sampler_of(
+            rows,
+            table,
+            deal,
+            rows_per_epoch=mixture.rows_per_epoch,
+            settings={**asdict(mixture), "eta": eta},
+            group_size=group_size,
+            seed=seed,
+            batch_size=batch_size,
+            check_epoch=check_epoch,
+            trainer=trainer,
+        )
+
+    def sampler_of(
+        self,
+        rows: Callable[[int], EpochDraw],
+        table: TupleTable,
+        deal: Dealer,
+        *,
+        rows_per_epoch: int,
+        settings: Mapping[str, Any],
+        group_size: int,
+        seed: int,
+        batch_size: int,
+        check_epoch: Callable[[int], None],
+        trainer: Trainer | None,
+    ) -> OptimizerStepSampler:
+        """Return the sampler of this process over any draw.
+
+        Args:
+            rows: Gives the rows of an epoch.
+            table: The rows that can be drawn.
+            deal: Deals the rows of a step to its micro-batches.
+            rows_per_epoch: Rows that the number of optimiser steps follows from, whatever is drawn.
+            settings: What else the draw depends on.
+            group_size: Most responses to a question that stand side by side in the order.
+            seed: Seed of the draw.
+            batch_size: Rows of a process in a micro-step.
+            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
+            trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
+        """
         accumulate = trainer.accumulate_grad_batches if trainer else 1
         per_step = rows_per_step(batch_size, trainer)
-        num_steps = steps_per_epoch(mixture.rows_per_epoch, per_step)
+        num_steps = steps_per_epoch(rows_per_epoch, per_step)
         batches = num_steps * accumulate
         limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
         self._now = {
             "seed": seed,
             "rows_per_step": per_step,
             "accumulate_grad_batches": accumulate,
-            "rows_per_epoch": mixture.rows_per_epoch,
-            **asdict(mixture),
-            "eta": eta,
+            "rows_per_epoch": rows_per_epoch,
+            **settings,
             "group_size": group_size,
             "dealer": type(deal).__name__,
             "rows": table.digest(),
@@ -97,9 +141,8 @@ class TrainingOrder:
         def draw(epoch: int) -> EpochDraw:
             check_epoch(epoch)
             epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
-            drawn = mixture.draw(pools, confident, seed=seed, epoch=epoch)
             question = table.index.question_index
-            return group_by_question(drawn, question, group_size=group_size, seed=seed, epoch=epoch)
+            return group_by_question(rows(epoch), question, group_size=group_size, seed=seed, epoch=epoch)
 
         return OptimizerStepSampler(
             draw,

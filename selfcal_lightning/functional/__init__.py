@@ -12,6 +12,7 @@ from selfcal_lightning.faces import face
 __getattr__, __dir__, __all__ = face(
     __name__,
     {
+        "adaptation": ("RoundMonitors", "collapse", "own_agreement", "pool_agreement", "round_monitors"),
         "advantages": ("group_advantages",),
         "allocation": (
             "SequentialOutcome",
@@ -124,8 +125,11 @@ __getattr__, __dir__, __all__ = face(
             "tail_confidence",
         ),
         "rewards": (
+            "GroupReward",
+            "PoolTarget",
             "RewardQuality",
             "anchored_share",
+            "anchored_soft_share",
             "majority",
             "majority_answer",
             "reward_quality",

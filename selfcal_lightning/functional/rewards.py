@@ -10,8 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.consistency import soft_self_consistency, vote_share
+
+# What a policy gradient learns from, by name; "none" where there is no policy gradient.
+GroupReward = Literal[
+    "none", "majority", "vote_share", "ssc", "self_certainty", "entropy", "equations", "fused", "reference"
+]
+# Which pool of responses says how sure a response may be: that of its own round, that of round 0, or their mean.
+PoolTarget = Literal["round", "anchor", "mix"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,38 @@ def anchored_share(answers: Sequence[str | None], anchor: Sequence[str | None]) 
     votes = Counter(answer for answer in anchor if answer)
     total = votes.total()
     return [(votes[answer] / total if answer else 0.0) if total else None for answer in answers]
+
+
+def anchored_soft_share(
+    answers: Sequence[str | None], anchor: Sequence[str | None], confidences: Sequence[float | None]
+) -> list[float | None]:
+    """Return the share of an earlier pool's confidence that lies on the same answer; 0 for an answer not seen there.
+
+    ``sum_j c_j [a_j = a] / sum_j c_j`` over the readable responses j of the earlier pool: soft self-consistency there.
+
+    Args:
+        answers: The N answers; None where a response could not be read, which has no share.
+        anchor: The M answers of the earlier pool; unreadable ones leave it.
+        confidences: Their M confidences, at least 0; without one a response leaves the pool.
+
+    Returns:
+        Shares in [0, 1]; None for unreadable responses, and for all where the pool has no confidence.
+
+    Raises:
+        ValueError: If the lengths of the pool differ, or a confidence is negative or not finite.
+
+    Example:
+        >>> anchored_soft_share(["7", "9", None], ["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
+        [0.75, 0.0, None]
+    """
+    masses: dict[str, float] = {}
+    for answer, confidence in zip(anchor, confidences, strict=True):
+        if confidence is not None and not 0.0 <= confidence < math.inf:
+            raise InputError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
+        if answer and confidence is not None:
+            masses[answer] = masses.get(answer, 0.0) + confidence
+    total = math.fsum(masses.values())
+    return [masses.get(answer, 0.0) / total if answer and total > 0.0 else None for answer in answers]
 
 
 def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:

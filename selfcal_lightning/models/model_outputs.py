@@ -42,6 +42,10 @@ class ModelOutputs(Protocol):
         """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
         ...
 
+    def token_logits(self) -> Tensor:
+        """Return the logits at the other positions, at least float32, [N, V]: all of them, with their memory."""
+        ...
+
 
 @dataclass(frozen=True)
 class HiddenOutputs:
@@ -74,6 +78,10 @@ class HiddenOutputs:
     def token_losses(self, token_ids: Tensor) -> Tensor:
         """See ``ModelOutputs``."""
         return negative_log_likelihood(self.labels, self.weight, token_ids, self.bias)
+
+    def token_logits(self) -> Tensor:
+        """See ``ModelOutputs``."""
+        return float32_logits(self.labels, self.weight, self.bias)
 
     def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
         """Return the logarithms of the unnormalised masses of Yes and No, float32 [B] each."""
@@ -112,6 +120,11 @@ class LogitOutputs:
         logits = self.logits[self.num_queries :]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return nn.functional.cross_entropy(wide, token_ids, reduction="none")
+
+    def token_logits(self) -> Tensor:
+        """See ``ModelOutputs``."""
+        logits = self.logits[self.num_queries :]
+        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def read_outputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from selfcal_lightning.errors import InputError
@@ -10,6 +10,8 @@ from selfcal_lightning.records import Question
 from selfcal_lightning.training.contracts import check_members
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from selfcal_lightning.capability.probe import ProbeBasis
     from selfcal_lightning.store.index import SampleIndex
 
@@ -143,6 +145,40 @@ class StepData(Protocol):
         ...
 
 
+class PolicyData(Protocol):
+    """What ``TestTimeTrainingModule`` asks of the data module that makes its batches."""
+
+    @property
+    def reward(self) -> str:
+        """What the policy gradient learns from."""
+        ...
+
+    @property
+    def learnt_target(self) -> str | None:
+        """What P(True) learns."""
+        ...
+
+    def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
+        """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
+        ...
+
+    def is_fresh(self, epoch: int) -> bool:
+        """Return whether ``epoch`` is the first one that is trained on its round."""
+        ...
+
+
+class AnchorData(StoredData, Protocol):
+    """What ``AdaptationGuard`` reads: the rounds of a store, and the responses of round 0 as batches."""
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        ...
+
+    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[Any]:
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
+        ...
+
+
 class ProbeData(Protocol):
     """What ``LinearProbeModule`` asks of the data module that reads its features."""
 
@@ -216,6 +252,37 @@ def check_step_data(data: object, *, steps: str, target: str, who: str) -> None:
                 f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
                 "Give both the same."
             )
+
+
+def policy_data(data: object, *, reward: str, target: str | None, who: str) -> PolicyData:
+    """Return a data module as what test-time training reads of it, held against what the module states.
+
+    Raises:
+        InputError: There is none, it lacks members of ``PolicyData``, or has another reward or target.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module with rewards for {who}, but got none: use RolloutDataModule.")
+    check_members(data, PolicyData, who=who, kind=DATA_MODULE)
+    checked = cast("PolicyData", data)
+    for name, stated, found in (("reward", reward, checked.reward), ("target", target, checked.learnt_target)):
+        if stated != found:
+            raise InputError(
+                f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
+                "Give both the same."
+            )
+    return checked
+
+
+def anchor_data(data: object, *, who: str) -> AnchorData:
+    """Return a data module as what is read of its rounds.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``AnchorData``.
+    """
+    if data is None:
+        raise InputError(f"Expected a data module with rounds for {who}, but got none: use RolloutDataModule.")
+    check_members(data, AnchorData, who=who, kind=DATA_MODULE)
+    return cast("AnchorData", data)
 
 
 def probe_data(data: object, *, who: str) -> ProbeData:

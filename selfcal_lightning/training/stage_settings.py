@@ -37,6 +37,20 @@ def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str
                 f"Expected `{stage}` to be a file for `selfcal fit`, with `class_path` and `init_args` of model and "
                 f"data, but {name} has none of its {section}. {config_path('demo.yaml')} is the smallest."
             )
+    return override(settings, options)
+
+
+def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``options`` into settings of ``selfcal fit``, in place, and return these.
+
+    Args:
+        settings: The settings.
+        options: Nested or dotted; ``init_args`` may be left out.
+
+    Example:
+        >>> override({"data": {"class_path": "D", "init_args": {"seed": 0}}}, {"data": {"seed": 1}})
+        {'data': {'class_path': 'D', 'init_args': {'seed': 1}}}
+    """
     for key, value in _leaves(options):
         _put(settings, key.split("."), value)
     return settings

@@ -26,6 +26,7 @@ DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
 REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
 PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
 CAPABILITY = [path for path in CONFIGS if path.parent.name == "capability"]
+ADAPT = [path for path in CONFIGS if path.parent.name == "adapt"]
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
@@ -63,6 +64,13 @@ def _command(path: Path) -> list[str]:
 
 def test_all_configs_are_found() -> None:
     assert {path.relative_to(ROOT / "configs").as_posix() for path in CONFIGS} == {
+        "adapt/calibrated.yaml",
+        "adapt/demo.yaml",
+        "adapt/empo.yaml",
+        "adapt/intuitor.yaml",
+        "adapt/rent.yaml",
+        "adapt/sft.yaml",
+        "adapt/ttrl.yaml",
         "capability/demo.yaml",
         "capability/paper.yaml",
         "capability/taught.yaml",
@@ -177,6 +185,35 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
             "label", "last_token", True,
         )  # fmt: skip
         assert cli.datamodule.batch_size == 32
+
+
+@pytest.mark.parametrize("path", ADAPT, ids=lambda path: path.name)
+def test_the_training_of_an_adaptation_instantiates(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What `selfcal adapt` hands to `selfcal fit` is what that takes, with module and data in agreement."""
+    from selfcal_lightning.engines.settings import EngineSettings
+    from selfcal_lightning.evaluation.adaptation.fitting import Adaptation, fit_settings
+    from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
+    from selfcal_lightning.pipelines.two_stages import write_settings
+
+    given = given_to("adapt", ["--config", str(path)], monkeypatch)
+    one = Adaptation(
+        "bundled", None, QuestionSlice("word_problems", split="test_id", limit=2), given["reward"], given["target"],
+        given["selection"], given["store_dir"], given["rounds"], given["num_samples"], given["batch_size"], given["lr"],
+        given["sampling"].max_new_tokens, given["seed"],
+    )  # fmt: skip
+    options = {**given["fit_options"], "trainer": {**given["fit_options"]["trainer"], "precision": "32-true"}}
+    settings = fit_settings(one, tmp_path, engine=EngineSettings(), guard=given["guard"], options=options)
+    write_settings(tmp_path / "config.yaml", settings)
+    cli = instantiated(["fit", "--config", str(tmp_path / "config.yaml"), *ON_CPU], monkeypatch)
+    assert (cli.model.reward, cli.model.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
+    assert cli.model.reward == {
+        "empo": "vote_share", "intuitor": "self_certainty", "rent": "entropy", "sft": "none",
+    }.get(path.stem, "majority")  # fmt: skip
+    assert cli.model.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert names.index("SSCGeneration") < names.index("AdaptationGuard") < names.index("AdapterExport")
 
 
 @pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)

@@ -48,7 +48,9 @@ class Pool:
     def write(self, name: str = "store", make: MakeSamples = random_samples, **changes: Any) -> str:
         rng = np.random.default_rng(0)
         round_index, encoded = changes.get("round", 0), changes.get("encoded", True)
-        fingerprint = StoreFingerprint(ModelIdentity("m"), PromptIdentity.from_json(self.chat.describe()), None, 0)
+        fingerprint = StoreFingerprint(
+            ModelIdentity("m"), PromptIdentity.from_json(self.chat.describe()), changes.get("sampling"), 0
+        )
         store = SampleStore.create_or_open(
             self.folder / name, fingerprint, num_samples=None, engine={}, round=round_index
         )

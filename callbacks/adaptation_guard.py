@@ -1,0 +1,156 @@
+"""Stop a policy that learns from itself when it collapses, and give it back the last adapter that had not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.adaptation import RoundMonitors, collapse, round_monitors
+from selfcal_lightning.generation.rounds.adapters import adapter_folder
+from selfcal_lightning.models.activation import adapter_asleep
+from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
+from selfcal_lightning.modules.adaptation.module import TestTimeTrainingModule
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.runtime.files import write_atomically
+from selfcal_lightning.runtime.json_files import json_object_or_none
+from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.columns import counted_samples
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.sampled_data import AnchorData, anchor_data
+
+
+class AdaptationGuard(Callback):
+    """Holds every round against round 0, without labels, and ends the training of a policy that falls apart.
+
+    The reward cannot tell: the share of the majority rises in good runs and in bad ones. What tells is whether the
+    responses still give the answers that round 0 gave, whether they can be read, and how likely the responses of
+    round 0 still are. After every epoch the last is read from the model itself; where the next round was sampled, it is
+    held against round 0 as well. When a limit is passed, the adapter becomes that of the last round that passed none
+    (with none, the base model), training stops, and what is exported is that adapter.
+
+    It stands behind ``SSCGeneration`` among the callbacks. What it found is logged as ``guard/...``.
+
+    Args:
+        report: JSON file that keeps what was found, by round; None writes none.
+        agreement: Most that agreement with round 0 may fall below that of round 0 with itself.
+        unreadable: Most unreadable responses beyond those of round 0, as a share.
+        logprob_fall: Most that a token of the responses of round 0 may lose on average, in nats.
+        questions: Questions whose round-0 responses are read for that.
+        samples: Responses to each.
+    """
+
+    def __init__(
+        self,
+        report: str | None = None,
+        *,
+        agreement: float = 0.1,
+        unreadable: float = 0.02,
+        logprob_fall: float = 0.05,
+        questions: int = 32,
+        samples: int = 2,
+    ) -> None:
+        for name, value in {"agreement": agreement, "unreadable": unreadable, "logprob_fall": logprob_fall}.items():
+            if not value > 0.0:
+                raise InputError(f"Expected `{name}` to be above 0, but got {value}.")
+        if min(questions, samples) < 1:
+            raise InputError(f"Expected `questions` and `samples` to be at least 1, but got {questions}, {samples}.")
+        self.report = None if report is None else Path(report)
+        self.limits = {"agreement": agreement, "unreadable": unreadable, "logprob_fall": logprob_fall}
+        self.questions, self.samples = questions, samples
+        self.stopped: list[str] = []
+        self._first: RoundMonitors | None = None
+        self._base: list[torch.Tensor] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
+        """Look at round 0, and at the round that a resumed training goes on with: it may be the one to stop at."""
+        data = _data(trainer)
+        self.stopped, self._first, self._base = [], self._monitors(data, 0), []
+        self._keep(trainer, 0, self._first, [])
+        if (round := data.round_of(trainer.current_epoch)) > 0 and trainer.global_step > 0:
+            self._judge(trainer, pl_module, round=round, is_sampled=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
+        """Look at what the epoch made of the policy."""
+        data, epoch = _data(trainer), trainer.current_epoch
+        following = data.round_of(epoch + 1)
+        is_sampled = following != data.round_of(epoch) and following in SampleStore(data.store_dir).manifest.rounds
+        self._judge(trainer, pl_module, round=data.round_of(epoch) + 1, is_sampled=is_sampled)
+
+    def _judge(self, trainer: Trainer, module: TestTimeTrainingModule, *, round: int, is_sampled: bool) -> None:
+        data = _data(trainer)
+        fall = self._logprob_fall(module, data)
+        unknown = RoundMonitors(None, None, None, None, None, None)
+        now = replace(self._monitors(data, round) if is_sampled else unknown, logprob_fall=fall)
+        first = self._first if self._first is not None else unknown
+        self.stopped = collapse(now, first, **self.limits)
+        self._keep(trainer, round, now, self.stopped)
+        if not self.stopped:
+            return
+        trainer.should_stop = True
+        restore(module, data.store_dir, round - 1)
+        if trainer.is_global_zero:
+            whose = "the base model" if round == 1 else f"the adapter of round {round - 1}"
+            say(f"AdaptationGuard: stopped before round {round}: {'; '.join(self.stopped)}. Restored: {whose}.")
+
+    def _monitors(self, data: AnchorData, round: int) -> RoundMonitors:
+        earlier, now = _entries(data, 0), _entries(data, round)
+        shared = sorted(earlier.keys() & now.keys())
+        return round_monitors(
+            [[sample.answer for sample in now[name].samples] for name in shared],
+            [[sample.answer for sample in earlier[name].samples] for name in shared],
+            confidences=[[sample.p_true for sample in now[name].samples] for name in shared],
+            lengths=[[sample.num_tokens for sample in now[name].samples] for name in shared],
+            is_first=round == 0,
+        )
+
+    def _logprob_fall(self, module: TestTimeTrainingModule, data: AnchorData) -> float:
+        batches = [
+            batch.to(module.device) for batch in data.anchor_batches(questions=self.questions, samples=self.samples)
+        ]
+        if not self._base:
+            with adapter_asleep(module.model):
+                self._base = [module.response_logprobs(batch) for batch in batches]
+        now = [module.response_logprobs(batch) for batch in batches]
+        return float((torch.cat(self._base) - torch.cat(now)).double().mean())
+
+    def _keep(self, trainer: Trainer, round: int, monitors: RoundMonitors, problems: list[str]) -> None:
+        """Log and write what was found."""
+        if not trainer.is_global_zero:
+            return
+        named = {f"guard/{name}": value for name, value in monitors.as_json().items() if value is not None}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+        told = ", ".join(f"{name.removeprefix('guard/')} {value:.3f}" for name, value in named.items())
+        say(f"AdaptationGuard: round {round}: {told}")
+        if self.report is not None:
+            known: dict[str, Any] = (json_object_or_none(self.report) or {}) if round else {}
+            known[str(round)] = {**monitors.as_json(), "problems": problems}
+            self.report.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.report, json.dumps(known, indent=1).encode())
+
+
+def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:
+    """Give a module the adapter that ``round`` was sampled with; that of round 0 does nothing."""
+    if round > 0:
+        set_adapter_state(module.model, read_adapter_state(adapter_folder(store_dir, round)))
+        return
+    state = adapter_state(module.model)
+    set_adapter_state(
+        module.model, {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in state.items()}
+    )
+
+
+def _entries(data: AnchorData, round: int) -> dict[str, QuestionSamples]:
+    store = SampleStore(data.store_dir, num_samples=data.num_samples)
+    index = store.index(split="train", round=round)
+    return {entry.question.id: entry for entry in counted_samples(store, index, round=round)}
+
+
+def _data(trainer: Trainer) -> AnchorData:
+    return anchor_data(trainer.datamodule, who=AdaptationGuard.__name__)

@@ -1,0 +1,384 @@
+"""The data module of test-time training: groups of responses, their advantages and targets, without any gold answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from selfcal_lightning.datamodules.adaptation.collate import PolicyCollator
+from selfcal_lightning.datamodules.adaptation.views import (
+    annotations_of,
+    check_on_policy,
+    fit_anchor_fusion,
+    read_advantages,
+    read_targets,
+    without_labels,
+)
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.dealing import Packing, make_dealer
+from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray
+from selfcal_lightning.datamodules.ssc.rounds import check_round_of, epoch_to_read, read_rounds
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
+from selfcal_lightning.datamodules.ssc.stored_rows import Split
+from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
+from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetName, TupleDataset, TupleTable, make_table
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.advantages import Scale
+from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
+from selfcal_lightning.generation.rounds.adapters import adapter_folder
+from selfcal_lightning.models.lora import read_adapter_state
+from selfcal_lightning.modules.adaptation.batch import PolicyBatch
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.records import Question
+from selfcal_lightning.selection.files import read_selection
+from selfcal_lightning.selection.group_rewards import ANNOTATIONS, REFERENCE, check_reward
+from selfcal_lightning.selection.joining import examples
+from selfcal_lightning.store.index import SampleIndex
+from selfcal_lightning.store.sample_store import SampleStore
+
+
+class RolloutDataModule(SSCDataModule):
+    """Groups of responses to unlabelled questions: what the policy learns of each, and what its confidence learns.
+
+    An epoch is all responses of its round, in whole optimiser steps; how it resumes is that of ``SSCDataModule``.
+    Rewards, advantages and targets are computed over whole groups when the round is read, so that a group may be cut
+    over micro-batches and processes. Groups of one reward throughout leave the policy gradient; they are counted.
+
+    Gold answers are taken off the questions before these are sampled, and off what a store knows of its responses,
+    unless ``reward: reference`` asks for them. The questions of a store that was sampled with them are used by leaving
+    ``train`` empty.
+
+    Args:
+        base_model: Folder or hub name of the model; only its tokenizer is used here.
+        store_dir: Folder of the sample store.
+        train: The questions to learn from. Empty takes every question that the store holds for training.
+        validation: Likewise for validation, whose gold answers are taken off too.
+        test: Likewise for the verb ``test``.
+        predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
+        num_samples: Responses to a question, the size of a group, at least 2.
+        reward: What the policy gradient learns from; stated by the module.
+        target: What P(True) learns; stated by the module.
+        selection: Folder of a selection (`selfcal select`) over this store: with ``reward: none`` its responses are
+            learnt.
+        scale: "group" divides advantages by the standard deviation of their group, "batch" by that of all rewards,
+            "none" by nothing.
+        leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
+        normalise: "tokens" weighs all tokens of an optimiser step alike, "responses" all responses.
+        batch_size: Responses of a process in a micro-step; on average, where rows are packed.
+        max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
+        p_true: Confidence that targets are made of.
+        validation_batch_size: Responses of a validation batch.
+        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
+            batches of like length for models that cannot, and "off" always makes such batches.
+        group_size: Most responses to a question that are trained side by side.
+        token_budget: Most tokens of a micro-batch; None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it.
+        revision: Revision of the model on the hub.
+        query: The confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        seed: Seed of the order.
+        round: Generation round that is learnt from, without ``regenerate_every_n_epochs``.
+        regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the model as
+            it is then; None stays with ``round``.
+        num_workers: Worker processes of each loader.
+    """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = (
+        "base_model", "revision", "query", "prompt", "p_true", "reward", "target",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        base_model: str,
+        store_dir: str,
+        *,
+        train: list[QuestionSource] | None = None,
+        validation: list[QuestionSource] | None = None,
+        test: list[QuestionSource] | None = None,
+        predict_split: Split = "validation",
+        num_samples: int = 8,
+        reward: GroupReward = "majority",
+        target: PoolTarget | None = None,
+        selection: str | None = None,
+        scale: Scale = "group",
+        leave_one_out: bool = False,
+        normalise: Literal["tokens", "responses"] = "tokens",
+        batch_size: int = 8,
+        max_length: int = 1024,
+        p_true: PTrueName = "normalised",
+        validation_batch_size: int = 8,
+        packing: Packing = "shared_prefix",
+        group_size: int = 8,
+        token_budget: int | None = None,
+        pad_to_multiple_of: int = 8,
+        revision: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+        round: int = 0,
+        regenerate_every_n_epochs: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        check_reward(reward)
+        _check_learnt(reward, target, selection, regenerate_every_n_epochs)
+        if num_samples < 2 and reward != "none":
+            raise InputError(
+                f"Expected `num_samples` to be at least 2 with `reward: {reward}`, but got {num_samples}: a response "
+                "is compared with the others of its group. Raise it."
+            )
+        super().__init__(
+            base_model, store_dir, train=train, validation=validation, test=test, predict_split=predict_split,
+            num_samples=num_samples, batch_size=batch_size, max_length=max_length, p_true=p_true,
+            validation_batch_size=validation_batch_size, packing=packing, group_size=group_size,
+            token_budget=token_budget, pad_to_multiple_of=pad_to_multiple_of, revision=revision, query=query,
+            prompt=prompt, seed=seed, round=round, regenerate_every_n_epochs=regenerate_every_n_epochs,
+            num_workers=num_workers,
+        )  # fmt: skip
+        if scale not in ("group", "none", "batch"):
+            raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
+        if normalise not in ("tokens", "responses"):
+            raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
+        self.reward: GroupReward = reward
+        self.learnt_target: PoolTarget | None = target
+        self.selection, self.scale, self.leave_one_out, self.normalise = selection, scale, leave_one_out, normalise
+
+    # ---- what the module and the callbacks ask for
+
+    @property
+    def target(self) -> TargetName:  # type: ignore[override]
+        """What P(True) of the validation pool is held against."""
+        return "ssc"
+
+    @property
+    def _is_activated(self) -> bool:
+        """Whether there are no generation samples of a mixture; what is learnt of tokens is drawn otherwise here."""
+        return True
+
+    def recipes(self) -> tuple[TargetRecipe, ...]:
+        """Return how targets of the validation pool are made."""
+        return (TargetRecipe(self.target),)
+
+    def questions(self, split: Split) -> list[Question]:
+        """Return the questions of a split, without their gold answers unless the reward is made of them."""
+        found = super().questions(split)
+        return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
+        own = ("reward", "selection", "scale", "leave_one_out", "normalise")
+        chosen = None if self.selection is None else read_selection(self.selection).sha256
+        return {
+            **super().training_settings(),
+            **{name: getattr(self, name) for name in own},
+            "target": self.learnt_target,
+            "selection": chosen,
+        }
+
+    def _tuples_of_an_epoch(self) -> int:
+        if self.selection is not None and self.learnt_target is None:
+            return len(read_selection(self.selection).kept)
+        return super()._tuples_of_an_epoch()
+
+    def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
+        """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
+        round = self.round_of(epoch)
+        if round == 0:
+            return None
+        folder = adapter_folder(self.store_dir, round)
+        if not folder.exists():
+            raise InputError(
+                f"Expected the adapter that round {round} was sampled with in {folder}, but got none. Take the round "
+                "out by `selfcal drop-rounds`, so that it is sampled again."
+            )
+        return read_adapter_state(folder)
+
+    def is_fresh(self, epoch: int) -> bool:
+        """Return whether ``epoch`` is the first one that is trained on its round."""
+        every = self.regenerate_every_n_epochs
+        return epoch == 0 if every is None else epoch % every == 0
+
+    # ---- loaders
+
+    def collator(self) -> PolicyCollator:
+        """Return the collator of this model's chat format."""
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        return PolicyCollator(
+            ChatFormat(tokenizer, query=self.query, prompt=self.prompt),
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
+        )
+
+    def train_dataloader(self) -> LateDataLoader:
+        """Open the store and return the loader of what the round of this epoch teaches.
+
+        Raises:
+            InputError: The store lacks the round or questions of it, or holds nothing to learn from.
+        """
+        store, collator = self._store(), self.collator()
+        newest = self.round_of(epoch_to_read(self.trainer))
+        table, notes = self._learnt(store, collator, newest)
+        weights = self._weights(store, table, collator)
+        drawn = np.flatnonzero((weights[0] > 0) | (weights[1] > 0))
+        rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
+        if len(drawn) < self.steps_per_epoch:
+            raise InputError(
+                f"Expected at least one response that teaches for each of the {self.steps_per_epoch} optimiser steps, "
+                f"but got {len(drawn)}. Raise `batch_size` or `trainer.accumulate_grad_batches`."
+            )
+        draw = EpochDraw(drawn, weights[0][drawn], weights[1][drawn], counts={})
+        sampler = self._order.sampler_of(
+            lambda _: draw,
+            table,
+            make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget),
+            rows_per_epoch=self._tuples_of_an_epoch(),
+            settings={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
+            group_size=self.group_size,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            check_epoch=partial(check_round_of, newest=newest, every=self.regenerate_every_n_epochs),
+            trainer=self.trainer,
+        )
+        return self._loader(TupleDataset(store, table), sampler, collator)
+
+    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for.
+
+        Args:
+            questions: Most questions.
+            samples: Most responses to each.
+        """
+        store, collator = self._store(), self.collator()
+        index = self._read(store, collator, (0,))
+        index = index.select((index.question_index < questions) & (index.sample_index < samples))
+        table, _ = make_table(store, index, collator, [(np.full(len(index), np.nan), np.full(len(index), ""))])
+        dataset = TupleDataset(store, table)
+        for start in range(0, len(table), self.validation_batch_size):
+            rows = np.arange(start, min(start + self.validation_batch_size, len(table)))
+            real, nothing, ones = np.ones(len(rows), dtype=bool), np.zeros(len(rows)), np.ones(len(rows))
+            yield collator(dataset.__getitems__(MicroBatch(rows, real, nothing, ones, 0.0, float(len(rows)))))
+
+    # ---- what is read of the store
+
+    def _table(
+        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+    ) -> tuple[TupleTable, np.ndarray]:
+        return super()._table(store, self._seen(index), collator, recipes)
+
+    def _seen(self, index: SampleIndex) -> SampleIndex:
+        return index if self.reward == REFERENCE else without_labels(index)
+
+    def _read(
+        self, store: SampleStore, collator: SSCCollator, rounds: Sequence[int], confidences: Sequence[str] = ()
+    ) -> SampleIndex:
+        questions = self.questions("train") if self.sources["train"] else None
+        index = read_rounds(
+            store, split="train", rounds=rounds, questions=questions, chat=collator.chat, confidences=confidences
+        )
+        return self._seen(index)
+
+    def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
+        """Return the rows of a round with their targets and advantages, and notes on them."""
+        index = self._read(store, collator, (round,), annotations_of(self.reward))
+        target, notes = np.full(len(index), np.nan), []
+        reasons = np.full(len(index), "", dtype=object)
+        if self.learnt_target is not None:
+            target, reasons = self._targets(store, collator, index, round)
+            notes.append(f"targets ({self.learnt_target}): mean {np.nanmean(target):.3f}")
+        advantage = np.full(len(index), np.nan)
+        if self.reward != "none":
+            check_on_policy(store.round_manifest(round).fingerprint.sampling, store=store, round=round)
+            fusion = None
+            if self.reward == "fused":
+                fusion = fit_anchor_fusion(store, index if round == 0 else self._read(store, collator, (0,)))
+            found = read_advantages(
+                self.reward, store, index, round=round, fusion=fusion, scale=self.scale,
+                leave_one_out=self.leave_one_out,
+            )  # fmt: skip
+            advantage = found.advantage
+            notes.append(str(found))
+        table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
+        if not len(table):
+            raise InputError(
+                f"Expected `max_length` to leave room for prompt, response and confidence query, but got "
+                f"{self.max_length}, too short for every question. Raise `max_length`."
+            )
+        return table, notes
+
+    def _targets(
+        self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
+    ) -> tuple[FloatArray, np.ndarray]:
+        settings: Any = {"raw": self.p_true == "raw"}
+        if round == 0 or self.learnt_target == "round":
+            return read_targets(self.learnt_target or "round", index, np.ones(len(index), dtype=bool), **settings)
+        zero = self._read(store, collator, (0,))
+        both = self._read(store, collator, (0, round))
+        num_zero = np.bincount(zero.question_index, minlength=int(both.question_index.max()) + 1)
+        is_anchor = both.sample_index < num_zero[both.question_index]
+        values, reasons = read_targets(self.learnt_target or "round", both, is_anchor, **settings)
+        return values[~is_anchor], reasons[~is_anchor]
+
+    def _weights(
+        self, store: SampleStore, table: TupleTable, collator: PolicyCollator
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return the weight of every row in the calibration loss, and in what is learnt of its tokens, [R] each."""
+        calibration = (~np.isnan(table.target)).astype(np.float64)
+        if self.reward == "none":
+            return calibration, self._selected(table)
+        learnt = np.nan_to_num(table.beside[:, 0] if table.beside is not None else np.zeros(len(table))) != 0.0
+        tokens = collator.label_tokens(table) if self.normalise == "tokens" else np.ones(len(table))
+        return calibration, learnt * tokens.astype(np.float64)
+
+    def _selected(self, table: TupleTable) -> FloatArray:
+        """Return 1 for the responses of the selection, 0 for others, [R]."""
+        if self.selection is None:
+            return np.zeros(len(table))
+        selection = read_selection(self.selection)
+        kept: Iterable[Any] = examples(selection, store_dir=self.store_dir)
+        chosen = {(example.row.question_id, example.row.index) for example in kept}
+        if selection.manifest["store"]["round"] != self.round:
+            raise InputError(
+                f"Expected a selection of round {self.round}, but got one of round "
+                f"{selection.manifest['store']['round']}. Set `round` to it."
+            )
+        pairs = zip(table.index.question_id.tolist(), table.index.sample_index.tolist(), strict=True)
+        found = np.array([pair in chosen for pair in pairs], dtype=np.float64)
+        if not found.any():
+            raise InputError(
+                f"Expected responses to these training questions in {self.selection}, but got none. "
+                "Choose them of the split that is trained on, or leave `train` empty."
+            )
+        return found
+
+
+def _check_learnt(reward: str, target: str | None, selection: str | None, every: int | None) -> None:
+    if reward == "none" and selection is None and target is None:
+        raise InputError(
+            "Expected something to learn, but got `reward: none` without `selection` and `target`. Name a reward, a "
+            "selection, or what P(True) learns."
+        )
+    if selection is not None and reward != "none":
+        raise InputError(
+            f"Expected `reward: none` with a `selection`, whose responses are learnt as they are, but got {reward!r}. "
+            "Leave one of them out."
+        )
+    if selection is not None and every is not None:
+        raise InputError(
+            "Expected no later rounds with a `selection`, which is of one round, but got `regenerate_every_n_epochs` "
+            f"{every}. Leave it out."
+        )
+    if reward in ANNOTATIONS and every is not None:
+        raise InputError(
+            f"Expected one round with `reward: {reward}`, whose statistics `selfcal score --estimator "
+            f"{ANNOTATIONS[reward]}` puts beside its responses, but got `regenerate_every_n_epochs` {every}. Leave it "
+            "out, or take `fused`, which every round has."
+        )

@@ -1,0 +1,53 @@
+"""What the rounds of an adaptation were like, held against gold answers afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.functional.rewards import majority, majority_answer, reward_quality
+from selfcal_lightning.records import Question
+from selfcal_lightning.store.columns import counted_samples
+from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.tasks.registry import get_task
+
+
+def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
+    """Return, by round, what gold answers say of the responses and of their majority.
+
+    - ``pass@1``: share of right responses;
+    - ``label_accuracy``: share of questions whose majority is right;
+    - ``reward_accuracy``: share of responses that give the majority's answer exactly where they are right: high where
+      wrong answers scatter, even if the majority is wrong;
+    - ``tokens``: of all responses.
+
+    Args:
+        store_dir: The store of the rounds.
+        questions: The questions with their gold answers; without one they are left out.
+    """
+    store = SampleStore(store_dir)
+    gold = {question.id: question for question in questions if question.reference is not None}
+    found = {}
+    for round in sorted(store.manifest.rounds):
+        entries = list(counted_samples(store, store.index(split="train", round=round), round=round))
+        rewards: list[float | None] = []
+        right: list[bool | None] = []
+        labels: list[bool] = []
+        for entry in entries:
+            if (question := gold.get(entry.question.id)) is None:
+                continue
+            task, answers = get_task(question.task), [sample.answer for sample in entry.samples]
+            verdicts = {answer: task.verify(answer, question.reference or "") for answer in set(answers)}
+            rewards += majority(answers)
+            right += [verdicts[answer] for answer in answers]
+            label = majority_answer(answers)
+            labels.append(label is not None and verdicts[label])
+        known = [verdict for verdict in right if verdict is not None]
+        found[str(round)] = {
+            "pass@1": sum(known) / len(known) if known else None,
+            "label_accuracy": sum(labels) / len(labels) if labels else None,
+            "reward_accuracy": reward_quality(rewards, right).reward_accuracy,
+            "tokens": sum(sample.num_tokens or 0 for entry in entries for sample in entry.samples),
+        }
+    return found

@@ -1,0 +1,198 @@
+"""What test-time training reads of a store: advantages, anchored targets, and no gold answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.ssc_pools import TRAIN, Pool, random_samples
+
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.modules.adaptation import PolicyBatch
+from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.pipelines.selection.select import run_select
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.store.columns import counted_samples
+from selfcal_lightning.store.sample_store import SampleStore
+
+AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
+Fields = list[dict[str, Any]]
+
+
+def answers_of(*answers: str | None, yes: float = 0.5, correct: bool = False) -> Callable[..., Fields]:
+    def make(question: Question, rng: np.random.Generator) -> Fields:
+        return [
+            {
+                "text": f"1+1=2. It is {answer}.",
+                "answer": answer,
+                "correct": correct,
+                "yes_mass": yes,
+                "no_mass": 1 - yes,
+            }
+            for answer in answers
+        ]
+
+    return make
+
+
+def data_of(pool: Pool, store: str, **changes: Any) -> RolloutDataModule:
+    settings: dict[str, Any] = {"num_samples": 4, "batch_size": 48, "max_length": 256, **changes}
+    return RolloutDataModule(pool.model, store, **settings)
+
+
+def batches(data: RolloutDataModule) -> list[PolicyBatch]:
+    return list(data.train_dataloader())
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> str:
+    """Round 0: 7, 7, 8 and an unreadable one to every question, drawn at temperature 1."""
+    return pool.write("plain", answers_of("7", "7", "8", None), sampling=AT_ONE)
+
+
+def test_advantages_and_targets_by_hand(pool: Pool, plain: str) -> None:
+    (batch,) = batches(data_of(pool, plain, target="round", scale="none"))
+    assert batch.batch_size == 48
+    order = torch.argsort(batch.row)
+    # Rewards 1, 1, 0, 0 of the majority, less their mean; shares of equal confidences among the readable ones.
+    assert batch.advantage[order][:4].tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert batch.target[order][:3].tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert batch.calibration_weight[order][:4].tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_weights_are_the_tokens_that_are_asked_for(pool: Pool, plain: str) -> None:
+    for max_length in (256, 120):  # the second cuts responses
+        (batch,) = batches(data_of(pool, plain, max_length=max_length))
+        assert torch.equal(batch.generation_weight, torch.bincount(batch.label_row, minlength=48).float())
+        assert batch.generation_total.item() == len(batch.label_id)
+    (batch,) = batches(data_of(pool, plain, normalise="responses"))
+    assert batch.generation_weight.tolist() == [1.0] * 48
+
+
+def test_a_later_round_is_held_against_round_0(pool: Pool) -> None:
+    store = pool.write("anchored", answers_of("7", "7", "8", None), sampling=AT_ONE)
+    pool.write("anchored", answers_of("8", "8", "9", "8"), sampling=AT_ONE, round=1)
+    found = {}
+    for target in ("round", "anchor", "mix"):
+        (batch,) = batches(data_of(pool, store, target=target, round=1))
+        found[target] = batch.target[torch.argsort(batch.row)][:4].tolist()
+    assert found["round"] == pytest.approx([0.75, 0.75, 0.25, 0.75])
+    assert found["anchor"] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3])
+    assert found["mix"] == pytest.approx([(a + b) / 2 for a, b in zip(found["round"], found["anchor"], strict=True)])
+
+
+def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    """Two stores that differ in nothing but which responses are right give the same batches."""
+
+    def shown(store: str, **changes: Any) -> list[dict[str, Any]]:
+        return [batch.__dict__ for batch in batches(data_of(pool, store, num_samples=8, target="anchor", **changes))]
+
+    def wrong(question: Question, rng: np.random.Generator) -> Fields:
+        return [{**fields, "correct": False} for fields in random_samples(question, rng)]
+
+    one = shown(pool.write("judged", random_samples, sampling=AT_ONE))
+    two = shown(pool.write("misjudged", wrong, sampling=AT_ONE))
+    for first, second in zip(one, two, strict=True):
+        assert first["correct"].isnan().all()
+        for name, value in first.items():
+            same = torch.equal(value.nan_to_num(), second[name].nan_to_num()) if torch.is_tensor(value) else None
+            assert same is not False, name
+            assert same is not None or value == second[name]
+    data = data_of(pool, str(pool.folder / "judged"), train=TRAIN)
+    assert {question.reference for question in data.questions("train")} == {None}
+    (pool_batch, *_) = data_of(pool, str(pool.folder / "judged"), num_samples=8).val_dataloader()
+    assert pool_batch.correct.isnan().all()
+    (asked,) = batches(data_of(pool, str(pool.folder / "judged"), num_samples=8, reward="reference", batch_size=96))
+    assert not asked.correct.isnan().all()
+    assert data_of(pool, str(pool.folder / "judged"), train=TRAIN, reward="reference").questions("train")[0].reference
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (answers_of("7", "7", "8"), {"sampling": SamplingSettings()}, "edt_scale 0.8"),
+        (answers_of("7", "7", "8"), {"sampling": replace(AT_ONE, top_p=0.9)}, "top_p 0.9"),
+        (answers_of("7", "7", "8"), {}, "no record of how they were"),
+        (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "one reward throughout for all 12 questions"),
+        (answers_of(None, ""), {"sampling": AT_ONE}, "no response can be read"),
+        (answers_of("7"), {"sampling": AT_ONE}, "at least 2 responses"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused(
+    pool: Pool, tmp_path: Any, make: Callable[..., Fields], changes: dict[str, Any], message: str
+) -> None:
+    store = Pool(pool.model, tmp_path).write("store", make, **changes)
+    with pytest.raises(InputError, match=message):
+        data_of(pool, store).train_dataloader()
+
+
+def test_constant_groups_are_counted_and_leave_the_gradient(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    def make(question: Question, rng: np.random.Generator) -> Fields:
+        same = question.id.endswith(("0", "2", "4", "6", "8"))
+        return answers_of(*(["7", "7", "7"] if same else ["7", "7", "8"]))(question, rng)
+
+    store = pool.write("half", make, sampling=AT_ONE)
+    index = SampleStore(store).index(split="train")
+    same = sum(len({s.answer for s in entry.samples}) == 1 for entry in counted_samples(SampleStore(store), index))
+    with caplog.at_level("INFO"):
+        (batch,) = batches(data_of(pool, store, num_samples=3))
+    assert f"{same} of 12 groups have one reward throughout" in caplog.text
+    assert batch.batch_size == 3 * (12 - same)
+    (batch,) = batches(data_of(pool, store, num_samples=3, target="round"))
+    assert batch.batch_size == 36, "their confidence is learnt all the same"
+
+
+def test_statistics_of_tokens_are_read_from_where_score_puts_them(pool: Pool, shallow_model: str) -> None:
+    store = pool.write("statistics", answers_of("7", "71", "8"), sampling=AT_ONE)
+    with pytest.raises(InputError, match="token_entropy"):
+        batches(data_of(pool, store, num_samples=3, reward="entropy"))
+    run_score("token_entropy", store, model=shallow_model, split="train")
+    (batch,) = batches(data_of(pool, store, num_samples=3, reward="entropy", scale="none"))
+    index = SampleStore(store).index(split="train", confidences=["token_entropy"])
+    entropy = index.confidences["token_entropy"].reshape(12, 3)
+    wanted = (entropy - entropy.mean(axis=1, keepdims=True)).flatten()
+    assert batch.advantage[torch.argsort(batch.row)].tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) -> None:
+    """One response to each question that is kept, at any sampling; the others carry no likelihood."""
+    run_select(plain, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
+    learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
+    data = data_of(pool, plain, **learnt)
+    (batch,) = batches(data)
+    assert data.steps_per_epoch == 1
+    assert batch.generation_weight.tolist() == [1.0] * 5
+    assert batch.generation_total.item() == 5.0
+    assert len(batch.label_id) > 5
+    (both,) = batches(data_of(pool, plain, target="round", **learnt))
+    assert (both.generation_total.item(), both.calibration_total.item()) == (5.0, 36.0)
+
+    other = Pool(pool.model, tmp_path).write("other", answers_of("7", "7", "8", "9"), sampling=AT_ONE)
+    with pytest.raises(InputError, match="sampled anew"):
+        batches(data_of(pool, other, **learnt))
+    with pytest.raises(InputError, match="selection"):
+        batches(data_of(pool, plain, reward="none", selection=str(tmp_path / "nothing")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 1}, "compared with the others of its group"),
+        ({"reward": "none"}, "something to learn"),
+        ({"reward": "best"}, "best"),
+        ({"selection": "runs/selection"}, "`reward: none` with a `selection`"),
+        ({"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1}, "no later rounds"),
+        ({"reward": "entropy", "regenerate_every_n_epochs": 1}, "selfcal score --estimator token_entropy"),
+        ({"scale": "sample"}, "`scale`"),
+        ({"normalise": "rows"}, "`normalise`"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        data_of(pool, "store", **changes)

@@ -1,0 +1,103 @@
+"""What an adaptation is judged by: numbers a question, paired intervals, and when a gain is only sharpening."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.adaptation.comparison import Change, compare_set, verdict
+from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice, load_sets
+from selfcal_lightning.evaluation.adaptation.samples import SampledSet
+from selfcal_lightning.evaluation.adaptation.tables import adaptation_markdown
+from selfcal_lightning.functional.adaptation import collapse, round_monitors
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+
+
+def sampled(*answers: Sequence[str | None], yes: float = 0.5) -> SampledSet:
+    """Questions whose right answer is 7."""
+    entries = []
+    for number, group in enumerate(answers):
+        samples = tuple(
+            Sample(
+                f"q{number}", at, 0, "", None, None, answer, answer == "7", num_tokens=4, yes_mass=yes, no_mass=1 - yes
+            )
+            for at, answer in enumerate(group)
+        )
+        entries.append(QuestionSamples(Question(f"q{number}", "t", (), "7"), samples, "test", None))
+    return SampledSet(tuple(entries))
+
+
+def test_numbers_by_hand() -> None:
+    one = sampled(["7", "7", "8", None], ["8", "9", "8", "7"])
+    assert one.accuracy().tolist() == [0.5, 0.25]
+    assert one.majority(4).tolist() == [1.0, 0.0]
+    assert one.majority(1).tolist() == [1.0, 0.0]
+    assert one.solved(3).tolist() == [1.0, 0.0]
+    assert one.solved(4).tolist() == [1.0, 1.0]
+    assert one.distinct().tolist() == [2.0, 3.0]
+    assert one.unreadable().tolist() == [0.25, 0.0]
+    assert one.first(2).accuracy().tolist() == [1.0, 0.0]
+
+
+def test_a_comparison_holds_both_models_and_says_what_it_comes_to() -> None:
+    base = sampled(*[["7", "8"]] * 6, yes=0.9)
+    adapted = sampled(*[["7", "7"]] * 6, yes=0.9)
+    greedy, better = sampled(*[["8"]] * 6), sampled(*[["7"]] * 6)
+    found = compare_set(
+        "inductive", base=base, adapted=adapted, base_greedy=greedy, adapted_greedy=better,
+        others={"temperature 1": base}, equal_tokens=base,
+    )  # fmt: skip
+    more = "base, majority of 2, as many tokens as the adaptation"
+    assert list(found.rows) == ["base", "base, temperature 1", "base, greedy", more, "adapted"]
+    assert found.changes["pass@1"].difference == Estimate(0.5, 0.5, 0.5)
+    assert found.changes["pass@2"].difference.value == 0.0
+    assert found.changes["ece"].before == pytest.approx(0.4, abs=0.02)
+    assert found.verdict == "a gain of pass@1 beyond the base model's greedy response"
+    text = adaptation_markdown([found])
+    assert "| inductive (6) | adapted | 1.000 | 1.000 |" in text
+    assert "**+0.500 [+0.500, +0.500]**" in text
+    sharpened = compare_set(
+        "inductive", base=base, adapted=adapted, base_greedy=better, adapted_greedy=better, others={}
+    )
+    assert sharpened.verdict.startswith("sharpening")
+    with pytest.raises(InputError, match="the same questions"):
+        compare_set("x", base=base, adapted=sampled(["7"]), base_greedy=greedy, adapted_greedy=better, others={})
+
+
+def test_a_change_within_its_interval_is_no_gain() -> None:
+    unsure, worse = Estimate(0.1, -0.1, 0.2), Estimate(-0.2, -0.3, -0.1)
+    assert verdict({"pass@1": Change(0.5, 0.6, unsure)}) == "no gain of pass@1 is shown"
+    assert verdict({"pass@1": Change(0.5, 0.3, worse)}) == "a loss of pass@1"
+
+
+def test_sets_must_not_share_questions() -> None:
+    first = QuestionSlice("word_problems", split="test_id", limit=4)
+    apart = load_sets(
+        {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=4, limit=4)}
+    )
+    assert [len(questions) for questions in apart.values()] == [4, 4]
+    with pytest.raises(InputError, match="`transductive` and `inductive` to share no question, but got 2"):
+        load_sets(
+            {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=2, limit=4)}
+        )
+
+
+def test_a_collapse_is_seen_where_the_votes_rise() -> None:
+    """Round 0 agrees with itself at 1/3; sharpening onto its answers is fine, agreeing on others is not."""
+    earlier = [["7", "7", "8"]] * 4
+    nothing = [[0.5] * 3] * 4
+
+    def seen(answers: list[list[str | None]], fall: float, *, first: bool = False) -> list[str]:
+        limits = {"agreement": 0.1, "unreadable": 0.02, "logprob_fall": 0.05}
+        zero = round_monitors(earlier, earlier, confidences=nothing, lengths=[[]] * 4, is_first=True)
+        now = round_monitors(answers, earlier, confidences=nothing, lengths=[[]] * 4, is_first=first, logprob_fall=fall)
+        return collapse(now, zero, **limits)
+
+    assert seen([["7", "7", "7"]] * 4, 0.04) == []
+    assert "agreement" in seen([["9", "9", "9"]] * 4, 0.0)[0]
+    assert "cannot be read" in seen([["7", "7", None]] * 4, 0.0)[0]
+    assert "has lost 0.060 nats" in seen([["7", "7", "8"]] * 4, 0.06)[0]
+    assert "nan" in seen([["7", "7", "8"]] * 4, float("nan"))[0], "a model that is broken altogether"

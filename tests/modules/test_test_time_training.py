@@ -1,0 +1,266 @@
+"""Test-time training: its losses by hand, what sampled a round, packed rows, and exact resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from support.options import nested
+from support.ssc_pools import Pool
+from support.training_runs import trainer_with
+
+from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
+from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.generation.rounds.adapters import adapter_folder
+from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
+from selfcal_lightning.modules import adaptation
+from selfcal_lightning.modules.adaptation.losses import policy_parts
+from selfcal_lightning.pipelines.selection.select import run_select
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.training.contracts import missing_members
+from selfcal_lightning.training.trained_modules import Mergeable, RoundModule, ScoringModule
+
+LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
+AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+def varied(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Four responses: two agree, one differs, one cannot be read."""
+    answers = ("7", "7", "8", None)
+    return [
+        {"text": "1+1=2. " * int(rng.integers(1, 4)) + f"It is {answer}.", "answer": answer, "correct": answer == "7",
+         "yes_mass": 0.5, "no_mass": 0.5}
+        for answer in answers
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(pool: Pool) -> str:
+    return pool.write("groups", varied, sampling=AT_ONE)
+
+
+def module_of(model: str, **changes: Any) -> adaptation.TestTimeTrainingModule:
+    return adaptation.TestTimeTrainingModule(model, **{"lora": LORA, "lr": 1e-2, **changes})
+
+
+def data_of(model: str, store: str, **changes: Any) -> RolloutDataModule:
+    return RolloutDataModule(model, store, **{"num_samples": 4, "batch_size": 12, "max_length": 256, **changes})
+
+
+def batch_of(advantage: list[float], rows: list[int], weight: list[float]) -> adaptation.PolicyBatch:
+    size, longs = len(advantage), torch.zeros(len(advantage), dtype=torch.long)
+    return adaptation.PolicyBatch(
+        advantage=torch.tensor(advantage), input_ids=torch.zeros(size, 1, dtype=torch.long),
+        attention_mask=torch.ones(size, 1, dtype=torch.long), query_position=longs, label_row=torch.tensor(rows),
+        label_position=torch.zeros(len(rows), dtype=torch.long), label_id=torch.zeros(len(rows), dtype=torch.long),
+        target=torch.full((size,), math.nan), correct=torch.full((size,), math.nan),
+        calibration_weight=torch.zeros(size), generation_weight=torch.tensor(weight),
+        calibration_total=torch.tensor(0.0), generation_total=torch.tensor(sum(weight)), question_index=longs,
+        task=("t",) * size,
+    )  # fmt: skip
+
+
+def test_the_parts_by_hand() -> None:
+    """Two responses of two tokens and one; token ratios 2, 1 and 1/2, advantages 1 and -1."""
+    logprob = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    behaviour = torch.tensor([-1.0 - math.log(2), -1.0, -2.0 + math.log(2)])
+    batch = batch_of([1.0, -1.0], [0, 0, 1], [2.0, 1.0])
+    reference, logits = torch.tensor([-1.0, -1.0, -3.0]), torch.zeros(3, 4)
+    parts = policy_parts(batch, logprob, behaviour=behaviour, reference=reference, logits=logits)
+    # Clipped to 1.28 and to .8: -(1.28 + 1) of the first response, +.8 of the second, over three tokens.
+    assert parts.gradient.item() == pytest.approx((-1.28 - 1.0 + 0.8) / 3)
+    # k3 of d = log reference - log p: e^0 - 0 - 1 twice, e^-1 + 1 - 1 once.
+    assert parts.divergence.item() == pytest.approx(math.exp(-1) / 3)
+    assert parts.entropy.item() == pytest.approx(math.log(4))
+    assert parts.clipped.item() == pytest.approx(2 / 3)
+    parts.gradient.backward()
+    assert logprob.grad is not None
+    assert logprob.grad.tolist() == pytest.approx([0.0, -1 / 3, 0.0]), "what is clipped has no gradient"
+
+    # One ratio a response: sqrt(2) of the first one, 1/2 of the second, both clipped at .1.
+    parts = policy_parts(
+        batch, logprob, behaviour=behaviour, reference=None, logits=None, ratio="sequence", clip=(0.1, 0.1)
+    )
+    assert parts.gradient.item() == pytest.approx((-1.1 * 2 + 0.9) / 3)
+    assert parts.divergence.item() == parts.entropy.item() == 0.0
+
+    # Sampled by the model itself, responses weighing alike: the mean advantage, and REINFORCE's gradient.
+    logprob.grad = None
+    parts = policy_parts(
+        batch_of([1.0, -0.5], [0, 0, 1], [1.0, 1.0]), logprob, behaviour=None, reference=None, logits=None
+    )
+    assert parts.gradient.item() == pytest.approx(-0.25)
+    parts.gradient.backward()
+    assert logprob.grad.tolist() == pytest.approx([-0.25, -0.25, 0.25])
+
+
+def loss_of(module: adaptation.TestTimeTrainingModule, batches: list[adaptation.PolicyBatch]) -> torch.Tensor:
+    trainer = trainer_with(max_steps=1)
+    module.trainer = trainer
+    module._epoch_taken_up = 0  # the batches are of round 0
+    return sum(module.training_step(batch, 0) for batch in batches)  # type: ignore[return-value]
+
+
+def gradients(module: adaptation.TestTimeTrainingModule) -> dict[str, torch.Tensor]:
+    return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+
+
+def test_packed_groups_have_the_gradients_of_rows_apart(tiny_model: str, store: str) -> None:
+    found = {}
+    settings = {"target": "anchor", "kl": 0.1, "entropy": 0.01}
+    for packing in ("shared_prefix", "off"):
+        module = module_of(tiny_model, **settings)
+        module.configure_model()
+        shaken(module)
+        data = data_of(tiny_model, store, target="anchor", packing=packing, batch_size=12)
+        batch, *_ = data.train_dataloader()
+        loss = loss_of(module, [batch])
+        loss.backward()
+        found[packing] = batch, loss, gradients(module)
+    packed, apart = found["shared_prefix"], found["off"]
+    assert packed[0].input_ids.numel() < 0.7 * apart[0].input_ids.numel()
+    assert packed[1].item() == pytest.approx(apart[1].item(), abs=1e-5)
+    for name, value in apart[2].items():
+        torch.testing.assert_close(packed[2][name], value, atol=1e-5, rtol=1e-4)
+
+
+def shaken(module: adaptation.TestTimeTrainingModule) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.05, generator=generator)
+
+
+def test_round_0_is_the_adapter_asleep_and_a_later_one_its_own(tiny_model: str, store: str) -> None:
+    module = module_of(tiny_model, kl=0.1)
+    module.configure_model()
+    (batch,) = data_of(tiny_model, store, batch_size=48).train_dataloader()
+    base = module.response_logprobs(batch)
+    shaken(module)
+    sampled_by = adapter_state(module.model)
+    before = module.response_logprobs(batch)
+    assert (before - base).abs().max() > 1e-3
+    behaviour, reference = module._earlier(batch)
+    assert torch.equal(behaviour, base)
+    assert torch.equal(reference, base)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if "lora_B" in name:
+                value.mul_(-1.0)
+    now = adapter_state(module.model)
+    module._round_state = sampled_by
+    behaviour, reference = module._earlier(batch)
+    assert torch.equal(behaviour, before), "of the adapter that sampled the round"
+    assert torch.equal(reference, base)
+    assert all(torch.equal(value, now[name]) for name, value in adapter_state(module.model).items())
+    module._is_sampled_from = True
+    assert module._earlier(batch)[0] is None, "one step a round needs no ratio"
+
+
+def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
+    """The policy gradient raises what the majority says, and lowers the rest."""
+    module, data = module_of(tiny_model, target="round"), data_of(tiny_model, store, target="round", batch_size=48)
+    (batch,) = data.train_dataloader()
+    trainer_with(max_epochs=3, limit_val_batches=0).fit(module, datamodule=data)
+    first = module_of(tiny_model)
+    first.configure_model()
+    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
+    assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
+
+
+def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:
+    run_select(store, str(tmp_path), pick="share", keep="share", keep_count=6)
+    learnt = {"reward": "none", "selection": str(tmp_path)}
+    data = data_of(tiny_model, store, **learnt)
+    module = module_of(tiny_model, reward="none")
+    (batch,) = data.train_dataloader()
+    trainer_with(AdaptationGuard(questions=2, logprob_fall=9.0), max_epochs=3, limit_val_batches=0).fit(
+        module, datamodule=data
+    )
+    first = module_of(tiny_model, reward="none")
+    first.configure_model()
+    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    assert gain[batch.generation_weight[batch.label_row] > 0].mean() > 0.1
+
+
+def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:
+    with pytest.raises(InputError, match="`target` of the data module to be None"):
+        trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
+    for changes, message in (
+        ({"lora": None}, "`lora` to be an adapter"),
+        ({"lora": LoraSettings(r=4)}, "`lora.activated: false`"),
+        ({"reward": "best"}, "`reward`"),
+        ({"target": "label"}, "`target`"),
+        ({"kl": -1.0}, "`kl`"),
+        ({"ratio": "group"}, "`ratio`"),
+        ({"clip_low": 2.0}, "`clip_low`"),
+    ):
+        with pytest.raises(InputError, match=message):
+            module_of(tiny_model, **changes)
+    module = module_of(tiny_model)
+    for contract in (RoundModule, Mergeable, ScoringModule):
+        assert missing_members(module, contract) == []
+
+
+SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]
+
+
+def adapted(
+    model: str, folder: Path, *callbacks: Callback, ckpt_path: str | None = None, **changes: Any
+) -> adaptation.TestTimeTrainingModule:
+    """Two rounds of two steps on six questions."""
+    learnt = {"reward": "vote_share", "target": "anchor"}
+    module = module_of(model, **{"lr": 2e-3, "kl": 0.05, **learnt, **changes})
+    data = data_of(model, str(folder / "store"), train=SOURCES, regenerate_every_n_epochs=1, **learnt)
+    sampling = nested(temperature=1.0, edt_scale=None, max_new_tokens=100)
+    trainer_with(
+        SSCGeneration(**sampling, shard_by_shard=True), *callbacks, max_epochs=2, reload_dataloaders_every_n_epochs=1,
+        limit_val_batches=0,
+    ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
+    return module
+
+
+class Keep(Callback):
+    """Writes a checkpoint after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.slow
+def test_rounds_resume_exactly_and_the_guard_restores(bundled_model: str, tmp_path: Path) -> None:
+    whole = adapted(bundled_model, tmp_path, Keep(tmp_path))
+    for step in (1, 3):  # in the middle of round 0, and of round 1
+        resumed = adapted(bundled_model, tmp_path, ckpt_path=str(tmp_path / f"{step}.ckpt"))
+        assert all(
+            torch.equal(value, adapter_state(resumed.model)[name]) for name, value in adapter_state(whole.model).items()
+        ), step
+    assert adapter_difference(whole.model, adapter_folder(tmp_path / "store", 1)) > 0.0
+    restore(whole, str(tmp_path / "store"), 1)
+    assert adapter_difference(whole.model, adapter_folder(tmp_path / "store", 1)) == 0.0
+
+    # A rate that wrecks the policy: without a label it is seen, and the base model restored.
+    guard = AdaptationGuard(str(tmp_path / "guard.json"), questions=4)
+    wrecked = adapted(bundled_model, tmp_path / "wrecked", guard, lr=0.3)
+    assert guard.stopped
+    assert wrecked.trainer.current_epoch == 1, "stopped after the first epoch"
+    assert max(value.abs().max() for name, value in adapter_state(wrecked.model).items() if "lora_B" in name) == 0.0
+    assert '"problems": [\n   "' in (tmp_path / "guard.json").read_text()

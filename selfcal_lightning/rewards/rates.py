@@ -49,6 +49,17 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
     }
 
 
+def read_rates_by_text(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> dict[tuple[str, str], Rate]:
+    """Return how rollouts ended by (question id, text of the prefix without white space around it).
+
+    For readers with another tokenizer than the policy's; else see ``read_rates``.
+    """
+    rates = read_rates(rollouts_dir, policy=policy)
+    lines = (line for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE))
+    return {(line["question_id"], line["reasoning_prefix"].strip()): rates[line["id"]]
+            for line in lines if line["id"] in rates}  # fmt: skip
+
+
 def success_records(rollouts_dir: str) -> Iterator[dict[str, Any]]:
     """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rollouts are there."""
     rates = read_rates(rollouts_dir)

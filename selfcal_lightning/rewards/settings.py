@@ -20,6 +20,8 @@ class RewardSettings:
             it.
         steps: Where steps end: "sentence", "line", "blank_line", "heading", or "auto", the coarsest of these that a
             response has; of a model that `selfcal fit` wrote, where they ended in its training.
+        scaler: File of `selfcal fit-step-scaler`, which calibrates the scores of its steps; None leaves them as they
+            are.
 
     Raises:
         InputError: ``steps`` is none of these.
@@ -28,6 +30,7 @@ class RewardSettings:
     model: str | None = None
     format: str | None = None
     steps: Steps = "auto"
+    scaler: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps not in get_args(Steps):

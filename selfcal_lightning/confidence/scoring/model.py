@@ -209,9 +209,9 @@ class ScoringModel:
 
     def _open_rewards(self) -> RewardReader:
         if self._rewards is None:
-            from selfcal_lightning.rewards.reading import open_rewards
+            from selfcal_lightning.confidence.fitting.step_scaling import open_scaled_rewards
 
-            self._rewards = open_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
+            self._rewards = open_scaled_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
         return self._rewards
 
     def _open_network(self) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.quantiles import QuantileHead, quantile_head_from
+from selfcal_lightning.functional.quantiles import QuantileHead, folded_outputs, monotone_quantiles, quantile_head_from
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat
 
@@ -66,6 +66,16 @@ def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = F
         gaps = last.weight.new_full((NUM_GAPS,), math.log(math.expm1(gap)))
         output = _linear(weight, torch.cat([start.bias[0], gaps]))
     return nn.Sequential(*before, output) if before else output
+
+
+def linked(outputs: Tensor, format: RewardFormat) -> Tensor:
+    """Return mean, low and high [R, 3] of a head's outputs [R, num_outputs]; all equal where it has no quantiles."""
+    if format.has_quantiles:
+        return torch.stack(monotone_quantiles(folded_outputs(outputs)), dim=-1)
+    if format.link == "none":
+        return outputs[:, :1].expand(-1, 3)
+    scores = outputs.softmax(-1) if format.link == "softmax" else outputs.sigmoid()
+    return scores[:, list(format.right)].sum(-1, keepdim=True).expand(-1, 3)
 
 
 def _start(weight: Tensor, bias: Tensor | None, format: RewardFormat) -> QuantileHead:

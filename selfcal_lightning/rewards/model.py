@@ -7,16 +7,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.quantiles import folded_outputs, monotone_quantiles
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat, Score
-from selfcal_lightning.rewards.heads import check_head, read_head
+from selfcal_lightning.rewards.heads import check_head, linked, read_head
 from selfcal_lightning.rewards.layouts import RewardInput
 
 _OPTION = "reward.model"
@@ -55,17 +54,12 @@ class RewardModel:
             states = self._trunk(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
         places = [(row, place) for row, one in enumerate(batch) for place in one.positions]
         rows, columns = torch.tensor(places, device=device).T
-        values = self._link(self._head(states[rows, columns].float())).cpu().split([len(x.positions) for x in batch])
+        outputs = self._head(states[rows, columns].float())
+        values = linked(outputs, self._format).cpu().split([len(one.positions) for one in batch])
         return [[Score(*score) for score in value.tolist()] for value in values]
 
-    def _link(self, outputs: Tensor) -> Tensor:
-        """Return mean, low and high [R, 3] of outputs [R, num_outputs]; equal ones where there are no quantiles."""
-        if self._format.has_quantiles:
-            return torch.stack(monotone_quantiles(folded_outputs(outputs)), dim=-1)
-        if self._format.link == "none":
-            return outputs[:, :1].expand(-1, 3)
-        linked = outputs.softmax(-1) if self._format.link == "softmax" else outputs.sigmoid()
-        return linked[:, list(self._format.right)].sum(-1, keepdim=True).expand(-1, 3)
+    def close(self) -> None:
+        """Do nothing: the weights go with the object."""
 
 
 def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[int], *, dtype: str) -> RewardModel:

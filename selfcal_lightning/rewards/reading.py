@@ -24,8 +24,10 @@ from selfcal_lightning.rewards.steps import step_prefixes
 
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.model import RewardModel
+    from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
 
 FORWARD_TOKENS = 8192
+VLLM_TOKENS = 1 << 18  # which it batches itself
 Scale = Callable[[Sequence[Score]], list[Score]]
 
 
@@ -45,7 +47,7 @@ class RewardReader:
 
     def __init__(
         self,
-        model: RewardModel,
+        model: RewardModel | VLLMRewardModel,
         encoder: RewardEncoder,
         *,
         format: RewardFormat,
@@ -107,6 +109,10 @@ class RewardReader:
             )
         found = self._look_up(inputs)
         return [found[one][0] for one in inputs if one is not None]
+
+    def close(self) -> None:
+        """Give the model back. Closing twice is allowed."""
+        self._model.close()
 
     def _read(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
@@ -205,6 +211,10 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
         raise InputError(f"Expected `reward.model` to be a local folder, but got {settings.model!r}.")
     check_model_folder(settings.model, option="reward.model")
     check_files(Path(settings.model))
+    if settings.engine == "vllm":
+        from selfcal_lightning.rewards.vllm_model import check_vllm_reads
+
+        check_vllm_reads(Path(settings.model), format)
     return format
 
 
@@ -236,11 +246,25 @@ def open_rewards(settings: RewardSettings, *, dtype: str = "auto", scale: Scale 
     Raises:
         InputError: It is not there, or is not of the format that was named.
     """
-    from selfcal_lightning.rewards.model import load_reward_model
-
     format = check_rewards(settings)
     tokenizer = load_tokenizer(str(settings.model))
     encoder = RewardEncoder(format, tokenizer)
-    model = load_reward_model(Path(str(settings.model)), format, encoder.output_ids, dtype=dtype)
+    model = _load(settings, format, encoder, dtype=dtype)
     encoder.check_fits(model.num_tokens, of=str(settings.model))
-    return RewardReader(model, encoder, format=format, steps=completed(settings).steps, scale=scale)
+    at_once = FORWARD_TOKENS if settings.engine == "transformers" else VLLM_TOKENS
+    return RewardReader(
+        model, encoder, format=format, steps=completed(settings).steps, forward_tokens=at_once, scale=scale
+    )
+
+
+def _load(
+    settings: RewardSettings, format: RewardFormat, encoder: RewardEncoder, *, dtype: str
+) -> RewardModel | VLLMRewardModel:
+    folder = Path(str(settings.model))
+    if settings.engine == "vllm":
+        from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
+
+        return VLLMRewardModel(folder, format, dtype=dtype)
+    from selfcal_lightning.rewards.model import load_reward_model
+
+    return load_reward_model(folder, format, encoder.output_ids, dtype=dtype)

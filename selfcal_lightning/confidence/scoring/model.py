@@ -175,7 +175,13 @@ class ScoringModel:
         return build_estimator(name, tokens=self._open_tokens(), **settings)
 
     def close(self) -> None:
-        """Give the engine back."""
+        """Give the engine and the reward model back."""
+        self._close_engine()
+        if self._rewards is not None:
+            self._rewards.close()
+            self._rewards = None
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -203,7 +209,7 @@ class ScoringModel:
             from selfcal_lightning.confidence.estimators.token_reader import TokenReader
 
             if self.settings.engine.name != "transformers":  # which has a copy of its own
-                self.close()
+                self._close_engine()
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
 

@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
-TRAINED_FILE = "trained.safetensors"
+# In a folder of its own: vLLM reads every safetensors file beside a configuration as weights of the model.
+TRAINED_FILE = "trained/weights.safetensors"
 FEATURE = "reward models"
 SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
 REASONS: dict[tuple[str, Way], str] = {
@@ -306,6 +307,7 @@ class QuantileRewardModule(ScoredRewardModel):
         )  # fmt: skip
         save_with_head(trunk, cast("nn.Module", self.head), folder)
         self.tokenizer.save_pretrained(folder)
+        (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
         format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
         RewardFile(format, self.steps, self.levels, self.target).write(folder)

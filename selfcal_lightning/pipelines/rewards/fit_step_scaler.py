@@ -111,6 +111,7 @@ def run_fit_step_scaler(
     )  # fmt: skip
     scores = {f"{name} {when}": found for name, one in rows.items() for when, found in _worth(one, map_).items()}
     scaler = StepScaler(map_, target, reward_digest(reward), fitted_on, scores)
+    reader.close()
     scaler.save(Path(output))
     sys.stdout.write(f"{describe_step_scaler(scaler)}\nWritten: {output}\n")
     return scaler

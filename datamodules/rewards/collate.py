@@ -142,7 +142,13 @@ class RewardRows(RowLayout, ABC):
         )
 
     def _at_steps(
-        self, ends: Sequence[int], target: float, correct: float, rate_of: Callable[[int], Rate | None]
+        self,
+        ends: Sequence[int],
+        target: float,
+        correct: float,
+        *,
+        rate_of: Callable[[int], Rate | None],
+        taught_by: Callable[[int], Rate | None],
     ) -> list[Place]:
         """Return the places at the ends of steps.
 
@@ -151,13 +157,14 @@ class RewardRows(RowLayout, ABC):
             target: What the response learns as a whole.
             correct: 1 right, 0 wrong, nan unknown.
             rate_of: How the rollouts ended that go on from a step, by its number from 0; None where there are none.
+            taught_by: What these teach, likewise.
         """
         if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
             return [Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1))] if ends else []
         places = []
         for number, end in enumerate(ends, start=1):
             drawn = rate_of(number - 1) if number < len(ends) else None
-            learnt = self._learnt(target, drawn) if number < len(ends) else target
+            learnt = self._learnt(target, taught_by(number - 1)) if number < len(ends) else target
             rate = Rate(correct, 1) if drawn is None else drawn
             places.append(Place(end, step_position(number, len(ends)), learnt, rate))
         return places
@@ -177,13 +184,21 @@ class RewardCollator(RewardRows):
     Args:
         chat: Rendering of prompts.
         rates: How rollouts ended, by ``prefix_id``.
+        taught: What they teach, likewise.
         layout: See ``RewardRows``.
     """
 
-    def __init__(self, chat: ChatFormat, *, rates: Mapping[str, Rate], **layout: Unpack[LayoutOptions]) -> None:
+    def __init__(
+        self,
+        chat: ChatFormat,
+        *,
+        rates: Mapping[str, Rate],
+        taught: Mapping[str, Rate],
+        **layout: Unpack[LayoutOptions],
+    ) -> None:
         super().__init__(pad_id=chat.pad_id, **layout)
         self.chat: ChatFormat = chat
-        self.rates = rates
+        self.rates, self.taught = rates, taught
 
     def encode(self, row: StoredRow) -> EncodedRow:
         """Return the sequence of ``row``.
@@ -208,11 +223,12 @@ class RewardCollator(RewardRows):
         start = Place(0, 0, target, Rate(correct, 1))
         if self.target == OF_PREFIXES:
             start = Place(0, 0, math.nan, Rate(math.nan, 1))
-        of = row.question.id
-        return [
-            start,
-            *self._at_steps(ends, target, correct, lambda k: self.rates.get(prefix_id(of, response[: ends[k]]))),
-        ]
+        names = [prefix_id(row.question.id, response[:end]) for end in ends]
+        inner = self._at_steps(
+            ends, target, correct,
+            rate_of=lambda k: self.rates.get(names[k]), taught_by=lambda k: self.taught.get(names[k]),
+        )  # fmt: skip
+        return [start, *inner]
 
     def _prompt(self, row: StoredRow) -> tuple[int, ...]:
         return tuple(self.chat.prompt_ids(row.question.messages) if row.prompt_ids is None else row.prompt_ids)
@@ -228,7 +244,8 @@ class WrittenCollator(RewardRows):
     Args:
         writer: Writes for it.
         pad_id: Id to pad with.
-        rates: How rollouts ended, by question and text; see ``rewards.rates.read_rates_by_text``.
+        rates: How rollouts ended, by question and text; see ``rewards.rates.by_text``.
+        taught: What they teach, likewise.
         layout: See ``RewardRows``.
     """
 
@@ -238,10 +255,11 @@ class WrittenCollator(RewardRows):
         *,
         pad_id: int,
         rates: Mapping[tuple[str, str], Rate],
+        taught: Mapping[tuple[str, str], Rate],
         **layout: Unpack[LayoutOptions],
     ) -> None:
         super().__init__(pad_id=pad_id, **layout)
-        self.writer, self.rates = writer, rates
+        self.writer, self.rates, self.taught = writer, rates, taught
 
     def encode(self, row: StoredRow) -> EncodedRow:
         """Return the sequence of ``row``; padding alone of one that cannot be written, which has no places."""
@@ -258,7 +276,11 @@ class WrittenCollator(RewardRows):
             return []
         ends = [position + 1 - written.start for position in written.positions]
         of = row.question.id
-        return self._at_steps(ends, target, correct, lambda k: self.rates.get((of, written.prefixes[k])))
+        texts = written.prefixes
+        return self._at_steps(
+            ends, target, correct,
+            rate_of=lambda k: self.rates.get((of, texts[k])), taught_by=lambda k: self.taught.get((of, texts[k])),
+        )  # fmt: skip
 
     def measure(self, row: StoredRow) -> tuple[int, int] | None:
         """Return the tokens of a row's prompt and response; None where it cannot be written."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,21 +15,20 @@ from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.dealing import Packing
 from selfcal_lightning.datamodules.ssc.stored_rows import Split
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
-from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TupleTable, make_table
+from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TupleTable, make_table, question_slices
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.rewards import majority_answer
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.prefixes import Rate
-from selfcal_lightning.rewards.rates import read_rates, read_rates_by_text
+from selfcal_lightning.rewards.rates import by_text, read_agreement, read_rates
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.targets import LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
+from selfcal_lightning.rewards.targets import CONSENSUS, LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
 from selfcal_lightning.rewards.writing import RewardWriter
 from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
-
-Key = TypeVar("Key")
 
 
 class RewardDataModule(SSCDataModule):
@@ -57,9 +56,10 @@ class RewardDataModule(SSCDataModule):
             right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
             answer; "ssc": the same, weighted by their confidences (both need no references). "success_rate": inside of
             a response, the share of ``rollouts`` from there on that were right, at its end whether it is; "hard":
-            whether any of them was. "success_prob": of prefixes with their rates (`selfcal import-prefixes`), at
-            their ends.
-        rollouts: Folder that ``selfcal rollout`` filled, for the last two; with any target its rates are what
+            whether any of them was; "consensus": the share that gives the answer of the question's majority, at its end
+            whether it does (needs no references). "success_prob": of prefixes with their rates (`selfcal
+            import-prefixes`), at their ends.
+        rollouts: Folder that ``selfcal rollout`` filled, for these; with any target but "consensus" its rates are what
             validation is held against. Else that is whether the response is right.
         validation_batch_size: Responses of a validation batch.
         packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
@@ -180,17 +180,30 @@ class RewardDataModule(SSCDataModule):
             pad_to_multiple_of=self.pad_to_multiple_of,
             shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
         )
+        rates, taught = self._rates()
         if self._public is None:
             chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-            return RewardCollator(chat, rates=self._rates(read_rates), **layout)
+            return RewardCollator(chat, rates=rates, taught=taught, **layout)
         writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
-        return WrittenCollator(writer, pad_id=pad, rates=self._rates(read_rates_by_text), **layout)
+        texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
+        return WrittenCollator(writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
 
-    def _rates(self, read: Callable[..., dict[Key, Rate]]) -> dict[Key, Rate]:
+    def _rates(self) -> tuple[dict[str, Rate], dict[str, Rate]]:
+        """Return how rollouts ended, and what they teach, by ``prefix_id``."""
         if self.rollouts is None:
-            return {}
-        return read(self.rollouts, policy=self._store().round_manifest().fingerprint)
+            return {}, {}
+        store = self._store()
+        policy = store.round_manifest().fingerprint
+        if self.target != CONSENSUS:
+            rates = read_rates(self.rollouts, policy=policy)
+            return rates, rates
+        index = store.index()
+        answers = {
+            str(index.question_id[rows.start]): majority_answer(index.answer[rows].tolist())
+            for rows in question_slices(index)
+        }
+        return {}, read_agreement(self.rollouts, answers, policy=policy)
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]

@@ -15,6 +15,7 @@ from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.datamodules.rewards.targets import index_targets
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
@@ -141,6 +142,32 @@ def test_rates_are_targets_inside_of_responses(
             assert place.rate == rate
             assert place.target == (rate.share if target == "success_rate" else float(rate.share > 0))
     assert any(len(collator.places(row, 1.0, 1.0)) > 2 for row in rows)
+
+
+def test_consensus_is_learnt_without_labels(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, chat: ChatFormat
+) -> None:
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
+    collator = RewardDataModule(tiny_model, str(sampled.path), target="consensus", **settings).collator()
+    rollouts = {entry.question.id: entry.samples for entry in SampleStore(rolled[0]).samples()}
+    places = 0
+    for entry, rows in zip(SampleStore(sampled.path).samples(), sampled.rows(), strict=True):
+        votes = [sample.answer for sample in entry.samples if sample.answer]
+        first = max(votes, key=votes.count)  # of the answers that lead, the first seen
+        for row in rows:
+            start, *inner, last = collator.places(row, 0.25, 1.0)
+            assert (start.target, last.target) == (0.25, 0.25), "what the response learns as a whole"
+            for place in inner:
+                drawn = rollouts[prefix_id(row.question.id, (row.sample.token_ids or ())[: place.length])]
+                assert place.target == pytest.approx(np.mean([one.answer == first for one in drawn]))
+                assert place.rate.share == 1.0, "held against the response, not against votes"
+                places += 1
+    assert places > 2
+    (index,) = [SampleStore(sampled.path).index()]
+    values, _ = index_targets(index, "consensus")
+    assert set(values.tolist()) <= {0.0, 1.0}
+    with pytest.raises(InputError, match="`rollouts`, a folder that"):
+        RewardDataModule(tiny_model, str(sampled.path), target="consensus", num_samples=3)
 
 
 def test_rates_reach_a_public_reward_model_by_their_texts(

@@ -149,7 +149,7 @@ def step_rows(
                 wanted: float | None = whole
                 if target in OF_ROLLOUTS and number < len(values):
                     rate = rates.get((entry.question.id, texts[number - 1])) if len(texts) == len(values) else None
-                    wanted = None if rate is None else rate.share if target == "success_rate" else float(rate.share > 0)
+                    wanted = None if rate is None else float(rate.share > 0) if target == "hard" else rate.share
                 if wanted is not None:
                     found.append((value, wanted, step_position(number, len(values))))
     columns = np.array(found, dtype=np.float64).reshape(-1, 3)

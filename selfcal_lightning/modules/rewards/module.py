@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 # In a folder of its own: vLLM reads every safetensors file beside a configuration as weights of the model.
 TRAINED_FILE = "trained/weights.safetensors"
 FEATURE = "reward models"
-SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
 REASONS: dict[tuple[str, Way], str] = {
     (FEATURE, "FSDP2"): "their head stands beside the trunk that is cut. Use `trainer.strategy: ddp`"
 }

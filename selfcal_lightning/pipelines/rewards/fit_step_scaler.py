@@ -22,12 +22,13 @@ from selfcal_lightning.confidence.fitting.step_scaling import (
     step_rows,
 )
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.rewards import majority_answer
 from selfcal_lightning.metrics.steps import PREFIXES, STEP_BIAS, STEP_BRIER, STEP_ECE, StepMetrics
 from selfcal_lightning.records import Dtype, QuestionSamples
-from selfcal_lightning.rewards.rates import read_rates_by_text
+from selfcal_lightning.rewards.rates import by_text, read_agreement, read_rates
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.rewards.targets import OF_ROLLOUTS, RewardTarget, check_target
+from selfcal_lightning.rewards.targets import CONSENSUS, OF_ROLLOUTS, RewardTarget, check_target
 from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.strategies.vectorised.orders import SEED
 
@@ -55,9 +56,9 @@ def run_fit_step_scaler(
         store_dir: Store of the policy's responses.
         output: JSON file of the scaler, new or of an earlier one.
         kind: temperature, platt or isotonic.
-        target: What the scores should say: outcome, success_rate and hard need references; vote_share and ssc do not,
-            and are too kind where a majority is wrong.
-        rollouts: Folder that `selfcal rollout` filled, for success_rate and hard.
+        target: What the scores should say: outcome, success_rate and hard need references; vote_share, ssc and
+            consensus do not, and are too kind where a majority is wrong.
+        rollouts: Folder that `selfcal rollout` filled, for success_rate, hard and consensus.
         split: Split of the store.
         limit: Take the first so many questions, by id; null takes all.
         num_samples: Take the first so many responses to each; null takes all.
@@ -92,7 +93,12 @@ def run_fit_step_scaler(
     if not pool:
         raise InputError(f"Expected {store_dir} to hold responses of the split {split!r}, but got none.")
     policy = store.round_manifest().fingerprint
-    rates = {} if rollouts is None else read_rates_by_text(rollouts, policy=policy)
+    rates = {}
+    if rollouts is not None:
+        answers = {entry.question.id: majority_answer([one.answer for one in entry.samples]) for entry in pool}
+        agreed = target == CONSENSUS
+        found = read_agreement(rollouts, answers, policy=policy) if agreed else read_rates(rollouts, policy=policy)
+        rates = by_text(rollouts, found)
     reader = open_rewards(reward, dtype=dtype)
     steps = completed(reward).steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from selfcal_lightning.modules.rewards import QuantileRewardModule, RewardBatch
 from selfcal_lightning.modules.rewards.losses import reward_losses
 from selfcal_lightning.modules.rewards.module import TRAINED_FILE
 from selfcal_lightning.pipelines.export import run_export
+from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
 from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.store.sample_store import SampleStore
@@ -243,6 +245,24 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
         check_rewards(RewardSettings(folder, "trl-prm"))
     with pytest.raises(InputError, match=r"Expected `reward\.steps` to be 'sentence'.* but got 'line'"):
         check_rewards(RewardSettings(folder, steps="line"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"levels": [0.9, 0.1]},
+            r"`levels` in .* to rise within \(0, 1\), the lower quantile's first",
+        ),
+        ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
+        ({"steps": "word"}, "to hold format, levels, steps, target"),
+    ],
+)
+def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = {"format": "quantile-prm", "steps": "line", "levels": [0.1, 0.9], "target": "outcome"}
+    (tmp_path / "reward.json").write_text(json.dumps({**content, **changes}))
+    with pytest.raises(InputError, match=message):
+        read_reward_file(tmp_path)
 
 
 @pytest.mark.parametrize(

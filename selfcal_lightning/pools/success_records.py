@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.rewards.trl_rows import TRL_FIELDS, read_trl_row
+from selfcal_lightning.pools.trl_rows import TRL_FIELDS, read_trl_row
 from selfcal_lightning.runtime.files import write_json_lines
 from selfcal_lightning.runtime.json_files import line_error, read_json_lines
 

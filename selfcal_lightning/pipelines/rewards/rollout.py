@@ -15,12 +15,12 @@ from selfcal_lightning.generation.rollouts import RolloutSource, check_source, d
 from selfcal_lightning.generation.running import sample_questions
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.pools.trl_rows import StepLabels, trl_row
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
 from selfcal_lightning.records import IMPORTED, SamplingSettings
 from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rates, success_records
 from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.trl_rows import StepLabels, trl_row
 from selfcal_lightning.runtime.files import write_json_lines
 from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.runtime.progress import say

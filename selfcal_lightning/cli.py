@@ -38,6 +38,11 @@ FUNCTION_VERBS = {
         "run_rollout",
         "continue prefixes of stored responses, for success rates of their steps",
     ),
+    "fit-step-scaler": (
+        "rewards.fit_step_scaler",
+        "run_fit_step_scaler",
+        "calibrate the step scores of a reward model that is not trained",
+    ),
     "export": ("export", "run_export", "merge an adapter into its base model"),
     "tune-and-calibrate": (
         "two_stages",
@@ -114,6 +119,7 @@ KEPT = {
     "predict": _NOT_BEGUN,
     "generate": _NOT_BEGUN,
     "rollout": _NOT_BEGUN,
+    "fit-step-scaler": _NOTHING,
     "export": _NOTHING,
     "tune-and-calibrate": _GOES_ON,
     "score": "What was scored so far is kept beside a store; the same command goes on (a pool is scored anew).",

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.rewards.collate import RewardCollator
+from selfcal_lightning.datamodules.rewards.collate import UNWRITTEN, LayoutOptions, RewardCollator, WrittenCollator
 from selfcal_lightning.datamodules.rewards.targets import index_targets
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.dealing import Packing
 from selfcal_lightning.datamodules.ssc.stored_rows import Split
 from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
-from selfcal_lightning.datamodules.ssc.tuples import TupleTable, make_table
+from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TupleTable, make_table, question_slices
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.rewards import majority_answer
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.prefixes import Rate
-from selfcal_lightning.rewards.rates import read_rates
+from selfcal_lightning.rewards.rates import by_text, read_agreement, read_rates
+from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.targets import LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
+from selfcal_lightning.rewards.targets import CONSENSUS, LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
+from selfcal_lightning.rewards.writing import RewardWriter
 from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
 
@@ -34,7 +38,10 @@ class RewardDataModule(SSCDataModule):
     steps and how a training resumes are those of ``SSCDataModule``.
 
     Args:
-        base_model: Folder or hub name of the policy; only its tokenizer is used here.
+        base_model: Folder or hub name of what is trained, the policy or a public reward model; only its tokenizer is
+            used here.
+        format: Format of the public reward model that rows are written for; None where they are the policy's. Stated by
+            the module. The responses in the store are then of any policy.
         store_dir: Folder of the sample store.
         train: Where training questions come from. Empty takes every question that the store holds for training.
         validation: Likewise for validation.
@@ -49,9 +56,10 @@ class RewardDataModule(SSCDataModule):
             right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
             answer; "ssc": the same, weighted by their confidences (both need no references). "success_rate": inside of
             a response, the share of ``rollouts`` from there on that were right, at its end whether it is; "hard":
-            whether any of them was. "success_prob": of prefixes with their rates (`selfcal import-prefixes`), at
-            their ends.
-        rollouts: Folder that ``selfcal rollout`` filled, for the last two; with any target its rates are what
+            whether any of them was; "consensus": the share that gives the answer of the question's majority, at its end
+            whether it does (needs no references). "success_prob": of prefixes with their rates (`selfcal
+            import-prefixes`), at their ends.
+        rollouts: Folder that ``selfcal rollout`` filled, for these; with any target but "consensus" its rates are what
             validation is held against. Else that is whether the response is right.
         validation_batch_size: Responses of a validation batch.
         packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
@@ -66,7 +74,15 @@ class RewardDataModule(SSCDataModule):
         num_workers: Worker processes of each loader.
     """
 
-    linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "prompt", "steps", "target")
+    linked_arguments: ClassVar[tuple[str, ...]] = (
+        "base_model",
+        "revision",
+        "query",
+        "prompt",
+        "format",
+        "steps",
+        "target",
+    )
 
     def __init__(
         self,
@@ -81,6 +97,7 @@ class RewardDataModule(SSCDataModule):
         total_tuples: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
+        format: str | None = None,
         steps: Steps = "auto",
         target: RewardTarget = "outcome",
         rollouts: str | None = None,
@@ -96,6 +113,7 @@ class RewardDataModule(SSCDataModule):
         num_workers: int = 0,
     ) -> None:
         check_target(target)
+        public = None if format is None else reward_format(format)
         super().__init__(
             base_model,
             store_dir,
@@ -128,6 +146,7 @@ class RewardDataModule(SSCDataModule):
                 f"Expected `rollouts`, a folder that `selfcal rollout` filled, with `target={target!r}`, but got None. "
                 "Name it, or train on `target='outcome'`, which needs none."
             )
+        self.format, self._public = format, public
         self.steps: Steps = steps
         self.rollouts = rollouts
         self._learnt: RewardTarget = target
@@ -148,28 +167,59 @@ class RewardDataModule(SSCDataModule):
 
     def training_settings(self) -> dict[str, Any]:
         """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
-        return {**super().training_settings(), "target": self.target, "steps": self.steps, "rollouts": self.rollouts}
+        stated = {"target": self.target, "steps": self.steps, "rollouts": self.rollouts, "format": self.format}
+        return {**super().training_settings(), **stated}
 
-    def collator(self) -> RewardCollator:
-        """Return the collator of this model's chat format."""
+    def collator(self) -> RewardCollator | WrittenCollator:  # type: ignore[override]
+        """Return the collator of the policy's chat format, or of the public model's own."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        return RewardCollator(
-            chat,
+        layout = LayoutOptions(
             steps=self.steps,
             target=self.target,
-            rates=self._rates(),
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
             shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
         )
+        rates, taught = self._rates()
+        if self._public is None:
+            chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
+            return RewardCollator(chat, rates=rates, taught=taught, **layout)
+        writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
+        pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+        texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
+        return WrittenCollator(writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
 
-    def _rates(self) -> dict[str, Rate]:
+    def _rates(self) -> tuple[dict[str, Rate], dict[str, Rate]]:
+        """Return how rollouts ended, and what they teach, by ``prefix_id``."""
         if self.rollouts is None:
-            return {}
-        return read_rates(self.rollouts, policy=self._store().round_manifest().fingerprint)
+            return {}, {}
+        store = self._store()
+        policy = store.round_manifest().fingerprint
+        if self.target != CONSENSUS:
+            rates = read_rates(self.rollouts, policy=policy)
+            return rates, rates
+        index = store.index()
+        answers = {
+            str(index.question_id[rows.start]): majority_answer(index.answer[rows].tolist())
+            for rows in question_slices(index)
+        }
+        return {}, read_agreement(self.rollouts, answers, policy=policy)
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
-        return make_table(store, index, collator, [index_targets(index, self.target)])
+        values, reasons = index_targets(index, self.target)
+        if not isinstance(collator, WrittenCollator):
+            return make_table(store, index, collator, [(values, reasons)])
+        lengths = np.array([[0, 0] if one is None else one for one in self._measured(store, index, collator)])
+        unwritten = lengths[:, 1] == 0
+        values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
+        return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
+
+    @staticmethod
+    def _measured(
+        store: SampleStore, index: SampleIndex, collator: WrittenCollator
+    ) -> Iterator[tuple[int, int] | None]:
+        for start in range(0, len(index), READ_CHUNK):
+            rows = np.arange(start, min(start + READ_CHUNK, len(index)))
+            yield from map(collator.measure, store.read_rows(index.locate(rows)))

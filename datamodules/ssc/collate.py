@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.datamodules.ssc.dealing import Packing
+from selfcal_lightning.datamodules.ssc.layout import EncodedRow, RowLayout
 from selfcal_lightning.datamodules.ssc.mixture import IntArray
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.packing_support import check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.modules.batch import SSCBatch
@@ -46,24 +46,7 @@ class TupleRows:
     beside_target: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class EncodedRow:
-    """One sequence: prompt + response + confidence query.
-
-    Attributes:
-        ids: Token ids.
-        response_start: Index of the first token of the response.
-        response_end: Index after the last token that the generation loss asks for.
-        was_cut: Whether the end of the response was left out to fit ``max_length``.
-    """
-
-    ids: tuple[int, ...]
-    response_start: int
-    response_end: int
-    was_cut: bool
-
-
-class SSCCollator:
+class SSCCollator(RowLayout):
     """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt.
 
     A row is ``prompt ids + response ids + suffix ids``, taken from the store where it has them; texts that were made
@@ -97,17 +80,18 @@ class SSCCollator:
         shared_prefix: bool = False,
         empty: bool = False,
     ) -> None:
-        if pad_to_multiple_of < 1:
-            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
+        super().__init__(
+            pad_id=chat.pad_id,
+            max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            shared_prefix=shared_prefix,
+        )
         if max_length <= len(chat.query.suffix_ids) + 1:
             raise InputError(
                 f"Expected `max_length` to leave room for the confidence query of {len(chat.query.suffix_ids)} tokens, "
                 f"but got {max_length}."
             )
         self.chat = chat
-        self.max_length = max_length
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.shared_prefix = shared_prefix
         self.empty = empty
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
@@ -146,7 +130,7 @@ class SSCCollator:
             row if weight > 0 else replace(row, response_end=row.response_start)  # it is asked for no tokens
             for row, weight in zip(map(self.encode, rows.stored), micro.generation_weight, strict=True)
         ]
-        laid = self._pack(encoded, rows.question_index) if self.shared_prefix and encoded else self._pad(encoded)
+        laid = self.lay(encoded, rows.question_index)
         return SSCBatch(
             **laid,
             target=_float(rows.target),
@@ -160,54 +144,6 @@ class SSCCollator:
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
             beside_target=None if rows.beside_target is None else _float(rows.beside_target),
         )
-
-    def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:
-        """Return the fields of a batch of sequences that stand apart."""
-        longest = max((len(row.ids) for row in encoded), default=1)
-        width = max(min(self._rounded(longest), self.max_length), longest)
-        input_ids = torch.full((len(encoded), width), self.chat.pad_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for index, row in enumerate(encoded):
-            input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
-            attention_mask[index, : len(row.ids)] = 1
-        starts = [index * width for index in range(len(encoded))]
-        ends = [start + len(row.ids) for start, row in zip(starts, encoded, strict=True)]
-        asked = [
-            range(at + row.response_start - 1, at + row.response_end - 1)
-            for at, row in zip(starts, encoded, strict=True)
-        ]
-        return {"input_ids": input_ids, "attention_mask": attention_mask, **_labels(encoded, ends, asked)}
-
-    def _pack(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
-        """Return the fields of a batch of one sequence, in which neighbouring rows of a question share their prompt."""
-        ids: list[int] = []
-        trees: list[PrefixTree] = []
-        ends: list[int] = []
-        asked: list[list[int]] = []
-        last: tuple[int, tuple[int, ...]] | None = None
-        for row, question in zip(encoded, question_index.tolist(), strict=True):
-            start = row.response_start
-            prompt, branch = row.ids[:start], row.ids[start:]
-            if (question, prompt) != last:
-                trees.append(PrefixTree(len(ids), start, ()))
-                ids.extend(prompt)
-                last = question, prompt
-            tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
-            own = len(ids)
-            # The first token of a response is asked of the prompt's last position, which all branches share.
-            asked.append([tree.start + tree.prompt - 1, *range(own, own + len(branch))][: row.response_end - start])
-            ids.extend(branch)
-            ends.append(len(ids))
-        padding = self._rounded(len(ids)) - len(ids)
-        return {
-            "input_ids": _longs([*ids, *[self.chat.pad_id] * padding])[None],
-            "attention_mask": _longs([1] * len(ids) + [0] * padding)[None],
-            "trees": tuple(trees),
-            **_labels(encoded, ends, asked),
-        }
-
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
 
 def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
@@ -231,21 +167,6 @@ def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = N
     if problem is not None:
         rank_zero_warn(f"{base_model!r} is trained on batches of like length, since {problem} (`packing: auto`).")
     return problem is None
-
-
-def _labels(encoded: Sequence[EncodedRow], ends: Sequence[int], asked: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Return where the queries end, and which logits are asked for which tokens of the responses."""
-    labels = [row.ids[row.response_start : row.response_end] for row in encoded]
-    return {
-        "query_position": _longs([end - 1 for end in ends]),
-        "label_position": _longs([position for positions in asked for position in positions]),
-        "label_id": _longs([token for tokens in labels for token in tokens]),
-        "label_row": _longs([row for row, tokens in enumerate(labels) for _ in tokens]),
-    }
-
-
-def _longs(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
 
 
 def _float(values: np.ndarray) -> Tensor:

@@ -90,7 +90,7 @@ def read_rounds(
     split: str,
     rounds: Sequence[int],
     questions: Sequence[Question] | None,
-    chat: ChatFormat,
+    chat: ChatFormat | None,
     query_counts: bool = True,
     confidences: Sequence[str] = (),
 ) -> SampleIndex:
@@ -104,7 +104,7 @@ def read_rounds(
         split: "train", "validation" or "test".
         rounds: Generation rounds.
         questions: The questions whose rows are wanted; None takes all that the store holds for the split.
-        chat: The chat format that the rounds must have been sampled with.
+        chat: The chat format that the rounds must have been sampled with; None where another model reads them.
         query_counts: Whether their confidence query must be the same too.
         confidences: Annotations to merge in.
 
@@ -113,7 +113,7 @@ def read_rounds(
     """
     wanted = {"split": split, "questions": questions, "confidences": confidences}
     indexes = [read_index(store, round=round, **wanted) for round in rounds]
-    for round in rounds:
+    for round in rounds if chat is not None else ():
         check_prompts(store, chat, round=round, query_counts=query_counts)
     pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
     if questions is None:

@@ -208,6 +208,7 @@ def make_table(
     index: SampleIndex,
     collator: SSCCollator,
     made: Sequence[tuple[FloatArray, np.ndarray]],
+    lengths: tuple[IntArray, IntArray] | None = None,
 ) -> tuple[TupleTable, np.ndarray]:
     """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one).
 
@@ -217,8 +218,9 @@ def make_table(
         collator: What will encode the rows.
         made: Targets of the rows, nan where there is none, and the reasons why, [R] each: first those that are taught,
             then those of the adapters beside.
+        lengths: Tokens of every row's prompt and response, [R] each; None counts them.
     """
-    prompt, response = known_lengths(store, index, collator)
+    prompt, response = known_lengths(store, index, collator) if lengths is None else lengths
     response = np.zeros_like(response) if collator.empty else response
     room = collator.room_for_response(prompt)
     values, reasons = made[0]

@@ -111,6 +111,7 @@ __getattr__, __dir__, __all__ = face(
             "StepScores",
             "brier_excess",
             "coverage",
+            "folded_outputs",
             "monotone_head_from",
             "monotone_quantiles",
             "quantile_head_from",

@@ -94,6 +94,31 @@ def monotone_quantiles(raw: Tensor) -> StepScores:
     return StepScores(mean, torch.minimum(low, mean), torch.maximum(high, mean))
 
 
+def folded_outputs(outputs: Tensor) -> Tensor:
+    """Return the three outputs of ``monotone_quantiles`` from those of a head whose mean has P rows.
+
+    ``m = log sum_p exp(o_p)``; the two gaps stay as they are. With one row nothing changes.
+
+    Args:
+        outputs: P rows of the mean, then the two gaps, [..., P + 2].
+
+    Returns:
+        m and the gaps, [..., 3], in the dtype of ``outputs``.
+
+    Raises:
+        ValueError: If there are fewer than three.
+
+    Example:
+        >>> folded_outputs(torch.tensor([0.0, 0.0, 1.0, 2.0])).tolist()  # log 2
+        [0.6931471824645996, 1.0, 2.0]
+    """
+    if outputs.dim() < 1 or outputs.shape[-1] < 3:
+        raise InputError(f"Expected `outputs` to have shape [..., P + 2], but got {tuple(outputs.shape)}.")
+    if outputs.shape[-1] == 3:
+        return outputs
+    return torch.cat([outputs[..., :-2].logsumexp(-1, keepdim=True), outputs[..., -2:]], dim=-1)
+
+
 def coverage(quantile: Array, rate: Array, level: float, *, tolerance: float = 0.0) -> Coverage | None:
     """Count the observed rates that lie outside a predicted quantile.
 

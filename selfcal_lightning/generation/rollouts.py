@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.steps import prefix_after
-from selfcal_lightning.records import Question, Sample
-from selfcal_lightning.rewards.prefixes import prefix_id
+from selfcal_lightning.records import Question
+from selfcal_lightning.rewards.prefixes import Rate, prefix_id
 from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.steps import token_step_ends
 from selfcal_lightning.store.sample_store import SampleStore
@@ -39,6 +40,22 @@ class Prefix(NamedTuple):
     of: int
 
 
+class StepsOfResponse(NamedTuple):
+    """A response.
+
+    Attributes:
+        question: Its question.
+        ids: Its token ids.
+        ends: How many of them stand up to the end of each step.
+        correct: Whether it is right; None where nobody knows.
+    """
+
+    question: Question
+    ids: tuple[int, ...]
+    ends: tuple[int, ...]
+    correct: bool | None
+
+
 @dataclass(frozen=True)
 class RolloutSource:
     """Stored responses, and which of their prefixes are continued.
@@ -50,6 +67,7 @@ class RolloutSource:
         responses: Take the first so many responses to each.
         prefixes: Prefixes of a response, spread evenly over its inner steps; None takes all of these.
         steps: Where steps end.
+        at: After which numbers of steps there is a prefix, where the response has more; None leaves it to ``prefixes``.
     """
 
     samples_dir: str
@@ -58,6 +76,7 @@ class RolloutSource:
     responses: int
     prefixes: int | None
     steps: Steps
+    at: tuple[int, ...] | None = None
 
     def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
         """Return the distinct prefixes, by question.
@@ -70,16 +89,12 @@ class RolloutSource:
             InputError: The store has no responses of the split, or they have no steps.
         """
         found: dict[str, Prefix] = {}
-        number = 0
-        store = SampleStore(self.samples_dir, num_samples=self.responses)
-        for number, entry in enumerate(store.samples(split=self.split), start=1):
-            if self.limit is not None and number > self.limit:
-                break
-            for sample in entry.samples:
-                for prefix in self._of(entry.question, sample, chat):
-                    if len(prefix.prefix_ids) < longest:
-                        found.setdefault(prefix.question.id, prefix)
-        if not number:
+        response: StepsOfResponse | None = None
+        for response in self._responses(chat):
+            for prefix in self._of(response):
+                if len(prefix.prefix_ids) < longest:
+                    found.setdefault(prefix.question.id, prefix)
+        if response is None:
             raise InputError(
                 f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
                 f"{self.samples_dir}. Name another `split`, or sample some by `selfcal generate`."
@@ -91,14 +106,43 @@ class RolloutSource:
             )
         return list(found.values())
 
-    def _of(self, question: Question, sample: Sample, chat: ChatFormat) -> Iterator[Prefix]:
-        ids = chat.response_ids(sample.text) if sample.token_ids is None else sample.token_ids
-        ends = token_step_ends(chat.tokenizer, ids, self.steps)
-        for k in spread(len(ends) - 1, self.prefixes):
-            stop = prefix_after(ends, k)
-            prefix = tuple(ids[:stop])
-            own = replace(question, id=prefix_id(question.id, prefix))
-            yield Prefix(own, question.id, prefix, k, len(ends))
+    def labelled(
+        self, chat: ChatFormat, rates: Mapping[str, Rate]
+    ) -> Iterator[tuple[str, list[str], list[float]] | None]:
+        """Yield the question, the steps, and how often each turned out right, of every response.
+
+        None stands for one without steps, or of which a step was not rolled out or nobody knows how it ended.
+
+        Args:
+            chat: The policy's chat format.
+            rates: How rollouts ended, by ``prefix_id``.
+        """
+        for one in self._responses(chat):
+            inner = [rates.get(prefix_id(one.question.id, one.ids[:end])) for end in one.ends[:-1]]
+            known = [rate.share for rate in inner if rate is not None]
+            if not one.ends or one.correct is None or len(known) < len(inner):
+                yield None
+                continue
+            steps = [chat.decode(one.ids[start:end]) for start, end in pairwise((0, *one.ends))]
+            yield text_of(one.question), steps, [*known, float(one.correct)]
+
+    def _responses(self, chat: ChatFormat) -> Iterator[StepsOfResponse]:
+        store = SampleStore(self.samples_dir, num_samples=self.responses)
+        for entry in islice(store.samples(split=self.split), self.limit):
+            labelled = any(sample.correct is not None for sample in entry.samples)
+            for sample in entry.samples:
+                ids = chat.response_ids(sample.text) if sample.token_ids is None else tuple(sample.token_ids)
+                ends = tuple(token_step_ends(chat.tokenizer, ids, self.steps))
+                unreadable = labelled and sample.correct is None and sample.answer is None
+                yield StepsOfResponse(entry.question, ids, ends, False if unreadable else sample.correct)
+
+    def _of(self, one: StepsOfResponse) -> Iterator[Prefix]:
+        inner = len(one.ends) - 1
+        for k in spread(inner, self.prefixes) if self.at is None else [k for k in sorted(set(self.at)) if k <= inner]:
+            stop = prefix_after(one.ends, k)
+            prefix = one.ids[:stop]
+            own = replace(one.question, id=prefix_id(one.question.id, prefix))
+            yield Prefix(own, one.question.id, prefix, k, len(one.ends))
 
 
 def spread(inner: int, number: int | None) -> list[int]:
@@ -115,13 +159,18 @@ def spread(inner: int, number: int | None) -> list[int]:
     return np.round(np.linspace(1, inner, number)).astype(int).tolist()
 
 
+def text_of(question: Question) -> str:
+    """Return the text of a question; where only its chat is known, the last turn."""
+    return question.text or question.messages[-1].content
+
+
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
     """Yield what a file beside the rollouts says of each prefix, JSON-able."""
     for one in prefixes:
         yield {
             "id": one.question.id,
             "question_id": one.parent_id,
-            "question": one.question.text or one.question.messages[-1].content,
+            "question": text_of(one.question),
             "reasoning_prefix": chat.decode(one.prefix_ids),
             "prefix_ids": list(one.prefix_ids),
             "steps": one.steps,
@@ -134,6 +183,16 @@ def check_source(source: RolloutSource) -> None:
     for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
         if value is not None and value < 1:
             raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
+    if source.at is not None and source.prefixes is not None:
+        raise InputError(
+            f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}: the numbers of "
+            "steps, or how many of them."
+        )
+    if source.at is not None and (not source.at or min(source.at) < 1):
+        raise InputError(
+            f"Expected `at` to be numbers of steps from 1, but got {list(source.at)}. After none a rollout is a "
+            "response, of which `samples_dir` has some."
+        )
     if not (Path(source.samples_dir) / "rounds").is_dir():
         raise InputError(
             f"Expected `samples_dir` to be a sample store, but got {source.samples_dir!r}. `selfcal generate` makes "

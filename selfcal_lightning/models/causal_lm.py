@@ -15,11 +15,16 @@ from selfcal_lightning.model_files.folders import check_all_loaded, check_model_
 from selfcal_lightning.model_files.locations import resolve_model
 from selfcal_lightning.models.packing_support import prefer_segments
 from selfcal_lightning.models.segment_attention import packed_inputs, register_segment_attention
+from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.records import ConfidenceQuery, Dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
+
+
+OUTPUT_LAYER = "lm_head.weight"
+SMALL_OUTPUTS = 16
 
 
 class Confidence(NamedTuple):
@@ -38,6 +43,7 @@ def load_causal_lm(
     attn_implementation: str | None = None,
     device: torch.device | None = None,
     quantization_config: QuantizationConfigMixin | None = None,
+    is_trunk: bool = False,
 ) -> PreTrainedModel:
     """Load ``base_model`` from a local folder or the hub, without running code that came with it.
 
@@ -49,6 +55,8 @@ def load_causal_lm(
             None takes "segments" where the model can, else the model's default.
         device: Where the weights are put as they are read; None is the CPU.
         quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
+        is_trunk: Whether its last hidden states are all that is wanted: a small frozen layer then stands in the place
+            of its output layer, which the files need not have.
 
     Raises:
         ValueError: If there is no such model, it is no causal language model, or its files are damaged, not
@@ -58,6 +66,8 @@ def load_causal_lm(
 
     check_model_folder(base_model, option="base_model")
     register_segment_attention()
+    # The files of a reward model have no output layer; one that is tied to the embedding takes no memory.
+    tied = {"tie_word_embeddings": True} if is_trunk and _lacks_output_layer(base_model, revision) else {}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),
@@ -69,13 +79,31 @@ def load_causal_lm(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **tied,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _no_model(base_model, revision, error) from error
     check_all_loaded(base_model, loading, option="base_model")
+    if is_trunk:
+        model.set_output_embeddings(_small_output_layer(model))
     if attn_implementation is None:
         prefer_segments(model)
     return model
+
+
+def _lacks_output_layer(base_model: str, revision: str | None) -> bool:
+    names = WeightFiles.of_model(base_model, revision=revision).names
+    return not any(name.endswith(OUTPUT_LAYER) for name in names)
+
+
+def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
+    """Return a frozen layer of a few outputs that differ, so that packed rows can still be held against whole ones."""
+    embedding = model.get_input_embeddings().weight
+    layer = nn.Linear(embedding.shape[1], SMALL_OUTPUTS, bias=False, device="meta", dtype=embedding.dtype)
+    layer = layer.to_empty(device=embedding.device).requires_grad_(False)
+    drawn = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0))
+    layer.weight.copy_(drawn)
+    return layer
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:

@@ -41,6 +41,7 @@ from selfcal_lightning.training.support import check_support
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from transformers import PreTrainedModel
 
 
 class CalibratedModel(LightningModule):
@@ -115,9 +116,7 @@ class CalibratedModel(LightningModule):
         if self.model is not None:
             return
         self.check_support()
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        self.chats = read_queries(self.beside, self.chat)
+        self._read_tokenizer()
         dtype = self.torch_dtype
         # The module itself still says that it is on the CPU: it is moved after this hook.
         strategy = None if trainer_of(self) is None else self.trainer.strategy
@@ -142,7 +141,7 @@ class CalibratedModel(LightningModule):
         else:
             # Straight to the GPU, as 4-bit weights go: otherwise every process of a machine would hold the whole model
             # in host memory at the same time.
-            load = partial(load_causal_lm, device=device if device.type == "cuda" else None)
+            load = partial(self._load_network, device=device if device.type == "cuda" else None)
             if self.quantization is not None:
                 load = partial(load_nf4_causal_lm, device=device)
             model = load(self.base_model, **loading)
@@ -155,6 +154,16 @@ class CalibratedModel(LightningModule):
             keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
+
+    def _read_tokenizer(self) -> None:
+        """Read the chat format and the query, and those of the adapters beside the first one."""
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
+        self.chats = read_queries(self.beside, self.chat)
+
+    def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
+        """Return the network itself, without an adapter."""
+        return load_causal_lm(base_model, **loading)
 
     def on_validation_start(self) -> None:
         """Refuse a model that packed rows would score wrongly."""

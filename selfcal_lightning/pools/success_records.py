@@ -1,4 +1,4 @@
-"""Published success rates of prefixes, ``{question, reasoning_prefix, success_prob}``, as a pool of responses."""
+"""Success rates of prefixes made elsewhere as a pool of responses: published records, and rows as TRL has them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.pools.trl_rows import TRL_FIELDS, read_trl_row
 from selfcal_lightning.runtime.files import write_json_lines
 from selfcal_lightning.runtime.json_files import line_error, read_json_lines
 
@@ -16,7 +17,7 @@ FIELDS = ("question", "reasoning_prefix", "success_prob")
 SUCCESS = "success_prob"
 
 
-def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str) -> int:
+def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, separator: str = "\n") -> int:
     """Write the records of a file as a pool, in which a prefix is a response whose confidence is its success rate.
 
     Records of one question, by its text, are one line. A record of the question alone, without a prefix, is left out:
@@ -27,6 +28,7 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str) -
         pool: Where to.
         task: Task of the questions.
         split: Split of the questions.
+        separator: What stands between two steps of TRL's rows.
 
     Returns:
         How many prefixes there are.
@@ -35,7 +37,7 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str) -
         InputError: A record lacks a field, or a rate is none; with file and line.
     """
     groups: dict[str, list[tuple[str, float]]] = {}
-    for question, prefix, rate in _records(Path(path)):
+    for question, prefix, rate in _records(Path(path), separator):
         group = groups.setdefault(question, [])
         if prefix.strip():
             group.append((prefix, rate))
@@ -46,8 +48,15 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str) -
     return sum(map(len, found.values()))
 
 
-def _records(path: Path) -> Iterator[tuple[str, str, float]]:
+def _records(path: Path, separator: str) -> Iterator[tuple[str, str, float]]:
     for number, record in read_json_lines(path):
+        if record.keys() >= set(TRL_FIELDS):
+            try:
+                asked, prefixes = read_trl_row(record, separator=separator)
+            except InputError as error:
+                raise InputError(f"{path}:{number}: {error}") from error
+            yield from ((asked, prefix, rate) for prefix, rate in prefixes)
+            continue
         if missing := [field for field in FIELDS if field not in record]:
             raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
         question, prefix, rate = (record[field] for field in FIELDS)

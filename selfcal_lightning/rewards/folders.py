@@ -52,4 +52,9 @@ def read_reward_file(folder: Path) -> RewardFile | None:
             "again."
         )
     low, high = (float(level) for level in content["levels"])
+    if not 0.0 < low < high < 1.0:
+        raise InputError(
+            f"Expected `levels` in {path} to rise within (0, 1), the lower quantile's first, but got {low} and {high}. "
+            "Export it again."
+        )
     return RewardFile(str(content["format"]), content["steps"], (low, high), str(content["target"]))

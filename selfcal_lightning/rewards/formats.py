@@ -50,7 +50,8 @@ class RewardFormat:
             rows of ``output_tokens`` in the output layer.
         num_outputs: Outputs of the head.
         link: What makes scores of the outputs; "none" leaves the one output as it is, which is no probability.
-            "quantiles" makes a mean, a lower and an upper quantile of three (``functional.monotone_quantiles``).
+            "quantiles" makes a mean, a lower and an upper quantile of three (``functional.monotone_quantiles``), or of
+            more, all but the last two of which are rows of the mean (``functional.folded_outputs``).
         right: The outputs that mean right; their probabilities are added.
         bias: Whether the layers have a bias; None takes one where it is stored.
         output_tokens: With ``lm_head``: the tokens whose logits are the outputs, in their order.
@@ -141,8 +142,8 @@ class RewardFormat:
             raise self._refusal(f"`right` to be among the {self.num_outputs} outputs", self.right)
         if self.link == "none" and self.num_outputs != 1:
             raise self._refusal('one output with the link "none"', self.num_outputs)
-        if self.has_quantiles and self.num_outputs != 3:
-            raise self._refusal('three outputs with the link "quantiles"', self.num_outputs)
+        if self.has_quantiles and self.num_outputs < 3:
+            raise self._refusal('at least three outputs with the link "quantiles"', self.num_outputs)
         if self.is_output_layer != bool(self.output_tokens):
             raise self._refusal("`output_tokens` with the layer lm_head alone", self.output_tokens)
         if self.output_tokens and len(self.output_tokens) != self.num_outputs:

@@ -57,6 +57,14 @@ class RewardEncoder:
                 "written by, but got none. Choose its own `reward.format`."
             )
 
+    def check_fits(self, num_tokens: int, *, of: str) -> None:
+        """Raise InputError where the tokenizer has more tokens than the model ``of`` has embeddings."""
+        if len(self._tokenizer) > num_tokens:
+            raise InputError(
+                f"Expected the reward model to come with the tokenizer of its weights, but {of} has "
+                f"{len(self._tokenizer):,} tokens for {num_tokens:,} embeddings. Fetch both again."
+            )
+
     def encode(self, question: str, steps: Sequence[str]) -> RewardInput | None:
         """Return the ids and the K positions of a question and K steps.
 
@@ -174,6 +182,13 @@ class RewardEncoder:
                 "another format: choose or register its own."
             )
         return ids[0]
+
+
+def bare_question(question: Question) -> str:
+    """Return the text of a question; where only the chat is known, what its user says last."""
+    if question.text:
+        return question.text
+    return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")
 
 
 def _turn(role: str, content: str) -> Turn:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.quantiles import monotone_quantiles
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat, Score
+from selfcal_lightning.rewards.heads import check_head, linked, read_head
 from selfcal_lightning.rewards.layouts import RewardInput
 
 _OPTION = "reward.model"
-# What models do to their logits after the output layer, which rows of it alone would leave out.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 class RewardModel:
@@ -57,17 +54,12 @@ class RewardModel:
             states = self._trunk(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
         places = [(row, place) for row, one in enumerate(batch) for place in one.positions]
         rows, columns = torch.tensor(places, device=device).T
-        values = self._link(self._head(states[rows, columns].float())).cpu().split([len(x.positions) for x in batch])
+        outputs = self._head(states[rows, columns].float())
+        values = linked(outputs, self._format).cpu().split([len(one.positions) for one in batch])
         return [[Score(*score) for score in value.tolist()] for value in values]
 
-    def _link(self, outputs: Tensor) -> Tensor:
-        """Return mean, low and high [R, 3] of outputs [R, num_outputs]; equal ones where there are no quantiles."""
-        if self._format.has_quantiles:
-            return torch.stack(monotone_quantiles(outputs), dim=-1)
-        if self._format.link == "none":
-            return outputs[:, :1].expand(-1, 3)
-        linked = outputs.softmax(-1) if self._format.link == "softmax" else outputs.sigmoid()
-        return linked[:, list(self._format.right)].sum(-1, keepdim=True).expand(-1, 3)
+    def close(self) -> None:
+        """Do nothing: the weights go with the object."""
 
 
 def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[int], *, dtype: str) -> RewardModel:
@@ -86,10 +78,9 @@ def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[i
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     files = WeightFiles.of_model(str(folder))
-    if not format.is_output_layer:
-        _check_head(files, folder, format)
+    check_head(files, folder, format)
     trunk = _load_trunk(folder, dtype)
-    head = _output_rows(files, folder, trunk, output_ids) if format.is_output_layer else _linear_head(files, format)
+    head = read_head(files, folder, format, trunk, output_ids)
     return RewardModel(format, trunk.to(device).eval(), head.to(device).eval())
 
 
@@ -110,68 +101,3 @@ def _load_trunk(folder: Path, dtype: str) -> PreTrainedModel:
         ) from error
     check_all_loaded(str(folder), loading, option=_OPTION)
     return trunk
-
-
-def _check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
-    """Raise unless the stored head is the format's: every tensor there, none beside them, as many outputs."""
-    needed = [f"{layer}.{part}" for layer in format.layers for part in _parts(format)]
-    if missing := [name for name in needed if name not in files]:
-        raise InputError(
-            f"Expected the weights in {folder} to have the head of the reward format {format.name!r}, but "
-            f"{', '.join(missing)} is missing. A head is never made up: choose the model's own `reward.format`."
-        )
-    known = {f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")}
-    allowed = set(needed) if format.bias is False else known
-    roots = tuple({layer.split(".")[0] + "." for layer in format.layers})
-    if further := [name for name in files.names if name.startswith(roots) and name not in allowed]:
-        raise InputError(
-            f"Expected the head of the reward format {format.name!r} to be {', '.join(needed)}, but {folder} has "
-            f"{', '.join(further)} too. Choose the model's own `reward.format`."
-        )
-    last = f"{format.layers[-1]}.weight"
-    if files.shape(last)[0] != format.num_outputs:
-        raise InputError(
-            f"Expected the head of the reward format {format.name!r} to have {format.num_outputs} outputs, but "
-            f"{last} in {folder} has {files.shape(last)[0]}. Choose the model's own `reward.format`."
-        )
-
-
-def _parts(format: RewardFormat) -> tuple[str, ...]:
-    return ("weight", "bias") if format.bias else ("weight",)
-
-
-def _linear_head(files: WeightFiles, format: RewardFormat) -> nn.Module:
-    layers: list[nn.Module] = []
-    for layer in format.layers:
-        bias = files.read(f"{layer}.bias") if f"{layer}.bias" in files else None
-        layers += [_linear(files.read(f"{layer}.weight"), bias), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, output_ids: Sequence[int]) -> nn.Module:
-    """Return the rows of the output layer that the format's tokens have, as a head."""
-    config: dict[str, Any] = trunk.config.get_text_config().to_dict()
-    if changes := [name for name in _LOGIT_CHANGES if config.get(name) is not None]:
-        raise InputError(
-            f"Expected a reward model whose logits are those of its output layer, but {folder} changes them "
-            f"({', '.join(changes)} in its configuration). Such models are not read yet."
-        )
-    if "lm_head.weight" in files:
-        weight = torch.cat([files.read_rows("lm_head.weight", token, token + 1) for token in output_ids])
-    elif config.get("tie_word_embeddings"):
-        weight = trunk.get_input_embeddings().weight.detach()[list(output_ids)]
-    else:
-        raise InputError(
-            f"Expected the weights in {folder} to have an output layer, but lm_head.weight is missing. A head is never "
-            "made up: choose the model's own `reward.format`."
-        )
-    return _linear(weight, None)
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.float32)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        if bias is not None:
-            layer.bias.copy_(bias)
-    return layer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.rewards.prefixes import MARK, Rate
 from selfcal_lightning.runtime.json_files import read_json_lines
+from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+from selfcal_lightning.tasks.registry import get_task
 
 PREFIXES_FILE = "prefixes.jsonl"
 
@@ -27,26 +30,58 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
     Raises:
         InputError: The folder holds no rollouts, or those of another policy.
     """
-    if not (Path(rollouts_dir) / PREFIXES_FILE).is_file():
-        raise InputError(f"Expected `rollouts` to be a folder that `selfcal rollout` filled, but got {rollouts_dir!r}.")
-    store = SampleStore(rollouts_dir)
-    if policy is not None:
-        _check_policy(store, policy)
-    index = store.index()
+    index = _index_of(rollouts_dir, policy)
     labelled = ~np.isnan(index.correct)
     if not labelled.any():
         raise InputError(
             f"Expected rollouts whose answers were compared with references, but {rollouts_dir} has no labels. Sample "
             "questions with references."
         )
-    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
     right = np.nan_to_num(index.correct)
-    spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return {
-        str(index.question_id[start]): Rate(float(right[start:stop].mean()), stop - start)
-        for start, stop in spans
-        if MARK in index.question_id[start] and labelled[start:stop].any()
+        name: Rate(float(right[rows].mean()), rows.stop - rows.start)
+        for name, rows in _prefixes_in(index)
+        if labelled[rows].any()
     }
+
+
+def read_agreement(
+    rollouts_dir: str, answers: Mapping[str, str | None], *, policy: StoreFingerprint | None = None
+) -> dict[str, Rate]:
+    """Return how many rollouts of a store end with the answer of their question, by ``prefix_id``; no label is read.
+
+    Args:
+        rollouts_dir: Folder that ``selfcal rollout`` filled.
+        answers: The answer that most responses to a question give, by its id; None where there is none.
+        policy: See ``read_rates``.
+
+    Raises:
+        InputError: The folder holds no rollouts, or those of another policy.
+    """
+    index = _index_of(rollouts_dir, policy)
+    found: dict[str, Rate] = {}
+    for name, rows in _prefixes_in(index):
+        wanted = answers.get(name.rpartition(MARK)[0])
+        if wanted is not None:
+            task = get_task(str(index.task[rows.start]))
+            given = index.answer[rows].tolist()
+            agreeing = sum(answer is not None and task.verify(answer, wanted) for answer in given)
+            found[name] = Rate(agreeing / len(given), len(given))
+    return found
+
+
+def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str], Rate]:
+    """Return rates by (question id, text of the prefix without white space around it).
+
+    For readers with another tokenizer than the policy's.
+
+    Args:
+        rollouts_dir: Folder that they are of.
+        rates: By ``prefix_id``.
+    """
+    lines = (line for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE))
+    return {(line["question_id"], line["reasoning_prefix"].strip()): rates[line["id"]]
+            for line in lines if line["id"] in rates}  # fmt: skip
 
 
 def success_records(rollouts_dir: str) -> Iterator[dict[str, Any]]:
@@ -56,6 +91,23 @@ def success_records(rollouts_dir: str) -> Iterator[dict[str, Any]]:
         if (rate := rates.get(line["id"])) is not None:
             shown = {name: line[name] for name in ("question", "reasoning_prefix")}
             yield {**shown, "success_prob": rate.share}
+
+
+def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex:
+    if not (Path(rollouts_dir) / PREFIXES_FILE).is_file():
+        raise InputError(f"Expected `rollouts` to be a folder that `selfcal rollout` filled, but got {rollouts_dir!r}.")
+    store = SampleStore(rollouts_dir)
+    if policy is not None:
+        _check_policy(store, policy)
+    return store.index()
+
+
+def _prefixes_in(index: SampleIndex) -> Iterator[tuple[str, slice]]:
+    """Yield the id of every prefix with the rows of its rollouts."""
+    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
+    for start, stop in pairwise(edges.tolist()):
+        if MARK in index.question_id[start]:
+            yield str(index.question_id[start]), slice(start, stop)
 
 
 def _check_policy(store: SampleStore, policy: StoreFingerprint) -> None:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.functional.steps import step_spans
-from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.model_files.fingerprints import files_sha256, weights_sha256
 from selfcal_lightning.model_files.folders import check_model_folder
 from selfcal_lightning.model_files.manifests import check_files
 from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.formats import RewardFormat, Score
-from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput
+from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
-from selfcal_lightning.rewards.steps import rule_for
+from selfcal_lightning.rewards.steps import step_prefixes
 
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.model import RewardModel
+    from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
 
 FORWARD_TOKENS = 8192
+VLLM_TOKENS = 1 << 18  # which it batches itself
+Scale = Callable[[Sequence[Score]], list[Score]]
 
 
 class RewardReader:
@@ -40,18 +42,21 @@ class RewardReader:
         format: Its format.
         steps: Where steps end.
         forward_tokens: Tokens of a forward pass, padding included; one response may be longer.
+        scale: Calibrates scores; None leaves them as they are.
     """
 
     def __init__(
         self,
-        model: RewardModel,
+        model: RewardModel | VLLMRewardModel,
         encoder: RewardEncoder,
         *,
         format: RewardFormat,
         steps: Steps = "auto",
         forward_tokens: int = FORWARD_TOKENS,
+        scale: Scale | None = None,
     ) -> None:
         self.format = format
+        self._scale = scale
         self._model, self._encoder, self._steps, self._forward_tokens = model, encoder, steps, forward_tokens
         self._known: dict[RewardInput, list[Score]] = {}
 
@@ -105,6 +110,10 @@ class RewardReader:
         found = self._look_up(inputs)
         return [found[one][0] for one in inputs if one is not None]
 
+    def close(self) -> None:
+        """Give the model back. Closing twice is allowed."""
+        self._model.close()
+
     def _read(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
         known = self._look_up([one for row in inputs for one in row])
@@ -122,7 +131,7 @@ class RewardReader:
         if self.format.layout == "continued":
             return self._fitting(self._encoder.continued(entry, sample, self._steps))
         steps = self._steps_of(sample.text)
-        return self._fitting(self._encoder.encode(_text_of(entry.question), steps)) if steps else None
+        return self._fitting(self._encoder.encode(bare_question(entry.question), steps)) if steps else None
 
     def _fitting(self, found: RewardInput | None) -> RewardInput | None:
         room = self._model.max_context
@@ -131,7 +140,7 @@ class RewardReader:
     def _steps_of(self, text: str) -> list[str]:
         if self.format.judges == "response":
             return [text.strip()] if text.strip() else []
-        return [text[start:end] for start, end in step_spans(text, rule_for(text, self._steps))]
+        return [step for step, _ in step_prefixes(text, self._steps)]
 
     def _scores(self, batch: Sequence[RewardInput]) -> list[list[Score]]:
         scores = self._model.scores(batch)
@@ -140,7 +149,7 @@ class RewardReader:
                 "Expected finite scores of the reward model, but got nan or infinity. Its weights are damaged, or the "
                 "numbers leave the range of its dtype: use `--engine.dtype float32`. Nothing of this batch was kept."
             )
-        return scores
+        return scores if self._scale is None else [self._scale(row) for row in scores]
 
     def _batches(self, inputs: Iterable[RewardInput]) -> Iterator[list[RewardInput]]:
         """Yield the inputs by rising length, in batches within the limit on tokens."""
@@ -189,10 +198,23 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
             f"{settings.model!r} and {settings.format!r}."
         )
     format = reward_format(settings.format)
+    if settings.scaler is not None and not Path(settings.scaler).is_file():
+        raise InputError(
+            f"Expected `reward.scaler` to be a file of `selfcal fit-step-scaler`, but got {settings.scaler!r}."
+        )
+    if settings.scaler is not None and format.judges != "steps":
+        raise InputError(
+            f"Expected no `reward.scaler` with the reward format {format.name!r}, which judges whole responses, but "
+            f"got {settings.scaler!r}. Scale what it says by `selfcal fit-confidence`."
+        )
     if not Path(settings.model).is_dir():
         raise InputError(f"Expected `reward.model` to be a local folder, but got {settings.model!r}.")
     check_model_folder(settings.model, option="reward.model")
     check_files(Path(settings.model))
+    if settings.engine == "vllm":
+        from selfcal_lightning.rewards.vllm_model import check_vllm_reads
+
+        check_vllm_reads(Path(settings.model), format)
     return format
 
 
@@ -209,31 +231,40 @@ def reward_identity(settings: RewardSettings) -> dict[str, Any]:
         "tokenizer_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "format": asdict(format),
         "steps": settings.steps if format.judges == "steps" else None,
+        **({} if settings.scaler is None else {"scaler_sha256": files_sha256([Path(settings.scaler)])[0]}),
     }
 
 
-def open_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
-    """Load the reward model of ``settings``.
+def open_rewards(settings: RewardSettings, *, dtype: str = "auto", scale: Scale | None = None) -> RewardReader:
+    """Load the reward model of ``settings``; see ``confidence.fitting.step_scaling`` for the scaler that they name.
+
+    Args:
+        settings: Which model, and how it is read.
+        dtype: Of its trunk.
+        scale: Calibrates scores; None leaves them as they are.
 
     Raises:
         InputError: It is not there, or is not of the format that was named.
     """
-    from selfcal_lightning.rewards.model import load_reward_model
-
     format = check_rewards(settings)
     tokenizer = load_tokenizer(str(settings.model))
     encoder = RewardEncoder(format, tokenizer)
-    model = load_reward_model(Path(str(settings.model)), format, encoder.output_ids, dtype=dtype)
-    if len(tokenizer) > model.num_tokens:
-        raise InputError(
-            f"Expected the reward model to come with the tokenizer of its weights, but {settings.model} has "
-            f"{len(tokenizer):,} tokens for {model.num_tokens:,} embeddings. Fetch both again."
-        )
-    return RewardReader(model, encoder, format=format, steps=completed(settings).steps)
+    model = _load(settings, format, encoder, dtype=dtype)
+    encoder.check_fits(model.num_tokens, of=str(settings.model))
+    at_once = FORWARD_TOKENS if settings.engine == "transformers" else VLLM_TOKENS
+    return RewardReader(
+        model, encoder, format=format, steps=completed(settings).steps, forward_tokens=at_once, scale=scale
+    )
 
 
-def _text_of(question: Question) -> str:
-    """Return the bare question; where only the chat is known, what its user says last."""
-    if question.text:
-        return question.text
-    return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")
+def _load(
+    settings: RewardSettings, format: RewardFormat, encoder: RewardEncoder, *, dtype: str
+) -> RewardModel | VLLMRewardModel:
+    folder = Path(str(settings.model))
+    if settings.engine == "vllm":
+        from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
+
+        return VLLMRewardModel(folder, format, dtype=dtype)
+    from selfcal_lightning.rewards.model import load_reward_model
+
+    return load_reward_model(folder, format, encoder.output_ids, dtype=dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.rewards.formats import OUTPUT_LAYER, RewardFormat
 
 QUANTILE_PRM = "quantile-prm"
+QUANTILES_OF = "quantiles-of-"  # before the name of the public format that a training began with
 _MATH_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 _OWN = (
     # Qwen2.5-Math-PRM-7B and -72B, Qwen2.5-Math-7B-PRM800K, ReasonFlux-PRM
@@ -151,6 +154,45 @@ def reward_format(name: str) -> RewardFormat:
         >>> reward_format("reasoneval").right
         (1, 2)
     """
+    if name.startswith(QUANTILES_OF) and name.removeprefix(QUANTILES_OF) in REWARD_FORMATS:
+        return quantiles_of(REWARD_FORMATS[name.removeprefix(QUANTILES_OF)])
     if name not in REWARD_FORMATS:
         raise unknown_name("reward.format", name, REWARD_FORMATS)
     return REWARD_FORMATS[name]
+
+
+def quantiles_of(format: RewardFormat) -> RewardFormat:
+    """Return the format of a model of ``format`` that was trained on: written and read alike, with quantiles.
+
+    Its score starts as what it was: outputs that mean right stay rows of the mean, held against the one that does not.
+
+    Raises:
+        InputError: Models of ``format`` are no start: they judge whole responses, or give no probability of one kind.
+
+    Example:
+        >>> quantiles_of(reward_format("reasoneval")).num_outputs
+        4
+    """
+    if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
+        raise InputError(
+            f"Expected a reward format whose models judge steps by a probability, to train one on, but got "
+            f"{format.name!r}. Start from another model, or leave `format` out and start from the policy."
+        )
+    if len(format.right) != format.num_outputs - (format.link == "softmax") or (
+        format.link == "sigmoid" and format.num_outputs != 1
+    ):
+        raise InputError(
+            f"Expected a reward format with one output that does not mean right, or a single one in all, to train its "
+            f"model on, but got {format.name!r} with {format.num_outputs} outputs of which {format.right} do."
+        )
+    depth = len(format.layers)
+    return replace(
+        format,
+        name=f"{QUANTILES_OF}{format.name}",
+        layers=("score",) if depth == 1 else tuple(f"score.{2 * number}" for number in range(depth)),
+        num_outputs=len(format.right) + 2,
+        link="quantiles",
+        right=(0,),
+        bias=True,
+        output_tokens=(),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.functional.steps import StepRule, find_rule, step_ends
+from selfcal_lightning.functional.steps import StepRule, find_rule, step_ends, step_spans
 from selfcal_lightning.prompts.pieces import token_pieces
 from selfcal_lightning.rewards.settings import Steps
 
@@ -21,6 +21,16 @@ def rule_for(text: str, steps: Steps) -> StepRule:
         ('sentence', 'line')
     """
     return find_rule(text) if steps == "auto" else steps
+
+
+def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
+    """Return each step of a response, and the text up to its end, both without white space around them.
+
+    Example:
+        >>> step_prefixes("One. Two.", "sentence")
+        [('One.', 'One.'), ('Two.', 'One. Two.')]
+    """
+    return [(text[start:end], text[:end].strip()) for start, end in step_spans(text, rule_for(text, steps))]
 
 
 def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], steps: Steps) -> list[int]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from selfcal_lightning.errors import unknown_name
-from selfcal_lightning.functional.rewards import share, soft_share
+from selfcal_lightning.functional.rewards import majority, share, soft_share
 
-RewardTarget = Literal["outcome", "vote_share", "ssc", "success_rate", "hard", "success_prob"]
-LABEL_FREE = frozenset({"vote_share", "ssc"})
-OF_ROLLOUTS = frozenset({"success_rate", "hard"})
+RewardTarget = Literal["outcome", "vote_share", "ssc", "consensus", "success_rate", "hard", "success_prob"]
+CONSENSUS = "consensus"
+LABEL_FREE = frozenset({"vote_share", "ssc", CONSENSUS})
+OF_ROLLOUTS = frozenset({"success_rate", "hard", CONSENSUS})
 OF_PREFIXES = "success_prob"  # of responses that are prefixes, rolled out elsewhere: known at their ends alone
 
 
@@ -31,7 +32,8 @@ def response_targets(
 
     Args:
         target: "vote_share" is the share of the responses that give the same answer, "ssc" the same with votes weighted
-            by confidence; an unreadable response gets 0 of either. All others are 1 for a right response and 0 for a
+            by confidence, "consensus" is 1 for the majority's answer and 0 for others; an unreadable response gets 0 of
+            any. All others are 1 for a right response and 0 for a
             wrong one, which an unreadable one is where labels are known.
         answers: The N answers; None where unreadable.
         confidences: The N confidences; None where unknown.
@@ -47,6 +49,8 @@ def response_targets(
         return share(answers)
     if target == "ssc":
         return soft_share(answers, confidences)
+    if target == CONSENSUS:
+        return majority(answers)
     labelled = any(label is not None for label in correct)
     return [
         float(label) if label is not None else 0.0 if labelled and answer is None else None

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.confidence.fitting.step_scaling import open_scaled_rewards
 from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.prompts.chat_format import load_tokenizer
-from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
+from selfcal_lightning.rewards.reading import check_rewards, completed
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.search.adaptive_best_of_n import AdaptiveBestOfN
@@ -79,7 +80,7 @@ def open_search(
         )
     steps = completed(reward).steps
     ends = step_end_ids(tokenizer, steps) if name == BeamSearch.name else ()
-    strategy: Strategy = SEARCHES[name](open_rewards(reward, dtype=dtype), **fields)
+    strategy: Strategy = SEARCHES[name](open_scaled_rewards(reward, dtype=dtype), **fields)
     return strategy, ends
 
 

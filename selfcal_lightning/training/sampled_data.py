@@ -135,6 +135,11 @@ class StepData(Protocol):
     """What ``QuantileRewardModule`` asks of the data module that makes its batches."""
 
     @property
+    def format(self) -> str | None:
+        """Format of the public reward model that rows are written for; None where they are the policy's."""
+        ...
+
+    @property
     def steps(self) -> str:
         """Where steps end."""
         ...
@@ -236,8 +241,8 @@ def row_data(data: object, *, who: str) -> RowData | None:
     return cast("RowData", data)
 
 
-def check_step_data(data: object, *, steps: str, target: str, who: str) -> None:
-    """Hold a data module against the steps and the target that a reward model states.
+def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str) -> None:
+    """Hold a data module against the steps, the target and the format that a reward model states, by their names.
 
     Raises:
         InputError: It lacks members of ``StepData``, or has others.
@@ -246,11 +251,12 @@ def check_step_data(data: object, *, steps: str, target: str, who: str) -> None:
         return
     check_members(data, StepData, who=who, kind=DATA_MODULE)
     checked = cast("StepData", data)
-    for name, stated, found in (("steps", steps, checked.steps), ("target", target, checked.target)):
-        if stated != found:
+    found = {"steps": checked.steps, "target": checked.target, "format": checked.format}
+    for name, value in stated.items():
+        if value != found[name]:
             raise InputError(
-                f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
-                "Give both the same."
+                f"Expected `{name}` of the data module to be {value!r}, as the module states it, but got "
+                f"{found[name]!r}. Give both the same."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import numpy as np
 import pytest
 from support.options import nested
 from support.recorded_pools import SAMPLING, sample_store
+from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.datamodules.rewards.targets import index_targets
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rollouts import RolloutSource
 from selfcal_lightning.pipelines.rewards.import_prefixes import run_import_prefixes
 from selfcal_lightning.pipelines.rewards.rollout import run_rollout
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.rewards.prefixes import prefix_id
 from selfcal_lightning.rewards.rates import read_rates
+from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.steps import token_step_ends
+from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.store.sample_store import SampleStore
 
 NUM_QUESTIONS, ROLLOUTS = 2, 2
@@ -95,6 +101,30 @@ def test_a_run_goes_on_and_takes_more_prefixes(
     assert mine == theirs, "the same rollouts, however they were shared out"
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+def test_vllm_rolls_the_same_prefixes_out_and_goes_on(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    """One start: the second command finds everything done, and what it wrote is whole responses behind the prefixes."""
+    args = {"max_context": 256, "kv_cache_memory_bytes": 1 << 28}
+    engine = EngineSettings("vllm", dtype="float32", max_batch=64, engine_args=args)
+    report = rollout(sampled, tmp_path / "store", engine=engine)
+    assert (report.prefixes, report.rolled_out, report.rollouts) == (
+        rolled[2].prefixes, rolled[2].prefixes, rolled[2].prefixes * ROLLOUTS,
+    )  # fmt: skip
+    prefixes = {line["id"]: tuple(line["prefix_ids"]) for _, line in read_json_lines(tmp_path / "store/prefixes.jsonl")}
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")}
+    assert before
+    for entry in SampleStore(tmp_path / "store").samples():
+        prefix = prefixes[entry.question.id]
+        assert all((sample.token_ids or ())[: len(prefix)] == prefix for sample in entry.samples)
+        assert all(len(sample.token_ids or ()) > len(prefix) for sample in entry.samples)
+    assert rollout(sampled, tmp_path / "store", engine=engine).rolled_out == report.rolled_out
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")} == before
+
+
 @pytest.mark.parametrize("target", ["success_rate", "hard"])
 def test_rates_are_targets_inside_of_responses(
     sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, target: Any
@@ -112,6 +142,95 @@ def test_rates_are_targets_inside_of_responses(
             assert place.rate == rate
             assert place.target == (rate.share if target == "success_rate" else float(rate.share > 0))
     assert any(len(collator.places(row, 1.0, 1.0)) > 2 for row in rows)
+
+
+def test_consensus_is_learnt_without_labels(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, chat: ChatFormat
+) -> None:
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
+    collator = RewardDataModule(tiny_model, str(sampled.path), target="consensus", **settings).collator()
+    rollouts = {entry.question.id: entry.samples for entry in SampleStore(rolled[0]).samples()}
+    places = 0
+    for entry, rows in zip(SampleStore(sampled.path).samples(), sampled.rows(), strict=True):
+        votes = [sample.answer for sample in entry.samples if sample.answer]
+        first = max(votes, key=votes.count)  # of the answers that lead, the first seen
+        for row in rows:
+            start, *inner, last = collator.places(row, 0.25, 1.0)
+            assert (start.target, last.target) == (0.25, 0.25), "what the response learns as a whole"
+            for place in inner:
+                drawn = rollouts[prefix_id(row.question.id, (row.sample.token_ids or ())[: place.length])]
+                assert place.target == pytest.approx(np.mean([one.answer == first for one in drawn]))
+                assert place.rate.share == 1.0, "held against the response, not against votes"
+                places += 1
+    assert places > 2
+    (index,) = [SampleStore(sampled.path).index()]
+    values, _ = index_targets(index, "consensus")
+    assert set(values.tolist()) <= {0.0, 1.0}
+    with pytest.raises(InputError, match="`rollouts`, a folder that"):
+        RewardDataModule(tiny_model, str(sampled.path), target="consensus", num_samples=3)
+
+
+def test_rates_reach_a_public_reward_model_by_their_texts(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], shallow_model: str, tmp_path: Path
+) -> None:
+    public = stand_in(shallow_model, tmp_path / "m", reward_format("reasoneval"))
+    data = RewardDataModule(
+        public, str(sampled.path), format="reasoneval", num_samples=3, target="success_rate", steps="sentence",
+        rollouts=str(rolled[0]),
+    )  # fmt: skip
+    rates, collator = read_rates(str(rolled[0])), data.collator()
+    chat = ChatFormat(load_tokenizer(str(sampled.round_manifest().fingerprint.model.model)))
+    inner = 0
+    for question in sampled.rows():
+        for row in question:
+            ids = row.sample.token_ids or ()
+            ends = token_step_ends(chat.tokenizer, ids, "sentence")
+            *before, last = collator.places(row, 1.0, 1.0)
+            assert [one.target for one in before] == [
+                rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]
+            ]
+            assert last.target == 1.0
+            inner += len(before)
+    assert inner > 2
+
+
+def test_rows_of_trl_are_written_and_read_back(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    rates = read_rates(str(rolled[0]))
+    for labels in ("hard", "rate"):
+        path = tmp_path / f"{labels}.jsonl"
+        report = rollout(sampled, rolled[0], export_trl=str(path), labels=labels)
+        assert report.rolled_out == rolled[2].rolled_out
+    hard, soft = ([json.loads(line) for line in (tmp_path / f"{kind}.jsonl").open()] for kind in ("hard", "rate"))
+    whole = [sample for entry in sampled.samples() for sample in entry.samples if sample.text.strip()]
+    assert len(hard) == len(soft) == len(whole)
+    for one, other, sample in zip(hard, soft, whole, strict=True):
+        assert {*one} == {"prompt", "completions", "labels"}
+        assert " ".join(one["completions"]) == sample.text.strip()
+        assert one["labels"] == [rate > 0 for rate in other["labels"]]
+        assert all(type(label) is bool for label in one["labels"])
+        assert other["labels"][-1] == float(bool(sample.correct))
+    shares = {rate.share for rate in rates.values()}
+    assert {label for row in soft for label in row["labels"][:-1]} == shares
+    options = ["--path", str(tmp_path / "rate.jsonl"), "--store_dir", str(tmp_path / "store"), "--separator", " "]
+    assert run(["import-prefixes", *options, "--task", "word_problems"]) == 0
+    stored = {
+        (entry.question.text, sample.text): sample.confidences["success_prob"]
+        for entry in SampleStore(tmp_path / "store").samples()
+        for sample in entry.samples
+    }
+    for row in soft:
+        for number, label in enumerate(row["labels"], start=1):
+            assert stored[row["prompt"], " ".join(row["completions"][:number])] == label
+
+
+def test_prefixes_are_taken_after_numbers_of_steps(sampled: SampleStore, chat: ChatFormat) -> None:
+    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence", (2, 1))
+    everything = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
+    found, known = (one.read(chat, longest=200) for one in (source, everything))
+    assert {prefix.steps for prefix in found} == {1, 2}
+    assert {one.question.id for one in found} == {one.question.id for one in known if one.steps <= 2}
 
 
 def test_rollouts_of_another_policy_are_refused(
@@ -135,6 +254,12 @@ def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Pa
         rollout(sampled, tmp_path / "store", split="test")
     with pytest.raises(InputError, match="`prefixes` to be at least 1, but got 0"):
         rollout(sampled, tmp_path / "store", prefixes=0)
+    with pytest.raises(InputError, match="`at` or `prefixes`, but got both"):
+        rollout(sampled, tmp_path / "store", prefixes=1, at=[1])
+    with pytest.raises(InputError, match="`at` to be numbers of steps from 1, but got"):
+        rollout(sampled, tmp_path / "store", at=[0, 1])
+    with pytest.raises(InputError, match="`labels` to be one of"):
+        rollout(sampled, tmp_path / "store", labels="soft")
     with pytest.raises(InputError, match="`store_dir` to be another folder"):
         rollout(sampled, sampled.path)
     source = RolloutSource(str(sampled.path), "calibration", 1, 3, None, "sentence")
@@ -173,6 +298,10 @@ def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
         ({"question": "q", "reasoning_prefix": "p", "success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
         ({"question": " ", "reasoning_prefix": "p", "success_prob": 1}, "`question` to be text"),
         ({"question": "q", "reasoning_prefix": "", "success_prob": 1}, "records with a `reasoning_prefix`"),
+        ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "`labels` to be a list of 2, one a step"),
+        ({"prompt": "q", "completions": ["a"], "labels": [-100]}, r"true, false or shares in \[0, 1\]"),
+        ({"prompt": [], "completions": ["a"], "labels": [True]}, "`prompt` to be text"),
+        ({"prompt": "q", "completions": "a", "labels": [True]}, "`completions` to be a list of steps"),
     ],
 )
 def test_bad_records_are_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:

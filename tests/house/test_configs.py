@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
 REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
+PUBLIC_REWARDS = sorted(path for path in REWARDS.parent.glob("*.yaml") if path != REWARDS)
 PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
 CAPABILITY = [path for path in CONFIGS if path.parent.name == "capability"]
 ADAPT = [path for path in CONFIGS if path.parent.name == "adapt"]
@@ -82,6 +83,9 @@ def test_all_configs_are_found() -> None:
         "presets/joint.yaml",
         "presets/small.yaml",
         "rewards/demo.yaml",
+        "rewards/math-shepherd.yaml",
+        "rewards/qwen2.5-math-prm-7b.yaml",
+        "rewards/reasoneval.yaml",
         "train/deepseek-r1-distill-qwen-1.5b.yaml",
         "train/llama-3.1-70b-instruct-qlora.yaml",
         "train/llama-3.1-8b-instruct-ddp8.yaml",
@@ -122,6 +126,40 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
     stated = ("base_model", "steps", "target", "query")
     assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
     assert cli.datamodule.target == "vote_share"
+
+
+@pytest.mark.parametrize("path", PUBLIC_REWARDS, ids=lambda path: path.name)
+def test_training_from_a_public_reward_model_instantiates(
+    path: Path, shallow_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from support.reward_models import stand_in as public_stand_in
+
+    from selfcal_lightning.rewards.registry import reward_format
+
+    document = yaml.safe_load(path.read_text())
+    format = document["model"]["init_args"]["format"]
+    folder = public_stand_in(shallow_model, tmp_path / "m", reward_format(format))
+    monkeypatch.chdir(tmp_path)
+    cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", folder], monkeypatch)
+    cli.model.configure_model()
+    stated = ("base_model", "format", "steps", "target")
+    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert type(cli.datamodule.collator()).__name__ == "WrittenCollator"
+    names = {type(callback).__name__ for callback in cli.trainer.callbacks}
+    assert "AdapterExport" in names
+    assert "SSCGeneration" not in names, "a reward model answers no questions"
+    made: dict[str, dict[str, Any]] = {}
+    for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
+        verb, *arguments = shlex.split(line)
+        given = given_to(verb, arguments, monkeypatch)
+        made[given["store_split"] or given["split"]] = given
+    for split, given in made.items():
+        (source,) = document["data"]["init_args"][split]
+        assert ([source["task"]], source.get("offset", 0), source["limit"]) == (
+            given["task"], given["offset"], given["limit"],
+        )  # fmt: skip
+        assert given["store_dir"] == cli.datamodule.store_dir
+    assert sorted(made) == ["train", "validation"]
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
@@ -344,7 +382,7 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES, REWARDS, *CAPABILITY)],
+    [p for p in CONFIGS if p not in (*TRAINING, *PRESET_FILES, REWARDS, *PUBLIC_REWARDS, *CAPABILITY)],
     ids=lambda path: path.name,
 )
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from selfcal_lightning.modules.rewards import QuantileRewardModule, RewardBatch
 from selfcal_lightning.modules.rewards.losses import reward_losses
 from selfcal_lightning.modules.rewards.module import TRAINED_FILE
 from selfcal_lightning.pipelines.export import run_export
+from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
 from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.store.sample_store import SampleStore
@@ -171,6 +173,20 @@ def test_a_broken_run_ends_where_the_unbroken_one_does(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.parametrize("start", [{"lora": LoraSettings(r=2, dropout=0.0, activated=False)}, {"lora": None}])
+def test_two_processes_end_where_one_does(pool: Pool, store_dir: str, tmp_path: Path, start: dict[str, Any]) -> None:
+    ends = {}
+    for name, settings in {"one": {}, "two": {"devices": 2, "strategy": "ddp_fork"}}.items():
+        trainer = trainer_with(AdapterExport(str(tmp_path / name)), max_steps=2, limit_val_batches=0, **settings)
+        data = data_of(pool, store_dir, num_samples=2, batch_size=24 // settings.get("devices", 1))
+        trainer.fit(module_of(pool.model, lr=1e-3, head_lr=1e-3, **start), datamodule=data)
+        ends[name] = load_file(tmp_path / name / TRAINED_FILE)
+    assert ends["one"].keys() == ends["two"].keys()
+    assert max(value.abs().max() for value in ends["one"].values()) > 1e-4
+    for name, value in ends["one"].items():
+        torch.testing.assert_close(ends["two"][name], value, atol=2e-5, rtol=0.0)
+
+
 def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str) -> None:
     folder = whole[0] / "model"
     check_files(folder)
@@ -229,6 +245,24 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
         check_rewards(RewardSettings(folder, "trl-prm"))
     with pytest.raises(InputError, match=r"Expected `reward\.steps` to be 'sentence'.* but got 'line'"):
         check_rewards(RewardSettings(folder, steps="line"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"levels": [0.9, 0.1]},
+            r"`levels` in .* to rise within \(0, 1\), the lower quantile's first",
+        ),
+        ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
+        ({"steps": "word"}, "to hold format, levels, steps, target"),
+    ],
+)
+def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = {"format": "quantile-prm", "steps": "line", "levels": [0.1, 0.9], "target": "outcome"}
+    (tmp_path / "reward.json").write_text(json.dumps({**content, **changes}))
+    with pytest.raises(InputError, match=message):
+        read_reward_file(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from selfcal_lightning.rewards.formats import RewardFormat
 from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards
 from selfcal_lightning.rewards.registry import REWARD_FORMATS, register_reward_format, reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.serving.searches import open_search
 
 QUESTION = "Tom has 34 apples and buys 75. How many?"
 TEXTS = ("First 34+75=109. The answer is 109.", "First 34+75=108. So 108+1=109. The answer is 109.", "  ")
@@ -203,6 +205,20 @@ def test_a_separator_of_several_tokens_is_refused(tiny_model: str, tmp_path: Pat
     folder = stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm"), words=[])
     with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
         open_rewards(settings_of(folder, "qwen2.5-math-prm"))
+
+
+def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path) -> None:
+    policy, name = AutoTokenizer.from_pretrained(tiny_model), "quantile-prm"
+    other = stand_in(tiny_model, tmp_path / "other", reward_format(name), words=["<one>"])
+    settings: dict[str, Any] = {"tokenizer": policy, "dtype": "auto"}
+    with pytest.raises(
+        InputError, match=r"the tokenizer and the chat template of the policy.*Train one on this policy"
+    ):
+        open_search("adaptive_best_of_n", {}, settings_of(other, name), **settings)
+    public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
+    search, _ = open_search("adaptive_best_of_n", {}, settings_of(public, "reasoneval"), **settings)
+    with pytest.raises(InputError, match=r"reads the tokens of its policy.*got one of the format 'reasoneval'"):
+        search.scorer.score_paths(pool_of("x")[0].question, [()])  # type: ignore[attr-defined]
 
 
 def test_more_words_than_the_weights_know_are_refused(tiny_model: str, tmp_path: Path) -> None:

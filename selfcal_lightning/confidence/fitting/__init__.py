@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = face(
         "loading": ["FittedScorer", "load_scorers", "scorer_digests"],
         "scaling": ["Scaler", "fit_scaler"],
         "scores": ["ConfidenceScores", "score_confidence", "scores_text"],
+        "step_scaling": ["StepScaler", "open_scaled_rewards"],
         "weighed_pool": [
             "WeighedPool",
             "carried_confidences",

@@ -177,7 +177,13 @@ class ScoringModel:
         return build_estimator(name, tokens=self._open_tokens(), **settings)
 
     def close(self) -> None:
-        """Give the engine back."""
+        """Give the engine and the reward model back."""
+        self._close_engine()
+        if self._rewards is not None:
+            self._rewards.close()
+            self._rewards = None
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -205,15 +211,15 @@ class ScoringModel:
             from selfcal_lightning.confidence.estimators.token_reader import TokenReader
 
             if self.settings.engine.name != "transformers":  # which has a copy of its own
-                self.close()
+                self._close_engine()
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
 
     def _open_rewards(self) -> RewardReader:
         if self._rewards is None:
-            from selfcal_lightning.rewards.reading import open_rewards
+            from selfcal_lightning.confidence.fitting.step_scaling import open_scaled_rewards
 
-            self._rewards = open_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
+            self._rewards = open_scaled_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
         return self._rewards
 
     def _open_network(self) -> PreTrainedModel:

@@ -210,9 +210,11 @@ def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
 def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
     """Refuse a reward model that is not there or that an estimator cannot read, and one that none of them reads."""
     if names:
+        from selfcal_lightning.confidence.fitting.step_scaling import load_step_scaler
         from selfcal_lightning.rewards.reading import check_rewards
 
         format = check_rewards(settings)
+        load_step_scaler(settings)
         for name in names:
             check_judge(name, format)
     elif settings != RewardSettings():

@@ -53,16 +53,24 @@ class WorkerProcess:
         environment: The whole environment of the child.
         send_timeout: Longest wait in seconds for the child to take a message.
         log_path: File that the child's output is appended to; None makes a temporary one, removed at a clean end.
+        module: What the child runs, with the number of its end of the channel.
     """
 
-    def __init__(self, environment: Mapping[str, str], *, send_timeout: float, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        send_timeout: float,
+        log_path: Path | None = None,
+        module: str = WORKER_MODULE,
+    ) -> None:
         self._keeps_log = log_path is not None
         self.log_path = log_path or _temporary_log()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-                [sys.executable, "-m", WORKER_MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

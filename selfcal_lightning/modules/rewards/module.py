@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,26 +17,41 @@ from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.model_files.identity import DIGESTS
 from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.model_files.names import check_model
-from selfcal_lightning.models.causal_lm import load_config
+from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.model_outputs import has_plain_head
 from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
 from selfcal_lightning.modules.plan import plan_memory
 from selfcal_lightning.modules.rewards.batch import RewardBatch
-from selfcal_lightning.modules.rewards.exporting import OUTPUTS, check_exportable, merged_trunk, save_classifier
+from selfcal_lightning.modules.rewards.exporting import (
+    about,
+    check_exportable,
+    merged_trunk,
+    output_names,
+    save_with_head,
+)
 from selfcal_lightning.modules.rewards.losses import reward_losses
 from selfcal_lightning.modules.rewards.scored import ScoredRewardModel
 from selfcal_lightning.modules.rewards.scores import PlaceMetrics
+from selfcal_lightning.modules.rewards.starting import (
+    check_no_sampling,
+    check_start,
+    first_head,
+    head_of_public,
+    starting_format,
+)
 from selfcal_lightning.modules.rewards.step_log import RewardStepLog
 from selfcal_lightning.modules.schedule import with_cosine
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.rewards.folders import RewardFile
-from selfcal_lightning.rewards.registry import QUANTILE_PRM
+from selfcal_lightning.rewards.layouts import RewardEncoder
+from selfcal_lightning.rewards.registry import QUANTILE_PRM, quantiles_of
 from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.targets import RewardTarget, check_target
 from selfcal_lightning.runtime.plan import Plan
 from selfcal_lightning.training.checkpoint_checks import check_base_model, check_optimizer_settings, check_trained
+from selfcal_lightning.training.contracts import class_path
 from selfcal_lightning.training.lightning_internals import trainer_of
 from selfcal_lightning.training.random_states import dropout_stream
 from selfcal_lightning.training.sampled_data import check_step_data
@@ -47,24 +61,19 @@ from selfcal_lightning.training.trained_modules import ExportKind
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
-TRAINED_FILE = "trained.safetensors"
-FIRST_GAP = 1.0  # of the quantiles from the mean at the start, in log-odds
-ABOUT = (
-    "It is a whole model, with three outputs on every token. At the last token of a step, behind the chat that the "
-    "policy was asked by, the chance of a right answer is sigmoid(mean), its lower quantile sigmoid(mean - "
-    "softplus(gap_below)), its upper one sigmoid(mean + softplus(gap_above)). `selfcal score --estimator prm "
-    "--reward.model FOLDER` reads it."
-)
+# In a folder of its own: vLLM reads every safetensors file beside a configuration as weights of the model.
+TRAINED_FILE = "trained/weights.safetensors"
 FEATURE = "reward models"
-SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
 REASONS: dict[tuple[str, Way], str] = {
     (FEATURE, "FSDP2"): "their head stands beside the trunk that is cut. Use `trainer.strategy: ddp`"
 }
 
 
 class QuantileRewardModule(ScoredRewardModel):
-    """A policy with three outputs on its last hidden states: the chance of a right answer, and two quantiles of it.
+    """A policy, or a public reward model, that says after every step the chance of a right answer and two quantiles.
 
     Over one optimiser step, for responses with weights w and places t (the end of the prompt and of every step) with
     targets c: ``L = sum(w * mean_t(CE(m_t, c_t) + pinball * mean_q rho_q(c_t - s_qt))) / sum(w)`` with m the log-odds
@@ -74,17 +83,22 @@ class QuantileRewardModule(ScoredRewardModel):
     lower quantile of *outcomes* is 0 wherever the chance is below ``1 - low``; it says more of success rates.
 
     Args:
-        base_model: Folder or hub name of the policy, whose weights the reward model starts from.
+        base_model: Folder or hub name of the model that training starts from.
         revision: Branch, tag or commit of a hub model.
-        lora: An adapter on the trunk, with ``activated: false``; None leaves the trunk as it is and trains the outputs.
+        format: None where that is the policy, whose states get three outputs; else the format of a public reward model,
+            such as "math-shepherd". It is written and read as before, and says what it said until it is trained; the
+            responses are another model's, whose store is there. The data module takes it over.
+        lora: An adapter on the trunk, with ``activated: false``; without it and ``full`` the trunk stays as it is and
+            the outputs alone are trained.
+        full: Whether all weights of the trunk are trained.
         steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
             or "auto", the coarsest of these that a response has. The data module takes it over.
         target: What is learnt, which the data module takes over too; see there.
         low: Level of the lower quantile.
         high: Level of the upper quantile.
         pinball: Weight of the quantiles in the loss.
-        lr: Peak learning rate of AdamW for the adapter; it follows a cosine to zero over optimiser steps.
-        head_lr: Likewise for the three outputs.
+        lr: Peak learning rate of AdamW for the adapter or the trunk; it follows a cosine to zero over optimiser steps.
+        head_lr: Likewise for the outputs.
         weight_decay: Of AdamW.
         warmup_steps: Optimiser steps of linear warm-up.
         torch_dtype: Of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored dtype.
@@ -104,7 +118,9 @@ class QuantileRewardModule(ScoredRewardModel):
         base_model: str,
         *,
         revision: str | None = None,
+        format: str | None = None,
         lora: LoraSettings | None = None,
+        full: bool = False,
         steps: Steps = "auto",
         target: RewardTarget = "outcome",
         low: float = 0.1,
@@ -131,8 +147,9 @@ class QuantileRewardModule(ScoredRewardModel):
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_optimizer_settings(lr=head_lr, weight_decay=weight_decay, seed=seed)
         check_target(target)
-        _check(lora, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
-        self.base_model, self.revision, self.lora = base_model, revision, lora
+        check_start(lora, full=full, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
+        self.base_model, self.revision, self.lora, self.full = base_model, revision, lora, full
+        self.format, self.public = format, starting_format(format)
         self.steps, self.target, self.levels, self.pinball = steps, target, (low, high), pinball
         self.lr, self.head_lr, self.weight_decay, self.warmup_steps = lr, head_lr, weight_decay, warmup_steps
         self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
@@ -140,7 +157,7 @@ class QuantileRewardModule(ScoredRewardModel):
         self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
         self.activated, self.beside = False, {}
         self.exported_from: Path | None = None
-        self.head: nn.Linear | None = None
+        self.head: nn.Module | None = None
         self.save_hyperparameters(plain)
         self.strict_loading = False  # the frozen trunk is not in a checkpoint; `on_load_checkpoint` checks the rest
         self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
@@ -154,6 +171,8 @@ class QuantileRewardModule(ScoredRewardModel):
         trainer = trainer or trainer_of(self)
         if trainer is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
+            if self.format is not None:
+                check_no_sampling([class_path(type(one)) for one in trainer.callbacks], self.format)
         check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
@@ -162,30 +181,49 @@ class QuantileRewardModule(ScoredRewardModel):
         self.check_support(trainer)
         memory = plan_memory(
             self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer="adamw", nf4=False,
-            trains=verb == "fit" and self.lora is not None, device=trainer.strategy.root_device,
+            trains=verb == "fit" and (self.full or self.lora is not None), device=trainer.strategy.root_device,
         )  # fmt: skip
-        trunk = "a frozen trunk" if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
+        frozen = "all weights of its trunk" if self.full else "a frozen trunk"
+        trunk = frozen if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
         return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
 
     def configure_model(self) -> None:
-        """Load the policy, put the adapter and three outputs on it, and take up an export; once."""
+        """Load the model, put the adapter and the outputs on it, and take up an export; once."""
         if self.model is not None:
             return
         super().configure_model()
         if self.lora is None:
-            self.model.requires_grad_(False)
+            self.model.requires_grad_(self.full)
+            self.model.get_output_embeddings().requires_grad_(False)
         if not has_plain_head(self.model):
             raise InputError(
                 f"Expected `base_model` to have a plain output layer, before which its states are read, but got "
                 f"{self.base_model!r} with another one. Take it out of `lora.target_modules` if it is there."
             )
-        self.head = first_head(self.model.config.get_text_config().hidden_size, device=self.model.device)
+        if self.public is None:
+            self.head = first_head(self.model.config.get_text_config().hidden_size, device=self.model.device)
+        else:
+            self.head = head_of_public(
+                self.base_model, self.public, self._encoder, self.model, revision=self.revision
+            ).requires_grad_(True)
         if self.exported_from is not None:
             self._take_up(self.exported_from)
 
+    def _read_tokenizer(self) -> None:
+        if self.public is None:
+            super()._read_tokenizer()
+            self.tokenizer = cast("ChatFormat", self.chat).tokenizer
+            return
+        self.tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self._encoder = RewardEncoder(self.public, self.tokenizer)
+
+    def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
+        return load_causal_lm(base_model, is_trunk=self.full or self.public is not None, **loading)
+
     def on_fit_start(self) -> None:
         """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
-        check_step_data(self.trainer.datamodule, steps=self.steps, target=self.target, who=type(self).__name__)
+        stated = {"steps": self.steps, "target": self.target, "format": self.format}
+        check_step_data(self.trainer.datamodule, stated, who=type(self).__name__)
         self._check_packing()
 
     # ---- training
@@ -205,7 +243,7 @@ class QuantileRewardModule(ScoredRewardModel):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over the outputs and the adapter, each with its learning rate, and a cosine over *optimiser* steps."""
-        head = list(cast("nn.Linear", self.head).parameters())
+        head = list(cast("nn.Module", self.head).parameters())
         own = {id(parameter) for parameter in head}
         adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
         groups: list[dict[str, Any]] = [{"params": head, "lr": self.head_lr}]
@@ -245,8 +283,8 @@ class QuantileRewardModule(ScoredRewardModel):
         """Return what identifies the reward model, JSON-able: the manifest of an export."""
         return {
             "base_model": dict(self.identity),
-            "outputs": list(OUTPUTS),
-            "about": ABOUT,
+            "outputs": list(output_names(cast("nn.Module", self.head))),
+            "about": about(cast("nn.Module", self.head), self.public),
             "hyper_parameters": dict(self.hparams),
         }
 
@@ -257,18 +295,22 @@ class QuantileRewardModule(ScoredRewardModel):
             "base_model": {name: self.identity[name] for name in DIGESTS},
             "lora": self.hparams["lora"],
             "steps": self.steps,
+            **({} if self.format is None else {"format": self.format}),
         }
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the whole model as ``...ForTokenClassification``, its tokenizer, and what was trained by itself."""
+        """Write the whole model, its tokenizer, and what was trained by itself."""
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
-        trunk = merged_trunk(
-            self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype
-        )
-        save_classifier(trunk, cast("nn.Linear", self.head), folder)
-        self.chat.tokenizer.save_pretrained(folder)
+        trunk = self.model if self.full else merged_trunk(
+            self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,
+            is_public=self.public is not None,
+        )  # fmt: skip
+        save_with_head(trunk, cast("nn.Module", self.head), folder)
+        self.tokenizer.save_pretrained(folder)
+        (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
-        RewardFile(QUANTILE_PRM, self.steps, self.levels, self.target).write(folder)
+        format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
+        RewardFile(format, self.steps, self.levels, self.target).write(folder)
 
     def load_export(self, folder: Path) -> None:
         """Start from the export in ``folder``, as soon as the model is loaded."""
@@ -292,26 +334,3 @@ class QuantileRewardModule(ScoredRewardModel):
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(written[name])
-
-
-def first_head(width: int, *, device: torch.device) -> nn.Linear:
-    """Return the three outputs that training starts from: one half everywhere, with quantiles around it."""
-    head = nn.Linear(width, len(OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
-    with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(FIRST_GAP))] * 2]))
-    return head
-
-
-def _check(lora: LoraSettings | None, *, low: float, high: float, pinball: float, warmup_steps: int) -> None:
-    if lora is not None and lora.activated:
-        raise InputError(
-            "Expected `lora.activated` to be false for a reward model, which reads every token with its adapter, but "
-            "got true. Set `lora.activated: false`, or leave `lora` out for a frozen trunk."
-        )
-    if not 0.0 < low < high < 1.0:
-        raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {low} and {high}.")
-    if not 0.0 <= pinball < math.inf:
-        raise InputError(f"Expected `pinball` to be a number of at least 0, but got {pinball}.")
-    if warmup_steps < 0:
-        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.functional.quantiles import StepScores, monotone_quantiles
+from selfcal_lightning.functional.quantiles import StepScores, folded_outputs, monotone_quantiles
 from selfcal_lightning.metrics.collection import CalibrationMetrics
 from selfcal_lightning.models.model_outputs import read_hidden
 from selfcal_lightning.modules.calibrated_model import CalibratedModel
@@ -17,7 +17,7 @@ from selfcal_lightning.modules.scored import ScoredRows
 
 
 class ScoredRewardModel(CalibratedModel):
-    """A policy with three outputs on its last hidden states; logs ``val/...`` and ``test/...``.
+    """A model with outputs on its last hidden states; logs ``val/...`` and ``test/...``.
 
     Attributes:
         head: The outputs; None until the model is loaded.
@@ -28,7 +28,7 @@ class ScoredRewardModel(CalibratedModel):
         test_places: Likewise of the test pool.
     """
 
-    head: nn.Linear | None
+    head: nn.Module | None
     val_metrics: CalibrationMetrics
     test_metrics: CalibrationMetrics
     val_places: PlaceMetrics
@@ -48,7 +48,7 @@ class ScoredRewardModel(CalibratedModel):
             return self._outputs_of(hidden.float())
 
     def _outputs_of(self, hidden: Tensor) -> Tensor:
-        return cast("nn.Linear", self.head)(hidden)
+        return folded_outputs(cast("nn.Module", self.head)(hidden))
 
     def on_validation_epoch_start(self) -> None:
         """Forget the last pass; not at the end of it, so that callbacks can still read its points."""

@@ -10,8 +10,12 @@ from selfcal_lightning.pools.success_records import write_success_pool
 from selfcal_lightning.runtime.progress import say
 
 
-def run_import_prefixes(path: str, store_dir: str, task: str, split: str = "train") -> ImportReport:
+def run_import_prefixes(
+    path: str, store_dir: str, task: str, split: str = "train", separator: str = "\n"
+) -> ImportReport:
     """Read `question`, `reasoning_prefix`, `success_prob` of JSON lines into a store to train a reward model on.
+
+    A line with `prompt`, `completions` and `labels`, as TRL has them, is a prefix for each of its steps.
 
     Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
     as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all.
@@ -21,10 +25,11 @@ def run_import_prefixes(path: str, store_dir: str, task: str, split: str = "trai
         store_dir: Folder of the store. Importing the same file again completes it.
         task: Task of the questions, which puts them to the policy, such as local_number.
         split: Split under which they are stored.
+        separator: What stands between two steps of TRL's rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "prefixes.jsonl"
-        number = write_success_pool(path, pool, task=task, split=split)
+        number = write_success_pool(path, pool, task=task, split=split, separator=separator)
         report = import_pool(pool, store_dir)
     say(f"Imported {number:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
     return report

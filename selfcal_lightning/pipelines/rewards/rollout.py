@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.generation.process_share import GenerationSettings
 from selfcal_lightning.generation.rollouts import RolloutSource, check_source, describe_prefixes
 from selfcal_lightning.generation.running import sample_questions
 from selfcal_lightning.model_files.fingerprints import weights_sha256
 from selfcal_lightning.model_files.locations import model_folder, resolve_model
+from selfcal_lightning.pools.trl_rows import StepLabels, trl_row
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
 from selfcal_lightning.records import IMPORTED, SamplingSettings
@@ -49,9 +52,12 @@ def run_rollout(
     limit: int | None = None,
     responses: int = 8,
     prefixes: int | None = None,
+    at: list[int] | None = None,
     num_rollouts: int = 8,
     steps: Steps = "auto",
     export: str | None = None,
+    export_trl: str | None = None,
+    labels: StepLabels = "hard",
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings | None = None,
     seed: int = 0,
@@ -76,9 +82,14 @@ def run_rollout(
         limit: Take the first so many questions, by id; null takes all.
         responses: Take the first so many responses to each question.
         prefixes: Prefixes of each response, evenly spread over its inner steps; null takes all of these.
+        at: After which numbers of steps there is a prefix, such as [1, 2, 5], where a response has more; null leaves it
+            to ``prefixes``.
         num_rollouts: Rollouts from each prefix.
         steps: Where steps end: sentence, line, blank_line, heading, or auto, the coarsest that a response has.
         export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix.
+        export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
+            are rolled out.
+        labels: Its labels: "hard", whether any rollout from the step was right, or "rate", the share of them.
         engine: Which engine samples, and how.
         sampling: How continuations are drawn; null is as the responses were.
         seed: Seed of the run.
@@ -95,7 +106,9 @@ def run_rollout(
     Raises:
         InputError: There are no responses with steps, or the policy is not the one that sampled them.
     """
-    source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps)
+    source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps, None if at is None else tuple(at))
+    if labels not in get_args(StepLabels):
+        raise unknown_name("labels", labels, get_args(StepLabels))
     check_source(source)
     policy = SampleStore(samples_dir).round_manifest().fingerprint
     settings = GenerationSettings(
@@ -130,11 +143,20 @@ def run_rollout(
     if export is not None:
         write_json_lines(Path(export), success_records(store_dir))
         say(f"Wrote the success rates of {len(rates):,} prefixes to {export}")
+    if export_trl is not None:
+        _write_trl(Path(export_trl), list(source.labelled(chat, rates)), labels)
     mean = sum(rate.share for rate in found) / len(found) if found else None
     report = RolloutReport(len(wanted), len(found), sum(rate.rollouts for rate in found), mean)
     done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
     say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
     return report
+
+
+def _write_trl(path: Path, found: Sequence[tuple[str, list[str], list[float]] | None], labels: StepLabels) -> None:
+    rows = [trl_row(*one, labels) for one in found if one is not None]
+    write_json_lines(path, rows)
+    without = "without steps or a label, or of which some steps are not rolled out"
+    say(f"Wrote the steps of {len(rows):,} responses to {path}; left out {len(found) - len(rows):,} {without}")
 
 
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:

@@ -1,0 +1,137 @@
+"""Outputs of a token classifier by vLLM's pooling runner, in a child process as ``engines.vllm.engine`` has one.
+
+The child is this module, started as ``python -m selfcal_lightning.engines.vllm.token_outputs FD``. It is told its
+settings and answers ``ready``; then it is told rows and answers with their outputs; ``close`` ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.engines.vllm.channel import Channel
+from selfcal_lightning.engines.vllm.process import WorkerProcess, is_cpu_build, way_out, worker_environment
+from selfcal_lightning.engines.vllm.start_order import START_SECONDS
+from selfcal_lightning.errors import RunError
+from selfcal_lightning.runtime.imports import check_installed
+
+MODULE = "selfcal_lightning.engines.vllm.token_outputs"
+SEND_SECONDS = 60.0
+_CPU_CACHE_BYTES = 1 << 28
+
+
+class VLLMTokenOutputs:
+    """Runs a ``...ForTokenClassification`` and returns its outputs at some tokens, as they are before any activation.
+
+    Args:
+        model: Its folder.
+        dtype: Of the weights; "auto" is float32 on a CPU and the stored one elsewhere.
+        engine_args: Further arguments of vLLM's ``LLM``.
+        start_timeout: Longest start in seconds.
+
+    Attributes:
+        max_context: Longest row in tokens.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        engine_args: dict[str, Any] | None = None,
+        start_timeout: float = START_SECONDS,
+    ) -> None:
+        check_installed("vllm", extra="vllm")
+        environment = worker_environment(os.environ, on_cpu=is_cpu_build())
+        self._process: WorkerProcess | None = WorkerProcess(environment, send_timeout=SEND_SECONDS, module=MODULE)
+        told = {"model": str(Path(model).resolve()), "dtype": dtype, "engine_args": engine_args or {}}
+        try:
+            limits = self._process.start(told, timeout=start_timeout)
+        except (EOFError, OSError) as error:
+            raise self._failed(f"it did not start: {error}") from error
+        self.max_context: int = limits["max_context"]
+
+    def read(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+        """Return the outputs [row][position][output].
+
+        Args:
+            rows: Token ids, and the positions that are read, rising.
+
+        Raises:
+            RunError: The process failed.
+        """
+        if self._process is None:
+            raise RunError("Expected the reward model to be open, but it was closed.")
+        asked = [{"ids": list(ids), "positions": list(positions)} for ids, positions in rows]
+        try:
+            self._process.channel.send({"op": "read", "rows": asked})
+            (answer,) = self._process.channel.receive()
+        except (EOFError, OSError) as error:
+            raise self._failed(str(error)) from error
+        if answer["event"] != "outputs":
+            raise self._failed(answer["message"])
+        return answer["outputs"]
+
+    def close(self) -> None:
+        """End the child process. Closing twice is allowed."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _failed(self, why: str) -> RunError:
+        process, self._process = self._process, None
+        report = "" if process is None else process.bury()
+        return RunError(
+            f"Expected vLLM to run the reward model, but {why}. {way_out(report)}Read it without `reward.engine`, or "
+            f"look at the log.\n{report}"
+        )
+
+
+def _serve(channel: Channel) -> None:
+    (settings,) = channel.receive()
+    from vllm import LLM, PoolingParams
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": settings["model"],
+        "runner": "pooling",
+        "dtype": "float32" if on_cpu and settings["dtype"] == "auto" else settings["dtype"],
+        "skip_tokenizer_init": True,
+        "enforce_eager": on_cpu,
+        "disable_log_stats": True,
+        # A prompt whose prefix is cached would give outputs of its rest alone.
+        "enable_prefix_caching": False,
+        "hf_overrides": {"head_dtype": "float32"},
+    }
+    if on_cpu:
+        arguments |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "block_size": 32}
+    llm = LLM(**{**arguments, **settings["engine_args"]})
+    channel.send({"event": "ready", "max_context": llm.llm_engine.model_config.max_model_len})
+    raw = PoolingParams(use_activation=False)
+    while (message := channel.receive()[0])["op"] != "close":
+        rows = message["rows"]
+        prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
+        outputs = llm.encode(prompts, raw, pooling_task="token_classify", use_tqdm=False)
+        found = [one.outputs.data[row["positions"]].float().tolist() for one, row in zip(outputs, rows, strict=True)]
+        channel.send({"event": "outputs", "outputs": found})
+
+
+def main() -> None:
+    """Serve the parent until it closes the channel or is gone."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _serve(channel)
+    except EOFError:
+        return
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        channel.send({"event": "failed", "is_final": True, "message": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Responses of any policy as a public reward model reads them in training: its tokens, and the ends of their steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfcal_lightning.records import Question
+from selfcal_lightning.rewards.layouts import RewardEncoder, bare_question
+from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.steps import step_prefixes
+
+_OTHER_STEP = "\u241e"  # begins like no step does
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenResponse:
+    """A question and a response with K steps.
+
+    Attributes:
+        ids: Token ids [T].
+        start: How many of them any response to the question begins with.
+        positions: Where the scores are read [K], rising, none before ``start``.
+        prefixes: The text of the response up to the end of each step, without white space around it [K].
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    positions: tuple[int, ...]
+    prefixes: tuple[str, ...]
+
+
+class RewardWriter:
+    """Writes responses for a public reward model.
+
+    Args:
+        encoder: The model's encoder.
+        steps: Where steps end.
+    """
+
+    def __init__(self, encoder: RewardEncoder, steps: Steps) -> None:
+        self._encoder, self._steps = encoder, steps
+        self._last: tuple[str, tuple[int, ...]] | None = None
+
+    def write(self, question: Question, text: str) -> WrittenResponse | None:
+        """Return a response as the model reads it.
+
+        None where it has no step, or question or response hold the model's separator or a special token.
+        """
+        steps = step_prefixes(text, self._steps)
+        asked = bare_question(question)
+        written = self._encoder.encode(asked, [step for step, _ in steps]) if steps else None
+        if written is None:
+            return None
+        start = min(_common(written.ids, self._other(asked)), written.positions[0])
+        return WrittenResponse(written.ids, start, written.positions, tuple(prefix for _, prefix in steps))
+
+    def _other(self, question: str) -> tuple[int, ...]:
+        """Return the ids of another response to a question; the last ones are kept."""
+        if self._last is None or self._last[0] != question:
+            other = self._encoder.encode(question, [_OTHER_STEP])
+            self._last = question, () if other is None else other.ids
+        return self._last[1]
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))

@@ -1,0 +1,142 @@
+"""Scaling of a reward model that is not trained: fitted to labels, votes or rollouts, kept as JSON, read everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.reward_models import stand_in
+from support.ssc_pools import Pool
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.confidence.fitting.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.pipelines.rewards.fit_step_scaler import run_fit_step_scaler
+from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.rewards.formats import Score
+from selfcal_lightning.rewards.prefixes import Rate
+from selfcal_lightning.rewards.reading import open_rewards
+from selfcal_lightning.rewards.registry import reward_format
+from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.store.sample_store import SampleStore
+
+FORMAT = "trl-prm"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stand_in(tiny_model, tmp_path_factory.mktemp("scaled") / "m", reward_format(FORMAT))
+
+
+def settings_of(model: str, scaler: Path | None = None) -> RewardSettings:
+    return RewardSettings(model, FORMAT, "sentence", None if scaler is None else str(scaler))
+
+
+def entry(*texts: str, answers: list[str | None], correct: list[bool | None]) -> QuestionSamples:
+    samples = tuple(
+        Sample("q", index, 0, text, None, finish="stop", answer=answer, correct=right)
+        for index, (text, answer, right) in enumerate(zip(texts, answers, correct, strict=True))
+    )
+    return QuestionSamples(Question("q", "local_number", (Message("user", "q?"),), text="q?"), samples, "test", None)
+
+
+def test_every_step_of_a_response_has_its_target() -> None:
+    pool = [entry("One. Two. Three.", "Four.", " ", answers=["7", "8", None], correct=[True, False, None])]
+    scores: list[list[list[float] | None]] = [[[0.1, 0.2, 0.3], [0.4], None]]
+    steps: dict[str, Any] = {"steps": "sentence", "rates": {("q", "One."): Rate(0.25, 4)}}
+    rows = step_rows(pool, scores, target="outcome", **steps)
+    assert (rows.score.tolist(), rows.target.tolist()) == ([0.1, 0.2, 0.3, 0.4], [1.0, 1.0, 1.0, 0.0])
+    assert rows.num_left_out == 1
+    assert step_rows(pool, scores, target="vote_share", **steps).target.tolist() == [0.5] * 4
+    rolled = step_rows(pool, scores, target="success_rate", **steps)
+    assert (rolled.score.tolist(), rolled.target.tolist()) == ([0.1, 0.3, 0.4], [0.25, 1.0, 0.0]), (
+        "the second was not rolled out"
+    )
+    assert step_rows(pool, scores, target="hard", **steps).target.tolist() == [1.0, 1.0, 0.0]
+    with pytest.raises(InputError, match="`target` of whole responses"):
+        step_rows(pool, scores, target="success_prob", **steps)
+    with pytest.raises(InputError, match="steps with a score and a target, but got none: 3 responses"):
+        fit_step_map("platt", step_rows(pool, [[None] * 3], target="outcome", **steps))
+    upside = rows._replace(target=1.0 - np.linspace(0.0, 1.0, 4))
+    with pytest.raises(InputError, match="scores that rise with the targets, but got a slope of -"):
+        fit_step_map("platt", upside)
+
+
+@pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])
+def test_a_scaler_is_fitted_kept_and_read(
+    kind: Any, model: str, store_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scaler.json"
+    options = {"kind": kind, "split": "train", "num_samples": 4, "reward": settings_of(model)}
+    fitted = run_fit_step_scaler(store_dir, str(path), **options)
+    assert "held out after" in capsys.readouterr().out
+    assert StepScaler.load(path) == fitted
+    entries = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
+    plain, scaled = open_rewards(settings_of(model)).read(entries), open_scaled_rewards(settings_of(model, path))
+    for before, after in zip(plain, scaled.read(entries), strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert one is not None
+            assert other == pytest.approx(fitted.map.transform(np.array(one)).tolist(), abs=1e-12)
+    (low,) = fitted([Score(0.5, 0.2, 0.9)])
+    assert low.low <= low.mean <= low.high
+    worth = fitted.scores
+    assert worth["fitted after"]["steps/Brier"] <= worth["fitted before"]["steps/Brier"] + 1e-3
+
+
+def test_a_scaler_of_votes_needs_no_labels_and_is_read_by_score(
+    model: str, pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unlabelled(question: Any, rng: Any) -> list[dict[str, Any]]:
+        answers = [str(rng.choice(["7", "8"])) for _ in range(4)]
+        return [{"text": f"So {a}+0={a}. The answer is {a}.", "answer": a, "correct": None} for a in answers]
+
+    store = pool.write("unlabelled_scaling", unlabelled)
+    path = tmp_path / "scaler.json"
+    options = ["--store_dir", store, "--output", str(path), "--split", "train", "--kind", "isotonic"]
+    reward = ["--reward.model", model, "--reward.format", FORMAT, "--reward.steps", "sentence"]
+    assert run(["fit-step-scaler", *options, *reward]) == 1
+    assert "steps with a score and a target, but got none" in capsys.readouterr().err
+    assert run(["fit-step-scaler", *options, *reward, "--target", "vote_share"]) == 0
+    scaled = SampleStore(store).samples
+    run_score(["prm", "prm_min"], store_dir=store, reward=settings_of(model, path))
+    knots = json.loads(path.read_text())["parameters"]["y"]
+    for one in scaled(confidences=["prm", "prm_min"]):
+        for sample in one.samples:
+            assert min(knots) - 1e-9 <= sample.confidences["prm_min"] <= sample.confidences["prm"] + 1e-9
+    with pytest.raises(InputError, match="overwrite"):
+        run_score("prm", store_dir=store, reward=settings_of(model))
+
+
+def test_what_cannot_be_scaled_is_refused(model: str, tiny_model: str, store_dir: str, tmp_path: Path) -> None:
+    path = tmp_path / "scaler.json"
+    options: dict[str, Any] = {"split": "train", "num_samples": 2}
+    run_fit_step_scaler(store_dir, str(path), "isotonic", reward=settings_of(model), **options)
+    other = stand_in(tiny_model, tmp_path / "other", reward_format("reasoneval"))
+    with pytest.raises(InputError, match=r"`reward\.scaler` to be fitted to the reward model.*fitted to others"):
+        open_scaled_rewards(RewardSettings(other, "reasoneval", "sentence", str(path)))
+    with pytest.raises(InputError, match=r"`reward\.scaler` to be a file of `selfcal fit-step-scaler`"):
+        open_scaled_rewards(settings_of(model, tmp_path / "none.json"))
+    content = json.loads(path.read_text())
+    (tmp_path / "damaged.json").write_text(json.dumps({**content, "parameters": {"x": [0, 1], "y": [1, 0]}}))
+    with pytest.raises(InputError, match=r"to hold a whole scaler of steps, but got .*rising"):
+        open_scaled_rewards(settings_of(model, tmp_path / "damaged.json"))
+    whole = stand_in(tiny_model, tmp_path / "whole", reward_format("sequence-classifier"))
+    with pytest.raises(InputError, match=r"a probability for each step.*`selfcal fit-confidence`"):
+        run_fit_step_scaler(store_dir, str(path), reward=RewardSettings(whole, "sequence-classifier"), **options)
+    with pytest.raises(InputError, match=r"no `reward\.scaler` with the reward format 'sequence-classifier'"):
+        open_scaled_rewards(RewardSettings(whole, "sequence-classifier", scaler=str(path)))
+    with pytest.raises(InputError, match="`rollouts` with the targets"):
+        run_fit_step_scaler(store_dir, str(path), target="hard", reward=settings_of(model), **options)
+    with pytest.raises(InputError, match=r"no `reward\.scaler` to fit one"):
+        run_fit_step_scaler(store_dir, str(path), reward=settings_of(model, path), **options)
+    with pytest.raises(InputError, match="responses of the split 'test', but got none"):
+        run_fit_step_scaler(store_dir, str(path), split="test", reward=settings_of(model))

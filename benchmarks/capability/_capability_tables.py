@@ -71,14 +71,14 @@ def head(report: Mapping[str, Any]) -> str:
     """Return what was run."""
     sizes, seeds = report["sizes"], ", ".join(map(str, report["seeds"]))
     taught, awake = (", ".join(map(str, report[name])) or "none" for name in ("taught_seeds", "awake_seeds"))
-    samples = sizes["samples"]
+    samples, alone = sizes["samples"], len(report["seeds"]) == 1
     sentences = (
         f"Command: `{report['command']}` ({report['processor_minutes']:.0f} minutes of processor time).",
-        f"Seeds {seeds}: a seed draws its own responses to the same questions.",
+        f"{'Seed' if alone else 'Seeds'} {seeds}: a seed draws its own responses to the same questions.",
         f"{sizes['train']:,} training questions x {sizes['train_samples']} responses;",
         f"judged by {samples} responses each to {sizes['id']:,} questions in domain and {sizes['ood']:,} out of it;",
         f"maps are fitted on {sizes['calibration']:,} calibration questions x {samples}, with labels.",
-        "Means over seeds, 95 % intervals over questions and seeds.",
+        f"{'95 % intervals over questions' if alone else 'Means over seeds, 95 % intervals over questions and seeds'}.",
         f"Of seeds with trained adapters alone: P(True) before answering, taught ({taught}); P(True) after answering, "
         f"self-calibrated ({awake}).",
     )

@@ -77,14 +77,14 @@ def run_reread(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     """
     allow_undecided(undecided_seconds)
     store, before = SampleStore(store_dir), Undecided.so_far()
-    removed = [name for name in annotation_names(store_dir) if _compares_answers(store, name)]
+    stale = {name for name in annotation_names(store_dir) if _compares_answers(store, name)}
     done = reread_answers(store)
     say_undecided(before)
     say(
         f"Read {done.responses:,} responses of {store_dir} anew: {done.answers_changed:,} have another answer, "
         f"{done.verdicts_changed:,} another verdict."
     )
-    if removed and not annotation_names(store_dir) >= removed:
+    if removed := sorted(stale.difference(annotation_names(store_dir))):
         say(f"Removed, since they compare answers: {', '.join(removed)}. `selfcal score` writes them again.")
     return done
 

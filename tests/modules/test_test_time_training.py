@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from support.module_batches import largest_difference, trained_state
 from support.options import nested
 from support.ssc_pools import Pool
+from support.trainers import KeepState
 from support.training_runs import trainer_with
 
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
@@ -184,6 +186,31 @@ def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
     gain = module.response_logprobs(batch) - first.response_logprobs(batch)
     of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
     assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
+
+
+def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
+    """Two steps of 24 responses: in one process, in micro-batches, and by two processes, which cut groups apart."""
+    found = {}
+    learnt = {"reward": "majority", "target": "anchor"}
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {"batch_size": 24}, "parts": {"batch_size": 8}, "processes": {"batch_size": 12},
+    }  # fmt: skip
+    for name, settings in ways.items():
+        processes: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"} if name == "processes" else {}
+        accumulate = 24 // (settings["batch_size"] * processes.get("devices", 1))
+        path = tmp_path / f"{name}.pt"
+        trainer_with(
+            KeepState(path), max_epochs=1, limit_val_batches=0, accumulate_grad_batches=accumulate, **processes
+        ).fit(
+            module_of(tiny_model, lr=1e-3, kl=0.1, **learnt),
+            datamodule=data_of(tiny_model, store, group_size=3, **learnt, **settings),
+        )
+        found[name] = torch.load(path)["state"]
+    start = module_of(tiny_model)
+    start.configure_model()
+    assert largest_difference(found["whole"], trained_state(start)) > 1e-3
+    assert largest_difference(found["parts"], found["whole"]) < 1e-5
+    assert largest_difference(found["processes"], found["whole"]) < 1e-5
 
 
 def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from support.module_batches import largest_difference, trained_state
 from support.options import nested
 from support.ssc_pools import Pool
+from support.trainers import KeepState
 from support.training_runs import trainer_with
 
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
@@ -19,7 +21,7 @@ from selfcal_lightning.callbacks.generation.callback import SSCGeneration
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.generation.rounds.adapters import adapter_folder
+from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.modules import adaptation
 from selfcal_lightning.modules.adaptation.losses import policy_parts
@@ -150,6 +152,9 @@ def test_round_0_is_the_adapter_asleep_and_a_later_one_its_own(tiny_model: str, 
     module.configure_model()
     (batch,) = data_of(tiny_model, store, batch_size=48).train_dataloader()
     base = module.response_logprobs(batch)
+    with torch.no_grad():
+        logits = module._outputs(batch, batch.label_position).token_logits()
+    assert torch.allclose(logits.log_softmax(-1).gather(1, batch.label_id[:, None])[:, 0], base, atol=1e-5)
     shaken(module)
     sampled_by = adapter_state(module.model)
     before = module.response_logprobs(batch)
@@ -181,6 +186,31 @@ def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
     gain = module.response_logprobs(batch) - first.response_logprobs(batch)
     of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
     assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
+
+
+def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
+    """Two steps of 24 responses: in one process, in micro-batches, and by two processes, which cut groups apart."""
+    found = {}
+    learnt = {"reward": "majority", "target": "anchor"}
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {"batch_size": 24}, "parts": {"batch_size": 8}, "processes": {"batch_size": 12},
+    }  # fmt: skip
+    for name, settings in ways.items():
+        processes: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"} if name == "processes" else {}
+        accumulate = 24 // (settings["batch_size"] * processes.get("devices", 1))
+        path = tmp_path / f"{name}.pt"
+        trainer_with(
+            KeepState(path), max_epochs=1, limit_val_batches=0, accumulate_grad_batches=accumulate, **processes
+        ).fit(
+            module_of(tiny_model, lr=1e-3, kl=0.1, **learnt),
+            datamodule=data_of(tiny_model, store, group_size=3, **learnt, **settings),
+        )
+        found[name] = torch.load(path)["state"]
+    start = module_of(tiny_model)
+    start.configure_model()
+    assert largest_difference(found["whole"], trained_state(start)) > 1e-3
+    assert largest_difference(found["parts"], found["whole"]) < 1e-5
+    assert largest_difference(found["processes"], found["whole"]) < 1e-5
 
 
 def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:
@@ -246,7 +276,7 @@ class Keep(Callback):
 
 
 @pytest.mark.slow
-def test_rounds_resume_exactly_and_the_guard_restores(bundled_model: str, tmp_path: Path) -> None:
+def test_rounds_resume_exactly(bundled_model: str, tmp_path: Path) -> None:
     whole = adapted(bundled_model, tmp_path, Keep(tmp_path))
     for step in (1, 3):  # in the middle of round 0, and of round 1
         resumed = adapted(bundled_model, tmp_path, ckpt_path=str(tmp_path / f"{step}.ckpt"))
@@ -257,10 +287,22 @@ def test_rounds_resume_exactly_and_the_guard_restores(bundled_model: str, tmp_pa
     restore(whole, str(tmp_path / "store"), 1)
     assert adapter_difference(whole.model, adapter_folder(tmp_path / "store", 1)) == 0.0
 
-    # A rate that wrecks the policy: without a label it is seen, and the base model restored.
+
+@pytest.mark.slow
+def test_the_guard_restores_what_a_rate_wrecks_also_after_a_kill(bundled_model: str, tmp_path: Path) -> None:
+    """Without a label it is seen, and the base model restored; a run that was killed then and resumed stops again."""
+
+    def is_base(module: adaptation.TestTimeTrainingModule) -> bool:
+        return not any(value.any() for name, value in adapter_state(module.model).items() if "lora_B" in name)
+
     guard = AdaptationGuard(str(tmp_path / "guard.json"), questions=4)
-    wrecked = adapted(bundled_model, tmp_path / "wrecked", guard, lr=0.3)
+    wrecked = adapted(bundled_model, tmp_path, guard, lr=0.3)
     assert guard.stopped
     assert wrecked.trainer.current_epoch == 1, "stopped after the first epoch"
-    assert max(value.abs().max() for name, value in adapter_state(wrecked.model).items() if "lora_B" in name) == 0.0
+    assert is_base(wrecked)
+    kept = checkpoint_file(tmp_path / "store", 1)
+    assert any(value.any() for name, value in torch.load(kept)["state_dict"].items() if "lora_B" in name)
+    again = AdaptationGuard(questions=4)
+    assert is_base(adapted(bundled_model, tmp_path, again, lr=0.3, ckpt_path=str(kept)))
+    assert again.stopped == guard.stopped
     assert '"problems": [\n   "' in (tmp_path / "guard.json").read_text()

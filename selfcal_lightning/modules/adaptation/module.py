@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 POLICY_LORA = LoraSettings(dropout=0.0, activated=False)
 FEATURE = "test-time training"
-SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
 REASONS: dict[tuple[str, Way], str] = {
     (FEATURE, "FSDP2"): "the adapter of the round is exchanged for that in training, in one piece. Use `ddp`"
 }

@@ -18,7 +18,7 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.steps import POSITIONS, step_position
 from selfcal_lightning.modules.rewards.batch import RewardBatch
 from selfcal_lightning.prompts.chat_format import ChatFormat
-from selfcal_lightning.rewards.prefixes import Rate, prefix_id
+from selfcal_lightning.rewards.prefixes import MARK, Rate, prefix_id
 from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.rewards.steps import token_step_ends
 from selfcal_lightning.rewards.targets import OF_PREFIXES, OF_ROLLOUTS, RewardTarget
@@ -104,6 +104,14 @@ class RewardRows(RowLayout, ABC):
             target: What its response learns as a whole.
             correct: 1 right, 0 wrong, nan unknown.
         """
+
+    @abstractmethod
+    def rolled_out(self) -> set[str]:
+        """Return the ids of the questions of which prefixes were rolled out."""
+
+    def is_taught_inside(self, row: StoredRow) -> bool:
+        """Return whether rollouts say anything of an inner step of ``row``."""
+        return any(not math.isnan(place.target) for place in self.places(row, math.nan, math.nan))
 
     def __call__(self, rows: TupleRows) -> RewardBatch:
         """Return the batch of ``rows``; a batch of no rows is allowed."""
@@ -230,6 +238,10 @@ class RewardCollator(RewardRows):
         )  # fmt: skip
         return [start, *inner]
 
+    def rolled_out(self) -> set[str]:
+        """See ``RewardRows``."""
+        return {name.rpartition(MARK)[0] for name in self.taught}
+
     def _prompt(self, row: StoredRow) -> tuple[int, ...]:
         return tuple(self.chat.prompt_ids(row.question.messages) if row.prompt_ids is None else row.prompt_ids)
 
@@ -281,6 +293,10 @@ class WrittenCollator(RewardRows):
             ends, target, correct,
             rate_of=lambda k: self.rates.get((of, texts[k])), taught_by=lambda k: self.taught.get((of, texts[k])),
         )  # fmt: skip
+
+    def rolled_out(self) -> set[str]:
+        """See ``RewardRows``."""
+        return {question for question, _ in self.taught}
 
     def measure(self, row: StoredRow) -> tuple[int, int] | None:
         """Return the tokens of a row's prompt and response; None where it cannot be written."""

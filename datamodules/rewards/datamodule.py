@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.rewards.collate import UNWRITTEN, LayoutOptions, RewardCollator, WrittenCollator
+from selfcal_lightning.datamodules.rewards.collate import (
+    UNWRITTEN,
+    LayoutOptions,
+    RewardCollator,
+    RewardRows,
+    WrittenCollator,
+)
 from selfcal_lightning.datamodules.rewards.targets import index_targets
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
@@ -209,12 +215,26 @@ class RewardDataModule(SSCDataModule):
         self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
         values, reasons = index_targets(index, self.target)
+        if self.target in OF_ROLLOUTS:
+            self._check_rollouts(store, index, cast("RewardRows", collator))
         if not isinstance(collator, WrittenCollator):
             return make_table(store, index, collator, [(values, reasons)])
         lengths = np.array([[0, 0] if one is None else one for one in self._measured(store, index, collator)])
+        lengths = lengths.reshape(-1, 2)
         unwritten = lengths[:, 1] == 0
         values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
         return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
+
+    def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
+        """Refuse rollouts of these questions none of which goes on from a step of a response."""
+        rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
+        chunks = (rows[start : start + READ_CHUNK] for start in range(0, len(rows), READ_CHUNK))
+        read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))
+        if len(rows) and not any(map(collator.is_taught_inside, read)):
+            raise InputError(
+                f"Expected `rollouts` that go on from steps of these responses by the rule {self.steps!r}, but got "
+                f"none in {self.rollouts} that does. Roll out with `--steps {self.steps}` and these responses."
+            )
 
     @staticmethod
     def _measured(

@@ -86,6 +86,7 @@ def load_causal_lm(
     check_all_loaded(base_model, loading, option="base_model")
     if is_trunk:
         model.set_output_embeddings(_small_output_layer(model))
+        model.config.tie_word_embeddings = load_config(base_model, revision=revision).tie_word_embeddings
     if attn_implementation is None:
         prefer_segments(model)
     return model

@@ -194,6 +194,32 @@ def test_rates_reach_a_public_reward_model_by_their_texts(
     assert inner > 2
 
 
+@pytest.mark.parametrize("format", [None, "reasoneval"])
+def test_rollouts_of_other_steps_are_refused(
+    sampled: SampleStore,
+    rolled: tuple[Path, Path, Any],
+    shallow_model: str,
+    tiny_model: str,
+    tmp_path: Path,
+    format: Any,
+) -> None:
+    model = tiny_model if format is None else stand_in(shallow_model, tmp_path / "m", reward_format(format))
+    settings: dict[str, Any] = {
+        "num_samples": 3,
+        "target": "success_rate",
+        "rollouts": str(rolled[0]),
+        "format": format,
+    }
+    for steps in ("sentence", "line"):
+        data = RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
+        index, rows = sampled.index(), data.collator()
+        if steps == "sentence":
+            data._table(sampled, index, rows, data.recipes())
+            continue
+        with pytest.raises(InputError, match=r"`rollouts` that go on from steps .* by the rule 'line'.*--steps line"):
+            data._table(sampled, index, rows, data.recipes())
+
+
 def test_rows_of_trl_are_written_and_read_back(
     sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
 ) -> None:

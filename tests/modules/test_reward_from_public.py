@@ -125,7 +125,7 @@ def test_all_weights_are_trained_and_exported_as_a_stock_class(
     stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert list(stock.config.id2label.values()) == ["mean_1", "mean_2", "gap_below", "gap_above"]
-    assert "log(sum(exp(mean_1, mean_2)))" in (folder / "README.md").read_text()
+    assert "log(exp(mean_1) + exp(mean_2))" in (folder / "README.md").read_text()
     writer = data_of(publics[name], name, store_dir).collator().writer
     written = writer.write(samples[0].question, samples[0].samples[0].text)
     with torch.no_grad():
@@ -177,6 +177,11 @@ def test_a_start_that_cannot_be_is_refused(
         module_of(publics["reasoneval"], "trl-prm").configure_model()
     with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
         module_of(tiny_model, "qwen2.5-math-prm").configure_model()
+    headless = Path(stand_in(tiny_model, tmp_path / "headless", reward_format("math-shepherd")))
+    config = json.loads((headless / "config.json").read_text())
+    (headless / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(InputError, match=r"lm_head\.weight is missing\. A head is never made up"):
+        module_of(str(headless), "math-shepherd").configure_model()
     grown = stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm"))
     tokenizer = AutoTokenizer.from_pretrained(grown)
     tokenizer.add_tokens(["<one>"])

@@ -95,7 +95,8 @@ def about(head: nn.Module, public: RewardFormat | None) -> str:
     if public is not None:
         places = f"Written and read at the places of the format {public.name!r},"
     names = output_names(head)
-    mean = "mean" if len(names) == len(OUTPUTS) else f"log(sum(exp({', '.join(names[: -len(OUTPUTS) + 1])})))"
+    rows = [f"exp({name})" for name in names[: -len(OUTPUTS) + 1]]
+    mean = "mean" if len(rows) == 1 else f"log({' + '.join(rows)})"
     whole = "a whole model" if isinstance(head, nn.Linear) else "a trunk with a head of two layers (`score`)"
     return (
         f"It is {whole}, with {len(names)} outputs on every token. {places} the chance of a right answer is "

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shared.jobs import run_once
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 TASK = "word_problems"
@@ -82,39 +83,24 @@ def run_seed(folder: Path, seed: int, sizes: Sizes) -> None:
     """Sample, fit, score and evaluate a seed."""
     sampled = ["--task", TASK, "--sampling.max_new_tokens", "120", "--engine.max_batch", "512", "--seed", str(seed)]
     train, tests = str(folder / "train"), str(folder / "tests")
-    run(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(sizes.train),
+    run_once(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(sizes.train),
         "--num_samples", str(sizes.train_samples), *sampled)  # fmt: skip
     for name, split in SPLITS.items():
-        run(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split", name,
-            "--limit", str(sizes.tests[name]), "--num_samples", str(sizes.samples), *sampled)  # fmt: skip
+        run_once(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split,
+            "--store_split", name, "--limit", str(sizes.tests[name]), "--num_samples", str(sizes.samples),
+            *sampled)  # fmt: skip
     for name, target in TARGETS.items():
         probe = str(folder / name)
-        run(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
-        run(folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true")
+        run_once(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
+        run_once(
+            folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true"
+        )
     for name in ("id", "ood"):
         common = ["--pool", tests, "--split", name, "--calibration_split", "calibration"]
-        run(folder, "evaluate-capability", *common, "--estimator", "[probe,labelled]",
+        run_once(folder, "evaluate-capability", *common, "--estimator", "[probe,labelled]",
             "--output_dir", str(folder / f"probes-{name}"))  # fmt: skip
-        run(folder, "evaluate-capability", *common, "--estimator", "[agreeing_pairs,top_share]",
+        run_once(folder, "evaluate-capability", *common, "--estimator", "[agreeing_pairs,top_share]",
             "--estimate_samples", str(ESTIMATE_SAMPLES), "--output_dir", str(folder / f"responses-{name}"))  # fmt: skip
-
-
-def run(folder: Path, *arguments: str) -> None:
-    """Run one ``selfcal`` command, once: what has been done is remembered by its words."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done = folder / "done.json"
-    finished = json.loads(done.read_text()) if done.exists() else []
-    if list(arguments) in finished:
-        return
-    started = time.monotonic()
-    with (folder / "log.txt").open("a") as log:
-        command = [sys.executable, "-m", "selfcal_lightning", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "COLUMNS": "180"}
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    if status:
-        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {status}; see {folder / 'log.txt'}")
-    done.write_text(json.dumps([*finished, list(arguments)]))
-    print(f"{time.monotonic() - started:6.0f} s  {folder.name}: {arguments[0]}", flush=True)
 
 
 def read_seed(folder: Path) -> dict[str, Any]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.strategies.plans import plan_of
+from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample, SamplingSettings, Verdict
+from selfcal_lightning.rewards.folders import RewardFile
 from selfcal_lightning.rewards.formats import Score
+from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.serving.searches import check_search, step_end_ids
+from selfcal_lightning.serving.searches import check_search, open_search, step_end_ids
 from selfcal_lightning.strategies.base import Ask, Strategy
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.registry import make_strategy
@@ -190,6 +195,59 @@ def test_a_response_that_ended_is_a_particle_that_does_not_grow() -> None:
 
     verdict, asks = play(ParticleFiltering(Scripted(), particles=2), draw, last=1)
     assert (len(asks), verdict.answer) == (1, "50")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        BeamSearch(Scripted(), width=3, keep=3, max_steps=2),
+        DiverseTreeSearch(Scripted(), width=3, trees=3, max_steps=2),
+        ParticleFiltering(Scripted(0.01), particles=3, max_steps=2),
+    ],
+)
+def test_responses_that_are_empty_or_cut_end_and_are_not_chosen(strategy: Strategy) -> None:
+    solving = strategy.solve(QUESTION)
+    ask = next(solving)
+    assert ask.num_samples == 3
+    ends = [("", (), "stop"), ("So 34", (99,), "length"), ("So 7.", (40,), "step")]
+    first = [Sample("q", i, 0, text, ids, finish, None, False) for i, (text, ids, finish) in enumerate(ends)]  # type: ignore[arg-type]
+    sent, prefixes, verdict = first, [], None
+    while verdict is None:
+        try:
+            ask = solving.send(sent)
+        except StopIteration as stop:
+            verdict = stop.value
+        else:
+            prefixes.append(ask.prefix)
+            sent = [Sample("q", 2 + len(prefixes), 0, "7", (*(ask.prefix or ()), 41), "stop", "7", True)]
+    assert set(prefixes) <= {(40,)}, "nothing follows what has ended"
+    assert verdict.answer == ("7" if prefixes else None)
+    assert verdict.samples_used == 3 + len(prefixes)
+
+
+def test_a_score_that_is_no_number_ends_the_search() -> None:
+    class Broken(Scripted):
+        def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
+            return [Score(float("nan"), 0.0, 1.0) for _ in paths]
+
+    for strategy in (
+        BeamSearch(Broken(), width=2),
+        DiverseTreeSearch(Broken(), width=2, trees=1),
+        ParticleFiltering(Broken(), particles=2),
+        AdaptiveBestOfN(Broken()),
+    ):
+        with pytest.raises(ValueError, match="NaN"):
+            play(strategy, rising)
+
+
+def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm"), words=["<another>"])
+    RewardFile("quantile-prm", "sentence", (0.1, 0.9), "outcome").write(Path(folder))
+    settings = RewardSettings(folder)
+    assert check_search("particle_filtering", {"particles": 2}, settings)
+    for name in ("beam_search", "adaptive_best_of_n"):
+        with pytest.raises(InputError, match="the tokenizer and the chat template of the policy"):
+            open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
 
 
 def test_searches_are_refused_on_recorded_samples() -> None:

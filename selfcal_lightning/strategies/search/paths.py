@@ -43,8 +43,10 @@ class SearchedPaths:
         """
         batches: list[list[Sample]] = []
         for path in paths:
-            ahead = Ask(number, prefix=tokens(path), to_step_end=to_step_end)
-            batches.append([] if path.is_done else (yield ahead))
+            if path.is_done:
+                batches.append([])
+            else:
+                batches.append((yield Ask(number, prefix=tokens(path), to_step_end=to_step_end)))
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:

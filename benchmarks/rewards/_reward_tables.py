@@ -30,6 +30,7 @@ POSITION_NAMES = dict(
 )  # fmt: skip
 RESPONSES = {"brier": "Brier ↓", "ece": "ECE ↓", "auroc": "AUROC ↑", "within_question_auroc": "within a question ↑"}
 SIZES = ("1", "2", "4", "8", "16")
+TICKS = (50, 100, 200, 400, 800)
 COLOURS = {OUTCOME: "#4878a8", RATES: "#5b9a5b", HARD: "#c2504a"}
 
 
@@ -180,12 +181,16 @@ def _draw_calibration(axes: Axes, calibration: Mapping[str, Any], position: str)
 
 def _draw_answers(axes: Axes, votes: Mapping[str, Any]) -> None:
     lines = [
-        (PLAIN, "#888888", "--"), (f"vote {FUSED}", "#7b5ea7", "-"), (f"best {FUSED}", "#4878a8", "-"),
-        (f"adaptive {FUSED}", "#c2504a", ":"), (f"stop {FUSED}", "#dd8137", "-."),
+        (PLAIN, "plain votes", "#888888", "--"), (f"vote {FUSED}", "weighted votes", "#7b5ea7", "-"),
+        (f"best {FUSED}", "best-of-N, the same N for all", "#4878a8", "-"),
+        (f"adaptive {FUSED}", "best-of-N, N by the question's score", "#c2504a", ":"),
+        (f"stop {FUSED}", "stop at the response's score", "#dd8137", "-."),
     ]  # fmt: skip
-    for way, colour, style in lines:
+    for way, label, colour, style in lines:
         points = sorted((row["tokens"][0], row["correct"][0]) for row in votes[way].values())
-        axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=way_label(way))
-    axes.set_xscale("log")
-    axes.set_xlabel("tokens a question")
+        axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(TICKS, [str(tick) for tick in TICKS])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens a question; scores are reward model + log-probability")
     axes.grid(True, color="#e4e4e4", linewidth=0.6)

@@ -117,10 +117,15 @@ def _outcomes(pool: RecordedPool, prior: Floats) -> dict[str, dict[str, Array]]:
     jobs = [Job(PLAIN, SelfConsistency(width), sizes)]
     jobs += [Job(f"vote {name}", SelfConsistency(width, name), sizes) for name in WEIGHED]
     jobs += [Job(f"best {name}", BestOfN(width, name), sizes) for name in ("prm", FUSED, LIKELIHOOD, P_TRUE)]
-    stopping = [EarlyStopping(max_samples=STOP_AT_MOST, confidence=name) for name in (FUSED, "prm", P_TRUE)]
+    # Where none suffices the best of them decides, so that a threshold of 1 would be best-of-N.
+    stopping = [
+        EarlyStopping(max_samples=STOP_AT_MOST, confidence=name, fallback="best") for name in (FUSED, "prm", P_TRUE)
+    ]
     jobs += [Job(f"stop {one.confidence}", one, STOPS) for one in stopping]
     names = dict.fromkeys(job.strategy.confidence for job in jobs)
-    curves = evaluate_jobs(Reshuffles(pool, list(names), width=width, num_reshuffles=ORDERS), jobs)
+    asked = dict.fromkeys((P_TRUE, AWAKE), pool.query_tokens)
+    orders = Reshuffles(pool, list(names), width=width, num_reshuffles=ORDERS, query_tokens=asked)
+    curves = evaluate_jobs(orders, jobs)
     found = {curve.strategy: _settings(curve.outcome) for curve in curves}
     for name in ("prm", FUSED):
         outcome = next(curve.outcome for curve in curves if curve.strategy == f"best {name}")

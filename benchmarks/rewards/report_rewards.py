@@ -15,6 +15,9 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +51,8 @@ def main() -> int:
         options.num_rollouts, options.searched,
     )  # fmt: skip
     if not options.collect:
-        for seed in options.seeds:
-            run_seed(plan, seed)
+        with ProcessPoolExecutor(options.workers, mp_context=get_context("fork")) as pool:
+            list(pool.map(partial(run_seed, plan), options.seeds))
     report = assemble(plan, options.seeds)
     given = [argument for argument in sys.argv[1:] if argument != COLLECT]
     report["command"] = f"python benchmarks/rewards/report_rewards.py {' '.join(given)}" if given else FULL
@@ -77,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rolled_responses", type=int, default=8, help="how many of them are rolled out")
     parser.add_argument("--num_rollouts", type=int, default=8)
     parser.add_argument("--searched", type=int, default=100, help="questions that are searched live")
+    parser.add_argument("--workers", type=int, default=2, help="seeds at a time, one thread each")
     parser.add_argument("--small", action="store_true", help=f"sizes of a few CPU minutes a seed: {SMALL}")
     parser.add_argument(COLLECT, action="store_true", help="run nothing, only collect what is there")
     options = parser.parse_args()

@@ -90,8 +90,11 @@ def seconds_of(folder: Path) -> dict[str, float]:
 
 def _selfcal(arguments: Sequence[str], log: Path, output: Path) -> None:
     """Run a command in this process, its messages appended to ``log`` and what it prints written to ``output``."""
+    import torch
+
     from selfcal_lightning.cli import run as run_command
 
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with log.open("a") as messages, output.open("a" if output == log else "w") as printed:
         os.dup2(messages.fileno(), 2)
         os.dup2(printed.fileno(), 1)

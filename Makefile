@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-adapt report-real lint docs model clean
+.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-adapt report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -57,6 +57,9 @@ report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x
 
 report-capability: $(VENV)/.ready  ## capability of the bundled model: 2,000 x 10 to fit, 450 x 16 to judge, three seeds
 	$(BIN)/python benchmarks/capability/report_capability.py
+
+report-rewards: $(VENV)/.ready  ## reward models on the bundled model: six of them, rollouts, searches, three seeds (at most 90 minutes on two idle cores)
+	$(BIN)/python benchmarks/rewards/report_rewards.py
 
 report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 300 adapted + 300 others x 8, three seeds (hours; goes on from what is there)
 	$(BIN)/python benchmarks/adapt/report_adapt.py

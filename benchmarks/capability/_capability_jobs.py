@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from shared.jobs import run_once
 
 from selfcal_lightning.model_files.locations import config_path
 
@@ -57,16 +54,18 @@ def run_seed(plan: Plan, seed: int) -> None:
     folder = plan.folder(seed)
     train, tests = str(folder / "train"), str(folder / "tests")
     sampled = ["--task", TASK, "--sampling.max_new_tokens", "120", "--engine.max_batch", "512", "--seed", str(seed)]
-    run(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(plan.train),
+    run_once(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(plan.train),
         "--num_samples", str(plan.train_samples), *sampled)  # fmt: skip
     for name, split in SPLITS.items():
-        run(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split", name,
-            "--limit", str(plan.questions[name]), "--num_samples", str(plan.samples), *sampled)  # fmt: skip
+        run_once(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split",
+            name, "--limit", str(plan.questions[name]), "--num_samples", str(plan.samples), *sampled)  # fmt: skip
     for name, target in TARGETS.items():
         probe = str(folder / name)
-        run(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
-        run(folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true")
-    run(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
+        run_once(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
+        run_once(
+            folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true"
+        )
+    run_once(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
     if seed in plan.taught_seeds:
         _teach(plan, seed)
     if seed in plan.awake_seeds:
@@ -81,7 +80,7 @@ def _teach(plan: Plan, seed: int) -> None:
     config["trainer"] |= {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
     config["data"]["init_args"]["num_samples"] = plan.train_samples
     _fit(folder, TAUGHT, config)
-    run(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
+    run_once(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
         "--store_dir", str(folder / "tests"), "--name", TAUGHT)  # fmt: skip
 
 
@@ -94,7 +93,7 @@ def _calibrate(plan: Plan, seed: int) -> None:
     config["data"]["init_args"]["num_samples"] = plan.train_samples
     config["data"]["init_args"]["train"][0]["limit"] = min(CALIBRATED_ON, plan.train)
     _fit(folder, AWAKE, config)
-    run(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
+    run_once(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
         "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
 
 
@@ -119,36 +118,4 @@ def _fit(folder: Path, name: str, config: Mapping[str, Any]) -> None:
     place = folder / name / "config.yaml"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(yaml.safe_dump(dict(config), sort_keys=False))
-    run(folder, "fit", "--config", str(place))
-
-
-def run(folder: Path, *arguments: str) -> None:
-    """Run one ``selfcal`` command, once: what has been done is remembered by its words, with its processor seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    finished = done(folder)
-    if list(arguments) in [each["arguments"] for each in finished]:
-        return
-    started = _processor_seconds()
-    with (folder / "log.txt").open("a") as log:
-        command = [sys.executable, "-m", "selfcal_lightning", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "COLUMNS": "180"}
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    if status:
-        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {status}; see {folder / 'log.txt'}")
-    seconds = _processor_seconds() - started
-    entry = {"arguments": list(arguments), "processor_seconds": round(seconds, 1)}
-    (folder / "done.json").write_text(json.dumps([*finished, entry]))
-    print(f"{seconds:6.0f} s of processor time  {folder.name}: {arguments[0]}", flush=True)
-
-
-def done(folder: Path) -> list[dict[str, Any]]:
-    """Return the commands of a seed that are done: their words, and their processor seconds."""
-    file = folder / "done.json"
-    found: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
-    return found
-
-
-def _processor_seconds() -> float:
-    """Return the processor seconds of all commands so far."""
-    used = os.times()
-    return used.children_user + used.children_system
+    run_once(folder, "fit", "--config", str(place))

@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _capability_jobs import AWAKE, TAUGHT, Plan, done, run_seed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _capability_jobs import AWAKE, TAUGHT, Plan, run_seed
 from _capability_measures import Columns, measure_seed
 from _capability_studies import confidence_columns, processor_seconds, size_columns
 from _capability_tables import as_markdown, figure
 from _capability_targets import targets
+from shared.jobs import seconds_of
 
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.estimates import Estimate
@@ -54,8 +58,7 @@ def main() -> int:
         "taught_seeds": plan.taught_seeds,
         "awake_seeds": plan.awake_seeds,
         "sizes": {"train": plan.train, "train_samples": plan.train_samples, "samples": plan.samples, **plan.questions},
-        "processor_minutes": sum(row["processor_seconds"] for seed in options.seeds for row in done(plan.folder(seed)))
-        / 60.0,
+        "processor_minutes": sum(sum(seconds_of(plan.folder(seed)).values()) for seed in options.seeds) / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
     }
     report["checks"] = [{**asdict(check), "found": triple(check.found)} for check in checks]

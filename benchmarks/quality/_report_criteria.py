@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from _report_estimates import Measured, difference, summary
 from _report_jobs import ACTIVATED, BASE, JOINT
 from _report_votes import PLAIN
+from shared.criteria import Criterion, above, at_most, exactly
+from shared.estimates import Measured, difference, summary
 
 from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
 from selfcal_lightning.functional.base import AUROC, ECE, Floats
-from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 
 SIZES_OF_VOTES = (4, 8)
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """One demand.
-
-    Attributes:
-        text: What is demanded, in words.
-        measured: What came out.
-        met: Whether it is enough.
-    """
-
-    text: str
-    measured: Estimate
-    met: bool
 
 
 def criteria(
@@ -52,28 +36,16 @@ def criteria(
     ranks = difference(here[ACTIVATED], here[JOINT], AUROC)
     adds = difference(there["activated_likelihood"], there["likelihood"], AUROC)
     found = [
-        Criterion(f"of {compared:,} texts, the sleeping adapter changes none", _exact(unequal), unequal == 0),
-        Criterion("in-domain, ECE of the activated: at most .10", error, _at_most(error.value, 0.10)),
-        Criterion("in-domain, ECE of the activated minus the joint's: below 0", below, _at_most(below.value, 0.0)),
+        Criterion(f"of {compared:,} texts, the sleeping adapter changes none", exactly(unequal), unequal == 0),
+        Criterion("in-domain, ECE of the activated: at most .10", error, at_most(error.value, 0.10)),
+        Criterion("in-domain, ECE of the activated minus the joint's: below 0", below, at_most(below.value, 0.0)),
         Criterion(
-            "in-domain, AUROC of the activated minus the joint's: at least -.01", ranks, _above(ranks.value, -0.01)
+            "in-domain, AUROC of the activated minus the joint's: at least -.01", ranks, above(ranks.value, -0.01)
         ),
     ]
     for size in SIZES_OF_VOTES:
         gain = estimate_of(curves["id"][ACTIVATED][size - 1] - curves["id"][PLAIN[BASE]][size - 1])
         text = f"in-domain, {size} votes weighted by the activated minus {size} plain ones: lower end above -.005"
-        found.append(Criterion(text, gain, _above(gain.low, -0.005)))
+        found.append(Criterion(text, gain, above(gain.low, -0.005)))
     text = "out of domain, AUROC of log-probability + activated minus log-probability: lower end above 0"
-    return [*found, Criterion(text, adds, _above(adds.low, 0.0))]
-
-
-def _exact(value: float) -> Estimate:
-    return Estimate(float(value), None, None)
-
-
-def _at_most(value: float | None, bound: float) -> bool:
-    return value is not None and value <= bound
-
-
-def _above(value: float | None, bound: float) -> bool:
-    return value is not None and value > bound
+    return [*found, Criterion(text, adds, above(adds.low, 0.0))]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _study_jobs import run
+from shared.jobs import run
 
 from selfcal_lightning.model_files.locations import config_path
 

@@ -10,6 +10,8 @@ from _report_jobs import ACTIVATED, BASE, JOINT
 from _report_votes import PLAIN, label_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from shared.criteria import criteria_table
+from shared.tables import section, show
 
 from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
 
@@ -38,9 +40,9 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     if not is_full:
         head += f" This is less than `{FULL}` alone: three seeds, 1,000 training questions, 1,000 + 500 x 16 responses."
     lines = [
-        *_section("head", [head]),
-        *_section("calibration", [*_criteria(report["criteria"]), *_trained(report), *_sceptic(report)]),
-        *_section("votes", [*_votes(report), *_savings(report)]),
+        *section("head", [head]),
+        *section("calibration", [*criteria_table(report["criteria"]), *_trained(report), *_sceptic(report)]),
+        *section("votes", [*_votes(report), *_savings(report)]),
         *_ablations(report),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -57,37 +59,6 @@ def figure(report: Mapping[str, Any]) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return drawing
-
-
-def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
-    """Write a value with its interval: (value, low, high).
-
-    Example:
-        >>> show([0.5, 0.25, 0.75]), show([0.0, None, None], digits=0), show([None, None, None])
-        ('0.500 [0.250, 0.750]', '0', 'never')
-    """
-    value, low, high = entry
-    if value is None:
-        return "never"
-    if low is None and high is None:
-        return f"{value:{sign}.{digits}f}"
-    ends = ("-" if end is None else f"{end:{sign}.{digits}f}" for end in (low, high))
-    return f"{value:{sign}.{digits}f} [{', '.join(ends)}]"
-
-
-def _section(name: str, lines: Sequence[str]) -> list[str]:
-    """Put lines between marks, by which the documentation takes this part alone."""
-    return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
-
-
-def _criteria(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["| what must hold | measured | |", "|---|---:|---|"]
-    for row in rows:
-        digits = 0 if row["measured"][1] is None else 3
-        lines.append(
-            f"| {row['text']} | {show(row['measured'], digits=digits)} | {'met' if row['met'] else '**missed**'} |"
-        )
-    return [*lines, ""]
 
 
 def _trained(report: Mapping[str, Any]) -> list[str]:

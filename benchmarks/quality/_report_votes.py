@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from _report_confidences import CONTENDERS, Contender
-from _report_estimates import RESAMPLES
 from _report_jobs import BASE, JOINT
+from shared.estimates import RESAMPLES
 
 from selfcal_lightning.evaluation.calibration.votes import vote_hits
 from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles

@@ -11,13 +11,15 @@ demo's settings, a micro-batch of 32 being a step. Every job is a command of the
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from _study_jobs import run
 from rounds_study import (
     BASE,
     METRICS,
@@ -35,6 +37,7 @@ from rounds_study import (
     test_values,
     training_of,
 )
+from shared.jobs import run
 
 ARMS = {"one by one": 1, "groups of 4": 4, "groups of 8": 8}
 FIRST = next(iter(ARMS))

@@ -18,19 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _report_confidences import CONTENDERS, fit_on, read_pool, with_fitted
 from _report_criteria import SIZES_OF_VOTES, criteria
-from _report_estimates import Measured, summary
 from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
 from _report_tables import FULL, as_markdown, figure
 from _report_times import measured_seconds
 from _report_votes import mean_tokens, over_seeds, savings, vote_curves
+from shared.estimates import Measured, summary
+from shared.tables import triple
 
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
 from selfcal_lightning.evaluation.calibration.votes import powers_of_two
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.pools.recorded import RecordedPool
 from selfcal_lightning.store.sample_store import SampleStore
@@ -109,10 +111,7 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
     return {
         "sizes": {"training": plan.training, "num_samples": plan.num_samples, **plan.questions},
         "seeds": seeds,
-        "criteria": [
-            {"text": row.text, "measured": triple(row.measured), "met": row.met}
-            for row in criteria(rows, curves, unequal, compared)
-        ],
+        "criteria": [row.as_json() for row in criteria(rows, curves, unequal, compared)],
         "confidences": {
             contender.key: {
                 test: {name: triple(value) for name, value in summary(rows[test][contender.key]).items()}
@@ -190,11 +189,6 @@ def ablation(plan: Plan, seed: int, name: str) -> dict[str, list[float | None]]:
     """Return the metrics of one variant of joint training."""
     pool = read_pool(plan, seed, name, "id")
     return {metric: triple(value) for metric, value in summary([measure(pool, "p_true")]).items()}
-
-
-def triple(found: Estimate) -> list[float | None]:
-    """Return value and ends of an estimate, rounded to what is shown."""
-    return [None if number is None else round(number, 4) for number in (found.value, found.low, found.high)]
 
 
 if __name__ == "__main__":

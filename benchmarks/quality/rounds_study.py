@@ -18,9 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import yaml
-from _study_jobs import question_values, run
+from shared.estimates import question_values
+from shared.jobs import run
 
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
 from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap

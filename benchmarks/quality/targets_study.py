@@ -11,13 +11,15 @@ Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from _study_jobs import run
 from _targets_training import (
     FIRST_VARIANT,
     LEARNED_TOKEN,
@@ -31,6 +33,7 @@ from _targets_training import (
     train_learned_token,
 )
 from rounds_study import RESAMPLES, RESULTS, estimate, publish, settle, show
+from shared.jobs import run
 
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
 from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap

@@ -105,7 +105,8 @@ def run_answer(
         adapter: Folder of a LoRA adapter to sample with.
         max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
             stops.
-        reward: The reward model of beam_search and adaptive_best_of_n, which `selfcal fit` trained on this model.
+        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
+            `selfcal fit` trained on this model.
 
     Returns:
         The answers, in the order of the questions.

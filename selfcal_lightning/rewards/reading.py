@@ -69,7 +69,9 @@ class RewardReader:
         Raises:
             RunError: A score is not finite.
         """
-        return [[None if one is None else [score.mean for score in one] for one in row] for row in self._read(pool)]
+        return [
+            [None if one is None else [score.mean for score in one] for one in row] for row in self.read_scores(pool)
+        ]
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``.
@@ -83,7 +85,15 @@ class RewardReader:
                 f"Expected a reward model with quantiles, but got one of the format {self.format.name!r}. Train one "
                 "with `QuantileRewardModule`, or read its scores."
             )
-        return [[None if one is None else [score.low for score in one] for one in row] for row in self._read(pool)]
+        return [
+            [None if one is None else [score.low for score in one] for one in row] for row in self.read_scores(pool)
+        ]
+
+    def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
+        """Return the scores with their quantiles, [question][sample][step]; see ``read`` for what is None."""
+        inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
+        known = self._look_up([one for row in inputs for one in row])
+        return [[None if one is None else known[one] for one in row] for row in inputs]
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
         """Return what a model of the layout "continued" says of beginnings of responses, by their token ids.
@@ -113,11 +123,6 @@ class RewardReader:
     def close(self) -> None:
         """Give the model back. Closing twice is allowed."""
         self._model.close()
-
-    def _read(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
-        inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
-        known = self._look_up([one for row in inputs for one in row])
-        return [[None if one is None else known[one] for one in row] for row in inputs]
 
     def _look_up(self, inputs: Iterable[RewardInput | None]) -> dict[RewardInput, list[Score]]:
         wanted = {one for one in inputs if one is not None}

@@ -92,7 +92,8 @@ class Answer:
             judged = {True: "   (right)", False: "   (wrong)", None: ""}[verdict.correct]
             answer = f"{verdict.answer}{judged}"
         sure = "none" if verdict.confidence is None else f"{verdict.confidence:.3f}"
-        why = "stopped early" if verdict.stopped_early else "the whole budget"
+        spent = "the whole budget" if verdict.samples_used >= self.max_samples else "no more were asked for"
+        why = "stopped early" if verdict.stopped_early else spent
         used = f"{verdict.samples_used} of at most {self.max_samples} samples ({why})"
         cost = f"{verdict.tokens_generated} tokens"
         if (extra := verdict.samples_generated - verdict.samples_used) > 0:

@@ -12,13 +12,11 @@ from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.rewards.reading import check_rewards, completed
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
 from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.search.adaptive_best_of_n import AdaptiveBestOfN
-from selfcal_lightning.strategies.search.beam_search import BeamSearch
+from selfcal_lightning.strategies.registry import SEARCHES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SEARCHES: dict[str, type] = {"adaptive_best_of_n": AdaptiveBestOfN, "beam_search": BeamSearch}
 _ENDS: dict[str, tuple[str, ...]] = {"sentence": (".", "!", "?", "。", "！", "？"), "line": ("\n",)}
 
 
@@ -79,7 +77,7 @@ def open_search(
             "rewards/demo.yaml`)."
         )
     steps = completed(reward).steps
-    ends = step_end_ids(tokenizer, steps) if name == BeamSearch.name else ()
+    ends = step_end_ids(tokenizer, steps) if SEARCHES[name].reads_steps else ()
     strategy: Strategy = SEARCHES[name](open_scaled_rewards(reward, dtype=dtype), **fields)
     return strategy, ends
 
@@ -96,8 +94,8 @@ def step_end_ids(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> tuple[int,
     """
     if steps not in _ENDS:
         raise InputError(
-            f"Expected a reward model whose steps are of the rule {' or '.join(_ENDS)} for a beam search, since one "
-            f"token tells their end, but got {steps!r}. Train one with `--model.steps sentence`."
+            f"Expected a reward model whose steps are of the rule {' or '.join(_ENDS)} for a search over steps, since "
+            f"one token tells their end, but got {steps!r}. Train one with `--model.steps sentence`."
         )
     special = set(tokenizer.all_special_ids)
     pieces = ((number, tokenizer.decode([number])) for number in range(len(tokenizer)) if number not in special)

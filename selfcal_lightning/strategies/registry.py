@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
 from selfcal_lightning.strategies.rules.pass_at_n import PassAtN
 from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
 from selfcal_lightning.strategies.rules.window_stopping import WindowStopping
+from selfcal_lightning.strategies.search.adaptive_best_of_n import AdaptiveBestOfN
+from selfcal_lightning.strategies.search.beam_search import BeamSearch
+from selfcal_lightning.strategies.search.diverse_tree_search import DiverseTreeSearch
+from selfcal_lightning.strategies.search.particle_filtering import ParticleFiltering
 
 # Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter`; one without `curve` is replayed.
 STRATEGIES: dict[str, type] = {
@@ -28,6 +33,11 @@ STRATEGIES: dict[str, type] = {
     "cisc": CISC,
     "borda": BordaVoting,
     "pass_at_n": PassAtN,
+}
+# A reward model steers them while responses are sampled, so that nothing recorded can be replayed by them.
+Search = AdaptiveBestOfN | BeamSearch | DiverseTreeSearch | ParticleFiltering
+SEARCHES: dict[str, type[Search]] = {
+    search.name: search for search in (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)
 }
 # They look at the reference: upper bounds for tables, no use for answering a question.
 ORACLES = ("pass_at_n",)
@@ -56,7 +66,7 @@ def register_strategy(strategy: type) -> type:
     if bare := [one.name for one in fields(strategy) if one.default is MISSING and one.default_factory is MISSING]:
         raise InputError(f"Expected the fields of {strategy.__name__} to have defaults, but {bare[0]} has none.")
     name = str(strategy.name)  # type: ignore[attr-defined]
-    if name in STRATEGIES:
+    if name in STRATEGIES or name in SEARCHES:
         raise InputError(f"Expected the strategy's `name` to be new, but {name!r} is registered already.")
     STRATEGIES[name] = strategy
     return strategy
@@ -95,6 +105,27 @@ def check_can_answer(name: str) -> None:
         raise InputError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
 
 
+def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that is none of the strategies on recorded samples.
+
+    Args:
+        option: Where it was given.
+        name: What was given.
+        known: What is known there.
+
+    Example:
+        >>> print(unknown_strategy("strategies", "beam_search", ["cges"]))
+        Expected `strategies` to name strategies on recorded samples, but got 'beam_search', which a reward model ...
+    """
+    if name not in SEARCHES:
+        return unknown_name(option, name, list(known))
+    return InputError(
+        f"Expected `{option}` to name strategies on recorded samples, but got {name!r}, which a reward model steers "
+        f"while responses are sampled. Run it live: `selfcal answer --questions FILE --strategy {name} --reward.model "
+        "FOLDER` tells what is right, and what it cost."
+    )
+
+
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the fields of the strategy ``name``.
 
@@ -106,8 +137,7 @@ def setting_names(name: str) -> tuple[str, ...]:
         ('window', 'max_samples', 'mode')
     """
     if name not in STRATEGIES:
-        known = tuple(STRATEGIES)
-        raise unknown_name("strategy", name, known)
+        raise unknown_strategy("strategy", name, STRATEGIES)
     return tuple(field.name for field in fields(STRATEGIES[name]))
 
 

@@ -23,7 +23,8 @@ Module = Callable[[str], ModuleType]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS.parent, BENCHMARKS):
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module
 
 
@@ -38,7 +39,7 @@ def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
 
 
 def test_one_seed_has_the_interval_over_questions(module: Module) -> None:
-    estimates = module("_report_estimates")
+    estimates = module("shared.estimates")
     column = np.linspace(0.0, 1.0, 21)
     assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
     row = estimates.Measured.of(scored(0, noise=0.1))
@@ -49,7 +50,7 @@ def test_one_seed_has_the_interval_over_questions(module: Module) -> None:
 
 
 def test_seeds_that_differ_widen_the_interval(module: Module) -> None:
-    estimates = module("_report_estimates")
+    estimates = module("shared.estimates")
     over_questions = 0.5 + 0.01 * np.random.default_rng(0).normal(size=1001)
 
     def width(*levels: float) -> float:
@@ -61,7 +62,7 @@ def test_seeds_that_differ_widen_the_interval(module: Module) -> None:
 
 
 def test_a_confidence_does_not_differ_from_itself(module: Module) -> None:
-    estimates = module("_report_estimates")
+    estimates = module("shared.estimates")
     rows = [estimates.Measured.of(scored(seed, noise=0.1)) for seed in range(3)]
     for metric in ("discrimination/AUROC", "calibration/Brier"):
         found = estimates.difference(rows, rows, metric)
@@ -80,7 +81,7 @@ def test_the_samples_for_an_accuracy_are_read_between_the_points(module: Module)
 
 
 def test_a_criterion_is_met_by_what_it_names(module: Module) -> None:
-    estimates, demands = module("_report_estimates"), module("_report_criteria")
+    estimates, demands = module("shared.estimates"), module("_report_criteria")
 
     def measured(*, noise: float, shift: float = 0.0) -> list[object]:
         return [estimates.Measured.of(scored(seed, noise=noise, shift=shift)) for seed in range(3)]

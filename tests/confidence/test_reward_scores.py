@@ -19,6 +19,7 @@ from support.reward_models import stand_in
 from selfcal_lightning import plugins
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.fitting.features import LOGIT
 from selfcal_lightning.confidence.scoring import running
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.functional.steps import aggregate
@@ -199,3 +200,40 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
     assert run([*evaluated, *few]) == 0, capsys.readouterr().err
     assert "orm" in (tmp_path / "out" / "strategies.md").read_text()
     assert "orm: scored 3 of 3 responses (0 had it before); 1 got none" in capsys.readouterr().err
+
+
+def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(
+    sampled: Path, prm: RewardSettings, tmp_path: Path
+) -> None:
+    texts = ["34+75=109. The answer is 109.", "", "So 34+75=1"]
+    line = {"id": "q", "question": "34+75?", "reference": "109", "responses": [{"text": text} for text in texts]}
+    (tmp_path / "pool.jsonl").write_text(json.dumps(line) + "\n")
+    where = {"pool": str(tmp_path / "pool.jsonl"), "output": str(tmp_path / "out.jsonl"), "task": "local_number"}
+    (report,) = run_score("prm", reward=prm, **where)  # type: ignore[arg-type]
+    assert (report.scored, report.unknown) == (3, 1)
+    responses = json.loads((tmp_path / "out.jsonl").read_text())["responses"]
+    scores = [response.get("confidence", {}).get("prm") for response in responses]
+    assert [score is None for score in scores] == [False, True, False], "the cut one has a step, the empty one has none"
+
+
+def test_an_evaluation_a_fusion_and_a_threshold_take_them_by_their_names(
+    store: Path, prm: RewardSettings, tiny_model: str, tmp_path: Path
+) -> None:
+    run_score(STEPS, str(store), reward=prm)
+    format = reward_format("rlhflow-orm")
+    whole = RewardSettings(stand_in(tiny_model, tmp_path / "orm", format), format.name)
+    run_score("orm", str(store), reward=whole)
+    names = [*STEPS, "orm"]
+    fused, threshold = str(tmp_path / "fused.json"), str(tmp_path / "threshold.json")
+    features = json.dumps(["mean_logprob", f"{LOGIT}prm", f"{LOGIT}orm"])
+    pool = ["--pool", str(store), "--use_all", "true"]
+    assert run(["fit-confidence", *pool, "--output", fused, "--features", features]) == 0
+    chosen = ["--confidence", "prm_min", "--strategy", "early_stopping", "--budget", "2", "--num_reshuffles", "3"]
+    assert run(["fit-threshold", *pool, "--output", threshold, *chosen]) == 0
+    assert json.loads(Path(threshold).read_text())["fields"]["confidence"] == "prm_min"
+    given = json.dumps([{"name": "base", "path": str(store), "confidences": names}])
+    asked = ["--confidences", json.dumps(names), "--strategies", '["self_consistency", "best_of_n"]']
+    folder = tmp_path / "evaluation"
+    assert run(["evaluate", "--pools", given, *asked, "--num_reshuffles", "3", "--output_dir", str(folder)]) == 0
+    table = (folder / "strategies.md").read_text()
+    assert all(f"by {name}" in table or f"| {name} " in table for name in names)

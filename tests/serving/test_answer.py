@@ -148,6 +148,8 @@ def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[
         "   confidence 0.667, 3 of at most 3 samples (the whole budget), 120 tokens",
     ]
     assert answer.stopped == "budget"
+    wider = replace(answer, max_samples=9).as_text()
+    assert "3 of at most 9 samples (no more were asked for)" in wider, "a search ends when its responses have"
     assert {request.query for request in oracle.requests} == {None}, "plain votes need no confidence query"
 
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.evaluation.strategies.plans import plan_of
+from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample, SamplingSettings, Verdict
+from selfcal_lightning.rewards.folders import RewardFile
 from selfcal_lightning.rewards.formats import Score
+from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.serving.searches import check_search, step_end_ids
+from selfcal_lightning.serving.searches import check_search, open_search, step_end_ids
 from selfcal_lightning.strategies.base import Ask, Strategy
 from selfcal_lightning.strategies.driver import run_strategy
+from selfcal_lightning.strategies.registry import make_strategy
 from selfcal_lightning.strategies.replay_source import ReplaySource
-from selfcal_lightning.strategies.search import AdaptiveBestOfN, BeamSearch
+from selfcal_lightning.strategies.search import (
+    AdaptiveBestOfN,
+    BeamSearch,
+    DiverseTreeSearch,
+    ParticleFiltering,
+)
 from selfcal_lightning.strategies.sources import EngineSource
 from selfcal_lightning.tasks.registry import get_task
 
@@ -125,26 +137,163 @@ def test_best_of_n_draws_what_the_question_takes(prior: float, by: Any, number: 
     assert verdict.stopped_early == (number < 8)
 
 
-def test_a_live_beam_counts_tokens_to_the_step(tiny_model: str) -> None:
+def test_lookahead_chooses_by_what_comes_and_keeps_nothing_of_it() -> None:
+    def draw(ask: Ask, number: int) -> list[int]:
+        return {None: [30, 20], (30,): [10] * number, (20,): [90] * number}.get(ask.prefix, [50] * number)
+
+    chosen = {}
+    for lookahead in (0, 1):
+        strategy = BeamSearch(Scripted(), width=2, keep=1, max_steps=2, lookahead=lookahead)
+        verdict, asks = play(strategy, draw, last=9)
+        chosen[lookahead] = asks[-1].prefix
+        assert verdict.samples_used == sum(ask.num_samples for ask in asks) <= strategy.max_samples
+    assert chosen == {0: (30, 10), 1: (20, 90)}, "30 leads to 10, 20 to 90; what was drawn ahead is drawn anew"
+
+
+def test_between_choices_each_beginning_gets_its_steps() -> None:
+    _, asks = play(BeamSearch(Scripted(), width=4, keep=2, max_steps=4, frequency=2), rising, last=4)
+    assert [ask.num_samples for ask in asks] == [4, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
+    assert [len(ask.prefix or ()) for ask in asks] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("duplicates", "prefixes"), [("merge", 1), ("refill", 3), ("keep", 3)])
+def test_equal_beginnings_are_one_or_stand_for_others(duplicates: Any, prefixes: int) -> None:
+    same: Draw = lambda ask, number: [40] * number  # noqa: E731
+    strategy = BeamSearch(Scripted(), width=3, keep=3, max_steps=2, duplicates=duplicates)
+    _, asks = play(strategy, same, last=9)
+    assert [ask.prefix for ask in asks[1 : 1 + prefixes]] == [(40,)] * prefixes
+    assert asks[1 + prefixes].prefix == (40, 40)
+
+
+def test_each_tree_goes_on_from_its_own_best() -> None:
+    first: Draw = lambda ask, number: [60, 70, 20, 10] if ask.prefix is None else rising(ask, number)  # noqa: E731
+    strategy = DiverseTreeSearch(Scripted(), width=4, trees=2)
+    verdict, asks = play(strategy, first)
+    assert [ask.prefix for ask in asks] == [None, (70,), (20,), (70, 72), (20, 22)], "a beam would drop the 20"
+    assert (verdict.answer, verdict.samples_used) == ("74", 12)
+    _, asks = play(DiverseTreeSearch(Scripted(), width=2, trees=2, max_steps=1), rising)
+    assert [(ask.prefix, ask.to_step_end) for ask in asks] == [(None, True), ((11,), False), ((12,), False)]
+
+
+def test_particles_are_drawn_by_their_odds() -> None:
+    first: Draw = lambda ask, number: [99, 1, 1, 1] if ask.prefix is None else [50] * number  # noqa: E731
+    strategy = ParticleFiltering(Scripted(), particles=4)
+    verdict, asks = play(strategy, first)
+    assert [ask.num_samples for ask in asks] == [4, *[1] * 8]
+    assert [ask.prefix for ask in asks[1:5]] == [(99,)] * 4, "99 to 1 against 1 to 99"
+    assert verdict.samples_used == 12
+    assert [ask.prefix for ask in play(strategy, first)[1]] == [ask.prefix for ask in asks], "the draw has its seed"
+    even: Draw = lambda ask, number: [50, 51, 52, 53][:number]  # noqa: E731
+    drawn = {tuple(ask.prefix for ask in play(ParticleFiltering(Scripted(), particles=4, seed=seed), even)[1][1:5])
+             for seed in range(4)}  # fmt: skip
+    assert len(drawn) > 1
+
+
+def test_a_response_that_ended_is_a_particle_that_does_not_grow() -> None:
+    def draw(ask: Ask, number: int) -> list[int]:
+        return [50] * number
+
+    verdict, asks = play(ParticleFiltering(Scripted(), particles=2), draw, last=1)
+    assert (len(asks), verdict.answer) == (1, "50")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        BeamSearch(Scripted(), width=3, keep=3, max_steps=2),
+        DiverseTreeSearch(Scripted(), width=3, trees=3, max_steps=2),
+        ParticleFiltering(Scripted(0.01), particles=3, max_steps=2),
+    ],
+)
+def test_responses_that_are_empty_or_cut_end_and_are_not_chosen(strategy: Strategy) -> None:
+    solving = strategy.solve(QUESTION)
+    ask = next(solving)
+    assert ask.num_samples == 3
+    ends = [("", (), "stop"), ("So 34", (99,), "length"), ("So 7.", (40,), "step")]
+    first = [Sample("q", i, 0, text, ids, finish, None, False) for i, (text, ids, finish) in enumerate(ends)]  # type: ignore[arg-type]
+    sent, prefixes, verdict = first, [], None
+    while verdict is None:
+        try:
+            ask = solving.send(sent)
+        except StopIteration as stop:
+            verdict = stop.value
+        else:
+            prefixes.append(ask.prefix)
+            sent = [Sample("q", 2 + len(prefixes), 0, "7", (*(ask.prefix or ()), 41), "stop", "7", True)]
+    assert set(prefixes) <= {(40,)}, "nothing follows what has ended"
+    assert verdict.answer == ("7" if prefixes else None)
+    assert verdict.samples_used == 3 + len(prefixes)
+
+
+def test_a_score_that_is_no_number_ends_the_search() -> None:
+    class Broken(Scripted):
+        def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
+            return [Score(float("nan"), 0.0, 1.0) for _ in paths]
+
+    for strategy in (
+        BeamSearch(Broken(), width=2),
+        DiverseTreeSearch(Broken(), width=2, trees=1),
+        ParticleFiltering(Broken(), particles=2),
+        AdaptiveBestOfN(Broken()),
+    ):
+        with pytest.raises(ValueError, match="NaN"):
+            play(strategy, rising)
+
+
+def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp_path: Path) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm"), words=["<another>"])
+    RewardFile("quantile-prm", "sentence", (0.1, 0.9), "outcome").write(Path(folder))
+    settings = RewardSettings(folder)
+    assert check_search("particle_filtering", {"particles": 2}, settings)
+    for name in ("beam_search", "adaptive_best_of_n"):
+        with pytest.raises(InputError, match="the tokenizer and the chat template of the policy"):
+            open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
+
+
+def test_searches_are_refused_on_recorded_samples() -> None:
+    for name in ("beam_search", "diverse_tree_search", "particle_filtering", "adaptive_best_of_n"):
+        with pytest.raises(InputError, match=f"live: `selfcal answer --questions FILE --strategy {name}"):
+            plan_of(name)
+        with pytest.raises(InputError, match=f"`strategy` to name strategies on recorded samples, but got '{name}'"):
+            make_strategy(name)
+    samples = (Sample("q", 0, 0, "7", (7,), "stop", "7", True),)
+    source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
+    with pytest.raises(InputError, match="that asks for whole responses on recorded samples"):
+        run_strategy(ParticleFiltering(Scripted()), [QUESTION], source)
+
+
+def test_live_searches_count_tokens_to_the_step(tiny_model: str) -> None:
     engine = TransformersEngine(tiny_model)
     ends = step_end_ids(engine.chat.tokenizer, "sentence")
-    sampling = SamplingSettings(max_new_tokens=60)
-    source = EngineSource(engine, engine.chat, sampling=sampling, step_ids=ends)
     (question,) = get_task("word_problems").load("calibration", limit=1)
-    seen: list[Sample] = []
-    strategy = BeamSearch(Scripted(), width=2, keep=1, max_steps=2)
-    (verdict,) = run_strategy(strategy, [question], source, on_verdict=lambda _, samples: seen.extend(samples))
+    strategies = [
+        BeamSearch(Scripted(), width=2, keep=1, max_steps=2, lookahead=1),
+        DiverseTreeSearch(Scripted(), width=2, trees=2, max_steps=2),
+        ParticleFiltering(Scripted(), particles=2, max_steps=2),
+    ]
+    for strategy in strategies:
+        source = EngineSource(engine, engine.chat, sampling=SamplingSettings(max_new_tokens=60), step_ids=ends)
+        seen: list[Sample] = []
+        (verdict,) = run_strategy(strategy, [question], source, on_verdict=lambda _, samples: seen.extend(samples))  # noqa: B023
+        assert verdict.tokens_generated == sum(sample.drawn_tokens or 0 for sample in seen)
+        assert len([sample for sample in seen if not sample.prefix_tokens]) == 2
+        assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in ends for sample in seen)
+        assert any(sample.prefix_tokens for sample in seen)
+        assert verdict.samples_used == len(seen) <= strategy.max_samples
     engine.close()
-    assert verdict.tokens_generated == sum(sample.drawn_tokens or 0 for sample in seen)
-    first = [sample for sample in seen if not sample.prefix_tokens]
-    assert len(first) == 2
-    assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in ends for sample in seen)
-    assert any(sample.prefix_tokens for sample in seen)
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="`keep` to be at most `width`, 2, but got 3"):
         BeamSearch(Scripted(), width=2, keep=3)
+    with pytest.raises(InputError, match="`width` to be a multiple of `trees`, 3, but got 8"):
+        DiverseTreeSearch(Scripted(), trees=3)
+    with pytest.raises(InputError, match="`lookahead` to be at least 0, but got -1"):
+        BeamSearch(Scripted(), lookahead=-1)
+    with pytest.raises(InputError, match="`duplicates` to be one of"):
+        BeamSearch(Scripted(), duplicates="drop")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="`particles` to be at least 1, but got 0"):
+        ParticleFiltering(Scripted(), particles=0)
     with pytest.raises(InputError, match="`target` to lie in"):
         AdaptiveBestOfN(Scripted(), target=1.0)
     with pytest.raises(InputError, match="`adaptive` to be one of"):
@@ -153,7 +302,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
         check_search("self_consistency", {}, RewardSettings(str(tmp_path)))
     with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
         check_search("beam_search", {}, RewardSettings())
-    with pytest.raises(InputError, match="of the rule sentence or line for a beam search"):
+    with pytest.raises(InputError, match="of the rule sentence or line for a search over steps"):
         step_end_ids(None, "heading")  # type: ignore[arg-type]
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
     with pytest.raises(InputError, match="samples with token ids for a reward model"):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.strategies.curves import Job
-from selfcal_lightning.strategies.registry import ORACLES, STRATEGIES, make_strategy, setting_names
+from selfcal_lightning.strategies.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
 from selfcal_lightning.strategies.thresholds.grids import THRESHOLDS, as_gridded, grid_of
 from selfcal_lightning.strategies.vectorised.arrays import CurveStrategy, GridStrategy
 
@@ -58,7 +58,7 @@ def plan_of(label: str) -> Plan:
     if label in PLANS:
         return PLANS[label]
     if label not in STRATEGIES:
-        raise unknown_name("strategies", label, [*PLANS, *STRATEGIES])
+        raise unknown_strategy("strategies", label, [*PLANS, *STRATEGIES])
     if CONFIDENCE not in setting_names(label):
         return Plan(label, plain={})
     return Plan(label, plain={} if make_strategy(label).confidence is None else None, weighted={})

@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = face(
     {
         "adaptive_best_of_n": ["AdaptiveBestOfN"],
         "beam_search": ["BeamSearch"],
+        "diverse_tree_search": ["DiverseTreeSearch"],
+        "particle_filtering": ["ParticleFiltering"],
         "scoring": ["PathScorer"],
     },
 )

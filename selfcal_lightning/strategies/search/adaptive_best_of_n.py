@@ -33,6 +33,7 @@ class AdaptiveBestOfN:
 
     name: ClassVar[str] = "adaptive_best_of_n"
     confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = False
 
     scorer: PathScorer
     max_samples: int = 16

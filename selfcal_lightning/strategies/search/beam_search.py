@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.functional.beams import Continuation, Path, distinct, grow, select_topk, unscored
+from selfcal_lightning.functional.beams import Path, distinct, select_topk
 from selfcal_lightning.functional.instance_adaptive import paths_to_keep, samples_per_path
-from selfcal_lightning.records import Question, Sample, Verdict
-from selfcal_lightning.rewards.formats import Score
-from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
-from selfcal_lightning.strategies.search.scoring import By, PathScorer, check_search, tokens_of
+from selfcal_lightning.records import Question, Sample
+from selfcal_lightning.strategies.base import Ask, Solving
+from selfcal_lightning.strategies.search.paths import SearchedPaths
+from selfcal_lightning.strategies.search.scoring import By, PathScorer, check_search
 
 Adaptive = Literal["none", "k", "m", "km"]
-Tokens = tuple[int, ...]
+Duplicates = Literal["merge", "refill", "keep"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class BeamSearch:
         width: First steps that are drawn, and most beginnings at any time.
         keep: Beginnings that are kept, at most; ``width // keep`` samples go on from each.
         max_steps: Steps after which the search ends.
+        frequency: Steps that each beginning gets from one choice to the next.
+        lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
+            They are thrown away, and cost what they cost.
+        duplicates: What becomes of equal beginnings: "merge" counts them once, "refill" too, and goes on with others
+            more than once where fewer than ``keep`` are left, "keep" lets each have its place.
         adaptive: What follows from the scores: nothing, how many beginnings are kept ("k"), how many samples go on from
             each ("m"), or both.
         target: Wanted chance of a right answer where something does, in (0, 1).
@@ -41,51 +46,57 @@ class BeamSearch:
 
     name: ClassVar[str] = "beam_search"
     confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = True
 
     scorer: PathScorer
     width: int = 8
     keep: int = 2
     max_steps: int = 16
+    frequency: int = 1
+    lookahead: int = 0
+    duplicates: Duplicates = "merge"
     adaptive: Adaptive = "none"
     target: float = 0.99
     by: By = "mean"
 
     def __post_init__(self) -> None:
-        check_search(target=self.target, by=self.by, width=self.width, keep=self.keep, max_steps=self.max_steps)
+        counts = {"width": self.width, "keep": self.keep, "max_steps": self.max_steps, "frequency": self.frequency}
+        check_search(target=self.target, by=self.by, lookahead=self.lookahead, **counts)
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.adaptive not in get_args(Adaptive):
             raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
+        if self.duplicates not in get_args(Duplicates):
+            raise unknown_name("duplicates", self.duplicates, get_args(Duplicates))
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question, steps and whole responses."""
-        return self.width * (self.max_steps + 1)
+        """Most samples of a question: steps, those that are looked ahead, and whole responses."""
+        choices = -(-self.max_steps // self.frequency)
+        return self.width * (self.max_steps + choices * self.lookahead + 1)
 
     def solve(self, question: Question) -> Solving:
         """Search, and return the answer of the best response."""
-        search = _Search(question, self.scorer)
-        samples = yield Ask(self.width, to_step_end=True)
-        paths = search.grown([Path()], [samples])
-        for _ in range(1, self.max_steps):
+        search = SearchedPaths(question, self.scorer)
+        paths = yield from search.begin(self.width)
+        for step in range(1, self.max_steps):
             if all(path.is_done for path in paths):
                 break
-            kept, number = self._kept(search, paths)
-            batches: list[list[Sample]] = []
-            for path in kept:
-                ahead = Ask(number, prefix=tokens(path), to_step_end=True)
-                batches.append([] if path.is_done else (yield ahead))
-            paths = search.grown(kept, batches)
-        ends: list[list[Sample]] = []
-        for path in paths:
-            ends.append([] if path.is_done else (yield Ask(1, prefix=tokens(path))))
-        paths = search.grown(paths, ends)
+            each = 1
+            if step % self.frequency == 0:
+                paths, each = yield from self._kept(search, paths)
+            paths = yield from search.draw(paths, each)
+        paths = yield from search.draw(paths, to_step_end=False)
         return search.verdict(paths)
 
-    def _kept(self, search: _Search, paths: Sequence[Path]) -> tuple[list[Path], int]:
+    def _kept(
+        self, search: SearchedPaths, paths: Sequence[Path]
+    ) -> Generator[Ask, list[Sample], tuple[list[Path], int]]:
         """Return the paths to go on with, best first, and how many samples each gets."""
-        paths = [paths[place] for place in distinct(paths)]
-        scores = search.scores(paths)
+        if self.duplicates != "keep":
+            paths = [paths[place] for place in distinct(paths)]
+        ahead = yield from search.look_ahead(paths, self.lookahead)
+        scores = search.scores(ahead)
         bounds = [score.mean if self.by == "mean" else score.low for score in scores]
         each, number = self.width // self.keep, self.keep
         if "k" in self.adaptive:
@@ -94,57 +105,8 @@ class BeamSearch:
         if "m" in self.adaptive:
             kept = [bounds[place] for place in places]
             each = samples_per_path(kept, num_paths=self.keep, maximum=each, target=self.target)
-        return [paths[place] for place in places], each
-
-
-class _Search:
-    """What is known of the paths of a question: their scores and the samples that ended them."""
-
-    def __init__(self, question: Question, scorer: PathScorer) -> None:
-        self._question, self._scorer = question, scorer
-        self._known: dict[Tokens, Score] = {}
-        self._ended: dict[Tokens, Sample] = {}
-        self._seen: list[Sample] = []
-
-    def grown(self, paths: Sequence[Path], batches: Sequence[Sequence[Sample]]) -> list[Path]:
-        """Return the paths after samples of each; a finished one has none, and one that got none stays as it was."""
-        grown: list[Path] = []
-        for path, samples in zip(paths, batches, strict=True):
-            self._seen += samples
-            steps = [self._continuation(path, sample) for sample in samples]
-            grown += grow([path], [steps]) if steps or path.is_done else []
-        return grown
-
-    def scores(self, paths: Sequence[Path]) -> list[Score]:
-        """Return the scores of paths; each is scored once."""
-        new = unscored([tokens(path) for path in paths], self._known)
-        if new:
-            self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)  # type: ignore[arg-type]
-        return [self._known[tokens(path)] for path in paths]
-
-    def verdict(self, paths: Sequence[Path]) -> Verdict:
-        """Return the answer of the best readable response."""
-        done = [path for path in paths if self._ended[tokens(path)].answer is not None]
-        if not done:
-            return make_verdict(self._question, self._seen, None, confidence=None, stopped_early=False)
-        scores = [score.mean for score in self.scores(done)]
-        (best,) = select_topk(scores, 1)
-        answer = self._ended[tokens(done[best])].answer
-        return make_verdict(self._question, self._seen, answer, confidence=scores[best], stopped_early=False)
-
-    def _continuation(self, path: Path, sample: Sample) -> Continuation:
-        ids = tokens_of(sample)
-        is_last = sample.finish != "step"
-        if is_last:
-            self._ended[ids] = sample
-        return Continuation(ids[len(tokens(path)) :], is_last)
-
-
-def tokens(path: Path) -> Tokens:
-    """Return the token ids of a path.
-
-    Example:
-        >>> tokens(Path(((1, 2), (3,))))
-        (1, 2, 3)
-    """
-    return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
+        chosen = [paths[place] for place in places]
+        if self.duplicates == "refill":
+            open_ones = [path for path in chosen if not path.is_done]
+            chosen += [open_ones[place % len(open_ones)] for place in range(number - len(chosen)) if open_ones]
+        return chosen, each

@@ -25,11 +25,17 @@ class PathScorer(Protocol):
         ...
 
 
-def check_search(*, target: float, by: str, **counts: int) -> None:
-    """Raise InputError for settings that cannot be; keywords in ``counts`` are names of whole numbers from 1."""
+def check_counts(least: int = 1, **counts: int) -> None:
+    """Raise InputError for whole numbers below ``least``; the keywords are their names."""
     for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
+        if value < least:
+            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+
+
+def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -> None:
+    """Raise InputError for settings that cannot be; keywords in ``counts`` are names of whole numbers from 1."""
+    check_counts(**counts)
+    check_counts(0, lookahead=lookahead)
     if not 0.0 < target < 1.0:
         raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
     if by not in get_args(By):

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from _study_jobs import question_values
 
 from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
-from selfcal_lightning.functional.base import ECE, Floats
-from selfcal_lightning.functional.bootstrap import calibration_error_bounds, question_bootstrap
+from selfcal_lightning.functional.base import ECE, Array, Floats
+from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap
 from selfcal_lightning.functional.calibration_bias import ErrorBounds
 from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
 from selfcal_lightning.functional.question_means import estimate_of
@@ -63,6 +62,12 @@ def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str
         change = errors_over_seeds([a.errors.minus(b.errors) for a, b in zip(rows, others, strict=True)])
         return Estimate.from_bounds(change, least=-1.0, most=1.0)
     return estimate_of(_column(rows, metric) - _column(others, metric))
+
+
+def question_values(confidence: Array, correct: Array, questions: Array) -> dict[str, float]:
+    """Return each metric on all questions, by its key."""
+    estimates = bootstrap_interval(confidence, correct, questions, metrics=list(SHORT_NAMES), num_resamples=1)
+    return {metric: estimates[metric].value for metric in SHORT_NAMES}
 
 
 def _column(rows: Sequence[Measured], metric: str) -> Floats:

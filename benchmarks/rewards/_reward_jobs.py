@@ -1,0 +1,223 @@
+"""The jobs of ``make report-rewards``: per seed six reward models, and the responses and rollouts that judge them.
+
+Every job is a command that a user would type, and one that was done is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from shared.jobs import run_once
+
+from selfcal_lightning.model_files.locations import config_path
+from selfcal_lightning.store.sample_store import SampleStore
+
+TASK = "word_problems"
+SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
+TESTS = ("id", "ood")
+# The confidence that the activated adapter puts on the test responses.
+AWAKE = "p_true_awake"
+WIDTH, KEEP = 8, 2
+
+
+class Trained(NamedTuple):
+    """A reward model: what it learns at every step, and of which training questions."""
+
+    target: str
+    is_rolled: bool
+
+
+OUTCOME, VOTES, HARD, RATES = "outcome", "vote_share", "hard", "success_rate"
+FEW_OUTCOME, FEW_VOTES = "outcome_few", "vote_share_few"
+MODELS = {
+    OUTCOME: Trained("outcome", is_rolled=False),
+    VOTES: Trained("vote_share", is_rolled=False),
+    FEW_OUTCOME: Trained("outcome", is_rolled=True),
+    FEW_VOTES: Trained("vote_share", is_rolled=True),
+    RATES: Trained("success_rate", is_rolled=True),
+    HARD: Trained("hard", is_rolled=True),
+}
+# Which of them score the responses in the store, and by which estimators.
+SCORED = {OUTCOME: ("prm", "prm_lower", "prm_min", "prm_prod"), VOTES: ("prm",), HARD: ("prm",)}
+SEARCHES: dict[str, tuple[str, ...]] = {
+    "beam": ("--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP)),
+    "beam_km": (
+        "--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP),
+        "--strategy_args.adaptive", "km",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        output: Samples, models and logs go here.
+        training: Training questions, 8 responses each, of the models that need no rollouts.
+        rolled: Training questions of the models beside them, whose responses are rolled out as well.
+        questions: Questions by split: id, ood, calibration.
+        num_samples: Responses to each of these.
+        rolled_responses: How many of them are rolled out.
+        num_rollouts: Rollouts from each prefix, in training and to judge.
+        searched: In-domain questions that are searched live.
+    """
+
+    output: Path
+    training: int
+    rolled: int
+    questions: Mapping[str, int]
+    num_samples: int
+    rolled_responses: int
+    num_rollouts: int
+    searched: int
+
+    def folder(self, seed: int) -> Path:
+        """Return where all of a seed lies."""
+        return self.output / f"seed-{seed}"
+
+    def samples(self, seed: int, *, is_rolled: bool) -> Path:
+        """Return the store of training responses."""
+        return self.folder(seed) / ("samples_few" if is_rolled else "samples")
+
+    def tests(self, seed: int) -> Path:
+        """Return the store of the responses that all is judged on."""
+        return self.folder(seed) / "tests"
+
+    def rollouts(self, seed: int, split: str) -> Path:
+        """Return the store of the rollouts of a split; "train" is that of the models that learn from rollouts."""
+        return self.folder(seed) / f"rollouts_{split}"
+
+    def model(self, seed: int, name: str) -> Path:
+        """Return the folder of a reward model."""
+        return self.folder(seed) / name / "model"
+
+    def answers(self, seed: int, search: str) -> Path:
+        """Return the file of what a search answered."""
+        return self.folder(seed) / f"{search}.jsonl"
+
+
+def run_seed(plan: Plan, seed: int) -> None:
+    """Sample, train, roll out, score and search, all of one seed."""
+    sample_tests(plan, seed)
+    for split in TESTS:
+        roll_out(plan, seed, plan.tests(seed), split, limit=plan.questions[split], responses=plan.rolled_responses)
+    for name, trained in MODELS.items():
+        if name == RATES:
+            roll_out(plan, seed, plan.samples(seed, is_rolled=True), "train", limit=plan.rolled, responses=8)
+        fit(plan, seed, name, reward_configuration(plan, seed, name, trained))
+    fit(plan, seed, AWAKE, awake_configuration(plan, seed))
+    score(plan, seed)
+    search(plan, seed)
+
+
+def sample_tests(plan: Plan, seed: int) -> None:
+    """Sample test and calibration questions from the bundled model, all into one store."""
+    for split, source in SPLITS.items():
+        _run(
+            plan, seed, "generate", "--model", "bundled", "--store_dir", str(plan.tests(seed)), "--task", TASK,
+            "--split", source, "--store_split", split, "--limit", str(plan.questions[split]),
+            "--num_samples", str(plan.num_samples), "--sampling.max_new_tokens", "120", "--engine.max_batch", "512",
+            "--seed", str(1000 + seed),
+        )  # fmt: skip
+
+
+def roll_out(plan: Plan, seed: int, samples: Path, split: str, *, limit: int, responses: int) -> None:
+    """Continue the distinct inner prefixes of responses."""
+    _run(
+        plan, seed, "rollout", "--samples_dir", str(samples), "--store_dir", str(plan.rollouts(seed, split)),
+        "--split", split, "--limit", str(limit), "--responses", str(responses), "--steps", "sentence",
+        "--num_rollouts", str(plan.num_rollouts), "--engine.max_batch", "512", "--seed", str(2000 + seed),
+    )  # fmt: skip
+
+
+def fit(plan: Plan, seed: int, name: str, config: Mapping[str, Any]) -> None:
+    """Train a reward model, or the activated adapter; training samples that are not there are drawn on the way."""
+    path = plan.folder(seed) / name / "config.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    _run(plan, seed, "fit", "--config", str(path))
+
+
+def reward_configuration(plan: Plan, seed: int, name: str, trained: Trained) -> dict[str, Any]:
+    """Return the demo's configuration of a reward model with this seed, target and size."""
+    config = _configuration(plan, seed, name, "rewards/demo.yaml", output=plan.model(seed, name))
+    config["model"]["init_args"]["target"] = trained.target
+    data = config["data"]["init_args"]
+    data["store_dir"] = str(plan.samples(seed, is_rolled=trained.is_rolled))
+    data["train"][0]["limit"] = plan.rolled if trained.is_rolled else plan.training
+    if trained.target in ("hard", "success_rate"):
+        data["rollouts"] = str(plan.rollouts(seed, "train"))
+    return config
+
+
+def awake_configuration(plan: Plan, seed: int) -> dict[str, Any]:
+    """Return that of the activated confidence, on the same training responses."""
+    config = _configuration(plan, seed, AWAKE, "demo.yaml", output=plan.folder(seed) / AWAKE / "adapter")
+    data = config["data"]["init_args"]
+    data["store_dir"], data["num_samples"] = str(plan.samples(seed, is_rolled=False)), 8
+    data["train"][0]["limit"] = plan.training
+    return config
+
+
+def score(plan: Plan, seed: int) -> None:
+    """Put the scores of reward models and the activated confidence on the test and calibration responses."""
+    tests = str(plan.tests(seed))
+    for name, estimators in SCORED.items():
+        model = ("--store_dir", tests, "--reward.model", str(plan.model(seed, name)))
+        if name == OUTCOME:
+            _run(plan, seed, "score", "--estimator", f"[{','.join(estimators)}]", *model)
+        else:
+            _run(plan, seed, "score", "--estimator", *estimators, "--name", score_name(name), *model)
+    adapter = str(plan.folder(seed) / AWAKE / "adapter")
+    _run(
+        plan, seed, "score", "--estimator", "p_true", "--store_dir", tests, "--model", "bundled", "--adapter", adapter,
+        "--name", AWAKE, "--engine.max_batch", "512",
+    )  # fmt: skip
+
+
+def score_name(name: str) -> str:
+    """Return under which name the store has the score of a model's last step."""
+    return "prm" if name == OUTCOME else f"prm_{name}"
+
+
+def search(plan: Plan, seed: int) -> None:
+    """Search the first in-domain questions live, steered by the model that was trained on outcomes."""
+    asked = plan.folder(seed) / "searched.jsonl"
+    entries = sorted(SampleStore(plan.tests(seed)).samples(split="id"), key=lambda entry: entry.question.id)
+    lines = (
+        {"id": one.question.id, "question": one.question.text, "answer": one.question.reference, "task": TASK}
+        for one in entries[: plan.searched]
+    )
+    asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for name, options in SEARCHES.items():
+        _run(
+            plan, seed, "answer", "--model", "bundled", "--questions", str(asked), *options,
+            "--reward.model", str(plan.model(seed, OUTCOME)), "--sampling.max_new_tokens", "120",
+            "--seed", str(1000 + seed), "--json", "true", output=plan.answers(seed, name),
+        )  # fmt: skip
+
+
+def _configuration(plan: Plan, seed: int, name: str, source: str, *, output: Path) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(Path(config_path(source)).read_text())
+    trainer, data = config["trainer"], config["data"]["init_args"]
+    config["seed_everything"] = seed
+    trainer["enable_progress_bar"], trainer["limit_val_batches"] = False, 0
+    trainer["logger"]["init_args"]["save_dir"] = str(plan.folder(seed) / name)
+    by_name = {entry["class_path"].rsplit(".", 1)[-1]: entry for entry in trainer["callbacks"]}
+    by_name["SSCGeneration"]["init_args"]["seed"] = seed
+    by_name["AdapterExport"]["init_args"]["output_dir"] = str(output)
+    trainer["callbacks"] = [by_name["SSCGeneration"], by_name["AdapterExport"]]
+    config["model"]["init_args"]["seed"] = data["seed"] = seed
+    for unused in ("validation", "test"):
+        data.pop(unused, None)
+    return config
+
+
+def _run(plan: Plan, seed: int, *arguments: str, output: Path | None = None) -> None:
+    run_once(plan.folder(seed), *arguments, output=output)

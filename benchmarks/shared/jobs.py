@@ -1,0 +1,107 @@
+"""Running a user's commands for a report or a study: with a log, once each, and what they took of the processor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+DONE = "commands.json"
+# What every command of a report needs first; on two busy cores its start costs more than a small job.
+LIBRARIES = ("selfcal_lightning.cli", "torch", "transformers.models.llama.modeling_llama", "lightning.pytorch", "peft")
+
+
+def run(log: Path, *arguments: str, threads: int = 1, output: Path | None = None) -> float:
+    """Run one ``selfcal`` command. Returns seconds of wall time.
+
+    Args:
+        log: Where its messages are appended, and what it prints as well unless ``output`` is given.
+        arguments: Those of the command.
+        threads: Threads of torch.
+        output: File for what it prints.
+
+    Raises:
+        SystemExit: The command failed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "180"}
+    started, used = time.monotonic(), children_seconds()
+    command = [sys.executable, "-m", "selfcal_lightning", *arguments]
+    with log.open("a") as messages:
+        if output is None:
+            done = subprocess.run(command, stdout=messages, stderr=subprocess.STDOUT, env=environment, check=False)
+        else:
+            with output.open("w") as printed:
+                done = subprocess.run(command, stdout=printed, stderr=messages, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {done.returncode}; see {log}")
+    seconds, busy = time.monotonic() - started, children_seconds() - used
+    print(
+        f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s, {busy:6.0f} s of CPU  {log.parent}: {arguments[0]}", flush=True
+    )
+    return seconds
+
+
+def run_once(folder: Path, *arguments: str, output: Path | None = None) -> None:
+    """Run one ``selfcal`` command unless it was run: what has been done is remembered in ``folder`` by its words.
+
+    It runs in a copy of this process, which has the libraries loaded, and must have one thread.
+
+    Args:
+        folder: Where ``log.txt`` and what was done lie.
+        arguments: Those of the command.
+        output: File for what it prints.
+
+    Raises:
+        SystemExit: The command failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    words, finished = " ".join(arguments), seconds_of(folder)
+    if words in finished:
+        return
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    started, used = time.monotonic(), children_seconds()
+    log = folder / "log.txt"
+    copy = multiprocessing.get_context("fork").Process(target=_selfcal, args=(arguments, log, output or log))
+    copy.start()
+    copy.join()
+    if copy.exitcode:
+        raise SystemExit(f"`selfcal {words}` ended with {copy.exitcode}; see {log}")
+    busy = children_seconds() - used
+    said = f"{time.monotonic() - started:6.0f} s, {busy:6.0f} s of CPU"
+    print(f"{time.strftime('%H:%M:%S')}  {said}  {folder.name}: {arguments[0]}", flush=True)
+    finished[words] = round(busy, 1)
+    (folder / DONE).write_text(json.dumps(finished, indent=0) + "\n")
+
+
+def seconds_of(folder: Path) -> dict[str, float]:
+    """Return the CPU seconds of the commands that were run in ``folder``, by their words."""
+    done = folder / DONE
+    return json.loads(done.read_text()) if done.exists() else {}
+
+
+def _selfcal(arguments: Sequence[str], log: Path, output: Path) -> None:
+    """Run a command in this process, its messages appended to ``log`` and what it prints written to ``output``."""
+    import torch
+
+    from selfcal_lightning.cli import run as run_command
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with log.open("a") as messages, output.open("a" if output == log else "w") as printed:
+        os.dup2(messages.fileno(), 2)
+        os.dup2(printed.fileno(), 1)
+        raise SystemExit(run_command(list(arguments)))
+
+
+def children_seconds() -> float:
+    """Return the CPU seconds that all commands have used so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -113,7 +113,7 @@ class StepMetrics(_PositionMetric):
         error, ones = (score - rate) ** 2, torch.ones_like(score)
         is_repeated = size >= 2
         excess = torch.where(is_repeated, error - rate * (1.0 - rate) / (size - 1.0).clamp(min=1.0), 0.0)
-        bins = torch.bucketize(score, torch.as_tensor(self.edges[1:-1], device=score.device), right=True)
+        bins = torch.bucketize(score.contiguous(), torch.as_tensor(self.edges[1:-1], device=score.device), right=True)
         one_hot = torch.nn.functional.one_hot(bins, len(self.edges) - 1).double()
         binned = torch.cat([one_hot, one_hot * score[:, None], one_hot * rate[:, None]], dim=1)
         self.add(position, [ones, error, score - rate, is_repeated.double(), excess, *binned.unbind(1)])

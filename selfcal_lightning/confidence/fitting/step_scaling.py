@@ -152,8 +152,8 @@ def step_rows(
                     wanted = None if rate is None else float(rate.share > 0) if target == "hard" else rate.share
                 if wanted is not None:
                     found.append((value, wanted, step_position(number, len(values))))
-    columns = np.array(found, dtype=np.float64).reshape(-1, 3)
-    return StepRows(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64), left_out)
+    score, wanted_of, position = np.array(found, dtype=np.float64).reshape(-1, 3).T.copy()
+    return StepRows(score, wanted_of, position.astype(np.int64), left_out)
 
 
 def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:

@@ -129,7 +129,8 @@ class AdaptationGuard(Callback):
         told = ", ".join(f"{name.removeprefix('guard/')} {value:.3f}" for name, value in named.items())
         say(f"AdaptationGuard: round {round}: {told}")
         if self.report is not None:
-            known: dict[str, Any] = (json_object_or_none(self.report) or {}) if round else {}
+            begins = round == 0 and trainer.global_step == 0
+            known: dict[str, Any] = {} if begins else json_object_or_none(self.report) or {}
             known[str(round)] = {**monitors.as_json(), "problems": problems}
             self.report.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.report, json.dumps(known, indent=1).encode())

@@ -227,7 +227,7 @@ class RolloutDataModule(SSCDataModule):
         store, collator = self._store(), self.collator()
         newest = self.round_of(epoch_to_read(self.trainer))
         table, notes = self._learnt(store, collator, newest)
-        weights = self._weights(store, table, collator)
+        weights = self._weights(table, collator)
         drawn = np.flatnonzero((weights[0] > 0) | (weights[1] > 0))
         rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
         if len(drawn) < self.steps_per_epoch:
@@ -327,9 +327,7 @@ class RolloutDataModule(SSCDataModule):
         values, reasons = read_targets(self.learnt_target or "round", both, is_anchor, **settings)
         return values[~is_anchor], reasons[~is_anchor]
 
-    def _weights(
-        self, store: SampleStore, table: TupleTable, collator: PolicyCollator
-    ) -> tuple[FloatArray, FloatArray]:
+    def _weights(self, table: TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
         """Return the weight of every row in the calibration loss, and in what is learnt of its tokens, [R] each."""
         calibration = (~np.isnan(table.target)).astype(np.float64)
         if self.reward == "none":

@@ -50,6 +50,8 @@ def test_rounds_are_drawn_from_the_policy_and_options_override(tmp_path: Path) -
     assert settings["model"]["init_args"]["kl"] == 0.1
     assert (settings["trainer"]["devices"], settings["trainer"]["max_epochs"]) == (2, 3)
     assert settings["data"]["init_args"]["regenerate_every_n_epochs"] == 1
+    with pytest.raises(InputError, match=r"`fit_options` without `model\.reward`"):
+        fit_settings(of(), tmp_path, engine=EngineSettings(), guard={}, options={"model": {"reward": "ssc"}})
     one = fit_settings(of("entropy"), tmp_path, engine=EngineSettings(), guard={}, options={})["data"]["init_args"]
     assert (one["train"], one["regenerate_every_n_epochs"]) == ([], None)
 

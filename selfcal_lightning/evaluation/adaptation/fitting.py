@@ -17,6 +17,7 @@ from selfcal_lightning.training.stage_settings import CHECKPOINTS, EXPORT, GENER
 MODULE = "selfcal_lightning.modules.adaptation.module.TestTimeTrainingModule"
 DATA = "selfcal_lightning.datamodules.adaptation.datamodule.RolloutDataModule"
 GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
+OWN_OF_MODEL, OWN_OF_DATA = ("base_model", "reward", "target"), ("store_dir", "selection", "num_samples")
 LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
 ADAPTER, SAMPLES, GUARD_FILE = "adapter", "samples", "guard.json"
 # What a policy gradient is of: temperature 1, the whole distribution.
@@ -72,6 +73,9 @@ def fit_settings(
         engine: What samples.
         guard: Limits of the guard that are not its own.
         options: What overrides these settings, nested or dotted.
+
+    Raises:
+        InputError: They override what has an option of its own, and is told of in the results.
     """
     store = one.store_dir or str(folder / SAMPLES)
     place = asdict(one.questions)
@@ -105,4 +109,15 @@ def fit_settings(
         "model": {"class_path": MODULE, "init_args": model},
         "data": {"class_path": DATA, "init_args": data},
     }  # fmt: skip
-    return override(settings, options)
+    stated = {f"model.{name}": model[name] for name in OWN_OF_MODEL} | {
+        f"data.{name}": data[name] for name in OWN_OF_DATA
+    }
+    override(settings, options)
+    for name, value in stated.items():
+        section, _, key = name.partition(".")
+        if (found := settings[section]["init_args"][key]) != value:
+            raise InputError(
+                f"Expected `fit_options` without `{name}`, which has an option of its own ({value!r}), but got "
+                f"{found!r}. Set `{key}` itself."
+            )
+    return settings

@@ -52,7 +52,7 @@ def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
             wanted = [name for name in names if name not in without]
             test, calibration = (_read(folder / "tests", each, wanted, stop) for each in (split, "calibration"))
             weights = resample_weights(len(test.truth), num_resamples=RESAMPLES) if weights is None else weights
-            own |= estimate_columns(test, calibration, weights)
+            own = estimate_columns(test, calibration, weights) | own  # a constant is judged by all responses
             if not stop:
                 own |= application_columns(test, calibration, weights)
                 own["half of the responses"] = half_gap(test.truth, test.estimates[PROBE])

@@ -20,7 +20,7 @@ from selfcal_lightning.modules.rewards.batch import RewardBatch
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.rewards.prefixes import MARK, Rate, prefix_id
 from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.steps import token_step_ends
+from selfcal_lightning.rewards.steps import check_marker, token_step_ends
 from selfcal_lightning.rewards.targets import OF_PREFIXES, OF_ROLLOUTS, RewardTarget
 from selfcal_lightning.rewards.writing import RewardWriter, WrittenResponse
 from selfcal_lightning.store.sample_store import StoredRow
@@ -205,6 +205,7 @@ class RewardCollator(RewardRows):
         **layout: Unpack[LayoutOptions],
     ) -> None:
         super().__init__(pad_id=chat.pad_id, **layout)
+        check_marker(chat.tokenizer, self.steps)
         self.chat: ChatFormat = chat
         self.rates, self.taught = rates, taught
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from shlex import quote
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.prefixes import Rate
 from selfcal_lightning.rewards.rates import by_text, read_agreement, read_rates
 from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.settings import Steps, check_steps
 from selfcal_lightning.rewards.targets import CONSENSUS, LABEL_FREE, OF_ROLLOUTS, RewardTarget, check_target
 from selfcal_lightning.rewards.writing import RewardWriter
 from selfcal_lightning.store.index import SampleIndex
@@ -119,6 +120,7 @@ class RewardDataModule(SSCDataModule):
         num_workers: int = 0,
     ) -> None:
         check_target(target)
+        check_steps("steps", steps)
         public = None if format is None else reward_format(format)
         super().__init__(
             base_model,
@@ -233,7 +235,7 @@ class RewardDataModule(SSCDataModule):
         if len(rows) and not any(map(collator.is_taught_inside, read)):
             raise InputError(
                 f"Expected `rollouts` that go on from steps of these responses by the rule {self.steps!r}, but got "
-                f"none in {self.rollouts} that does. Roll out with `--steps {self.steps}` and these responses."
+                f"none in {self.rollouts} that does. Roll out with `--steps {quote(self.steps)}` and these responses."
             )
 
     @staticmethod

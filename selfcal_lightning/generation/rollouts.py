@@ -14,8 +14,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.steps import prefix_after
 from selfcal_lightning.records import Question
 from selfcal_lightning.rewards.prefixes import Rate, prefix_id
-from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.steps import token_step_ends
+from selfcal_lightning.rewards.settings import Steps, check_steps
+from selfcal_lightning.rewards.steps import check_marker, token_step_ends
 from selfcal_lightning.store.sample_store import SampleStore
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class RolloutSource:
         if not found:
             raise InputError(
                 f"Expected responses of more than one step in {self.samples_dir}, but got none by the rule "
-                f"{self.steps!r}. Name another `steps`: sentence, line, blank_line or heading."
+                f"{self.steps!r}. Name another `steps`: sentence, line, blank_line, heading or marker:TEXT."
             )
         return list(found.values())
 
@@ -127,6 +127,7 @@ class RolloutSource:
             yield text_of(one.question), steps, [*known, float(one.correct)]
 
     def _responses(self, chat: ChatFormat) -> Iterator[StepsOfResponse]:
+        check_marker(chat.tokenizer, self.steps)
         store = SampleStore(self.samples_dir, num_samples=self.responses)
         for entry in islice(store.samples(split=self.split), self.limit):
             labelled = any(sample.correct is not None for sample in entry.samples)
@@ -183,6 +184,7 @@ def check_source(source: RolloutSource) -> None:
     for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
         if value is not None and value < 1:
             raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
+    check_steps("steps", source.steps)
     if source.at is not None and source.prefixes is not None:
         raise InputError(
             f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}: the numbers of "

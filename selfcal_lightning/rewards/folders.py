@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.settings import Steps, check_steps
 from selfcal_lightning.runtime.json_files import read_json_object
 
 REWARD_FILE = "reward.json"
@@ -46,15 +45,16 @@ def read_reward_file(folder: Path) -> RewardFile | None:
         return None
     content = read_json_object(path)
     wanted = {"format", "steps", "levels", "target"}
-    if not wanted <= content.keys() or content["steps"] not in get_args(Steps) or len(content["levels"]) != 2:
+    if not wanted <= content.keys() or len(content["levels"]) != 2:
         raise InputError(
             f"Expected {path} to hold {', '.join(sorted(wanted))} of a reward model, but got {content}. Export it "
             "again."
         )
+    check_steps(f"steps of {path}", str(content["steps"]))
     low, high = (float(level) for level in content["levels"])
     if not 0.0 < low < high < 1.0:
         raise InputError(
             f"Expected `levels` in {path} to rise within (0, 1), the lower quantile's first, but got {low} and {high}. "
             "Export it again."
         )
-    return RewardFile(str(content["format"]), content["steps"], (low, high), str(content["target"]))
+    return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))

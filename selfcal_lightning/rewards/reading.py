@@ -20,7 +20,7 @@ from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
-from selfcal_lightning.rewards.steps import step_prefixes
+from selfcal_lightning.rewards.steps import check_marker, step_prefixes
 
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.model import RewardModel
@@ -252,14 +252,15 @@ def open_rewards(settings: RewardSettings, *, dtype: str = "auto", scale: Scale 
         InputError: It is not there, or is not of the format that was named.
     """
     format = check_rewards(settings)
+    steps = completed(settings).steps
     tokenizer = load_tokenizer(str(settings.model))
+    if format.layout == "continued":
+        check_marker(tokenizer, steps)
     encoder = RewardEncoder(format, tokenizer)
     model = _load(settings, format, encoder, dtype=dtype)
     encoder.check_fits(model.num_tokens, of=str(settings.model))
     at_once = FORWARD_TOKENS if settings.engine == "transformers" else VLLM_TOKENS
-    return RewardReader(
-        model, encoder, format=format, steps=completed(settings).steps, forward_tokens=at_once, scale=scale
-    )
+    return RewardReader(model, encoder, format=format, steps=steps, forward_tokens=at_once, scale=scale)
 
 
 def _load(

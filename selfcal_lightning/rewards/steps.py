@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from selfcal_lightning.functional.steps import StepRule, find_rule, step_ends, step_spans
+from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.steps import Span, StepRule, find_rule, step_ends, step_spans
 from selfcal_lightning.prompts.pieces import token_pieces
-from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.settings import Steps, marker_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,10 +18,32 @@ def rule_for(text: str, steps: Steps) -> StepRule:
     """Return the rule by which a response is cut: the one that is named, or with "auto" the coarsest that it has.
 
     Example:
-        >>> rule_for("One. Two.", "auto"), rule_for("One. Two.", "line")
-        ('sentence', 'line')
+        >>> rule_for("One. Two.", "auto"), rule_for("One. Two.", "line"), rule_for("One. Two.", "marker:<end>")
+        ('sentence', 'line', 'marker')
     """
-    return find_rule(text) if steps == "auto" else steps
+    if steps == "auto":
+        return find_rule(text)
+    return cast("StepRule", steps) if marker_of(steps) is None else "marker"
+
+
+def spans_of(text: str, steps: Steps) -> list[Span]:
+    """Return the characters of each step of a response; see ``functional.steps.step_spans``.
+
+    Example:
+        >>> spans_of("One <end> Two", "marker:<end>")
+        [Span(start=0, end=3), Span(start=10, end=13)]
+    """
+    return step_spans(text, rule_for(text, steps), marker=marker_of(steps))
+
+
+def ends_of(pieces: Sequence[str], steps: Steps) -> list[int]:
+    """Return how many tokens stand up to the end of each step of a whole response; see ``functional.steps.step_ends``.
+
+    Example:
+        >>> ends_of(["One", "<", "end", ">", "Two"], "marker:<end>")
+        [4, 5]
+    """
+    return step_ends(pieces, rule_for("".join(pieces), steps), marker=marker_of(steps))
 
 
 def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
@@ -30,7 +53,7 @@ def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
         >>> step_prefixes("One. Two.", "sentence")
         [('One.', 'One.'), ('Two.', 'One. Two.')]
     """
-    return [(text[start:end], text[:end].strip()) for start, end in step_spans(text, rule_for(text, steps))]
+    return [(text[start:end], text[:end].strip()) for start, end in spans_of(text, steps)]
 
 
 def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], steps: Steps) -> list[int]:
@@ -41,5 +64,18 @@ def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
         token_ids: Its tokens, without end-of-turn [T].
         steps: Where steps end.
     """
-    pieces = token_pieces(tokenizer, token_ids)
-    return step_ends(pieces, rule_for("".join(pieces), steps))
+    return ends_of(token_pieces(tokenizer, token_ids), steps)
+
+
+def check_marker(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> None:
+    """Raise InputError where ``steps`` names a marker that no response of this tokenizer has in its text."""
+    marker = marker_of(steps)
+    if marker is None:
+        return
+    read = "".join(token_pieces(tokenizer, tokenizer.encode(marker, add_special_tokens=False)))
+    if marker not in read:
+        raise InputError(
+            f"Expected the marker of `steps` to be a text that responses can hold, but the tokenizer reads {marker!r} "
+            f"back as {read!r}: a control token is no part of a text, and what the vocabulary lacks is never drawn. "
+            "Choose a marker that the model writes."
+        )

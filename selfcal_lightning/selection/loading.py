@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from selfcal_lightning.confidence.dependence import pool_dependent, recorded_confidences
+from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
 from selfcal_lightning.confidence.fitting.features import required_confidences
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.pools.recorded import annotation_estimators
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.runtime.progress import Progress
-from selfcal_lightning.selection.settings import FUSED, FUSED_FEATURES, SelectionSettings
+from selfcal_lightning.selection.settings import FUSED, FUSED_FEATURES, PICK, SelectionSettings
 from selfcal_lightning.store.annotations import Annotation, annotation_names
 from selfcal_lightning.store.columns import counted_samples
 from selfcal_lightning.store.sample_store import SampleStore
@@ -78,13 +79,21 @@ def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
     """Return the annotations that are read: of those that are there, what is named or may enter the fusion.
 
     Raises:
-        InputError: One of the fusion's features depends on the other responses: it would learn the votes from votes.
+        InputError: One of the fusion's features depends on the other responses: it would learn the votes from votes. Or
+            questions are kept by a score that compares the responses to one.
     """
     features = () if settings.pick != FUSED else FUSED_FEATURES if settings.features is None else settings.features
     required = required_confidences(features)
     there = annotation_names(store_dir)
     wanted = [name for name in dict.fromkeys([*settings.names, *required]) if name in there]
-    known = recorded_confidences(annotation_estimators(store_dir, wanted))
+    estimators = annotation_estimators(store_dir, wanted)
+    across = settings.pick if settings.keep == PICK else settings.keep
+    if estimators.get(across) in {weight.name for weight in WEIGHTS}:
+        raise InputError(
+            f"Expected `keep` to compare questions, but got {across!r}, whose values compare the responses to one "
+            "question: nobody is sure or unsure by them. Name it as `pick`, and keep by another score, such as share."
+        )
+    known = recorded_confidences(estimators)
     if of_votes := pool_dependent(required, known):
         raise InputError(
             f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes themselves."

@@ -10,7 +10,7 @@ from selfcal_lightning.confidence.fitting.step_scaling import open_scaled_reward
 from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.rewards.reading import check_rewards, completed
-from selfcal_lightning.rewards.settings import RewardSettings, Steps
+from selfcal_lightning.rewards.settings import RewardSettings, Steps, marker_of
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.registry import SEARCHES
 
@@ -87,20 +87,27 @@ def step_end_ids(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> tuple[int,
 
     Args:
         tokenizer: The tokenizer.
-        steps: "sentence" or "line"; what ends another step depends on the text around it.
+        steps: "sentence", "line", or a marker of one token; what ends another step depends on the text around it.
 
     Raises:
         InputError: Another rule, or no such token.
     """
-    if steps not in _ENDS:
+    marker = marker_of(steps)
+    if marker is not None and len(tokenizer.encode(marker, add_special_tokens=False)) != 1:
         raise InputError(
-            f"Expected a reward model whose steps are of the rule {' or '.join(_ENDS)} for a search over steps, since "
-            f"one token tells their end, but got {steps!r}. Train one with `--model.steps sentence`."
+            f"Expected a marker of steps that is one token for a search over steps, since one token tells their end, "
+            f"but got {steps!r}. Train a reward model with another marker, or with `--model.steps sentence`."
+        )
+    if marker is None and steps not in _ENDS:
+        raise InputError(
+            f"Expected a reward model whose steps are of the rule {' or '.join(_ENDS)} for a search over steps, or "
+            f"end with a marker, since one token tells their end, but got {steps!r}. Train one with `--model.steps "
+            "sentence`."
         )
     special = set(tokenizer.all_special_ids)
     pieces = ((number, tokenizer.decode([number])) for number in range(len(tokenizer)) if number not in special)
     stripped = ((number, piece if steps == "line" else piece.rstrip()) for number, piece in pieces)
-    found = tuple(number for number, piece in stripped if piece.endswith(_ENDS[steps]))
+    found = tuple(number for number, piece in stripped if piece.endswith(_ENDS.get(steps, (marker or "",))))
     if not found:
         raise InputError(f"Expected the tokenizer to have tokens that end a {steps}, but it has none.")
     return found

@@ -208,7 +208,6 @@ def test_rollouts_of_other_steps_are_refused(
         "num_samples": 3,
         "target": "success_rate",
         "rollouts": str(rolled[0]),
-        "format": format,
     }
     for steps in ("sentence", "line"):
         data = RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)

@@ -26,6 +26,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.modules.rewards import QuantileRewardModule, RewardBatch
 from selfcal_lightning.modules.rewards.losses import reward_losses
 from selfcal_lightning.modules.rewards.module import TRAINED_FILE
+from selfcal_lightning.modules.rewards.starting import check_trunk_can_learn
 from selfcal_lightning.pipelines.export import run_export
 from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
@@ -254,7 +255,7 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
             r"`levels` in .* to rise within \(0, 1\), the lower quantile's first",
         ),
         ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
-        ({"steps": "word"}, "to hold format, levels, steps, target"),
+        ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
     ],
 )
 def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -287,6 +288,15 @@ def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
     trainer = trainer_with(max_steps=1)
     with pytest.raises(InputError, match="Expected `target` of the data module to be 'outcome', as the module states"):
         trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
+
+
+def test_a_trunk_is_not_trained_in_half_precision(pool: Pool, store_dir: str) -> None:
+    module = module_of(pool.model, lora=None, full=True, torch_dtype="bfloat16")
+    with pytest.raises(InputError, match=r"`torch_dtype` to keep weights in float32 with `full: true`.*bf16-mixed"):
+        trainer_with(max_steps=1).fit(module, datamodule=data_of(pool, store_dir))
+    with pytest.raises(InputError, match=r"`trainer\.precision` to keep weights in float32"):
+        check_trunk_can_learn(torch_dtype="auto", precision="bf16-true")
+    check_trunk_can_learn(torch_dtype="auto", precision="bf16-mixed")
 
 
 def test_votes_are_learnt_without_labels(pool: Pool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from selfcal_lightning.selection.joining import examples
 from selfcal_lightning.selection.labels import label_of
 from selfcal_lightning.selection.picking import fit_votes, select_rows
 from selfcal_lightning.selection.settings import SelectionSettings
+from selfcal_lightning.store.annotations import Annotation
 from selfcal_lightning.store.sample_store import SampleStore
 
 
@@ -246,6 +248,20 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path, options: dict[st
 def test_a_score_that_is_not_there_names_its_estimator(store: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingConfidenceError, match="Run `selfcal score --estimator self_certainty`"):
         select(store, tmp_path / "chosen", keep="self_certainty")
+
+
+@pytest.mark.parametrize("options", [{"keep": "steady"}, {"pick": "steady", "keep": "pick"}])
+def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path: Path, options: dict[str, str]) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    written = SampleStore(tmp_path / "store")
+    index, shards = written.index(), written.manifest.shards
+    annotation = Annotation(written.path, "steady")
+    annotation.write_part("run", "0", index, np.ones(len(index)), shards)
+    annotation.publish("run", ["0"], origin={"estimator": "sasc_std"}, details={})
+    with pytest.raises(ValueError, match=r"`keep` to compare questions, but got 'steady'.*Name it as `pick`"):
+        select(written.path, tmp_path / "chosen", **options)
+    picked = select(written.path, tmp_path / "chosen", pick="steady", threshold=0.5)
+    assert {row.pick_score for row in picked.kept} == {1.0}
 
 
 def test_votes_cannot_be_learnt_from_votes_nor_from_nothing() -> None:

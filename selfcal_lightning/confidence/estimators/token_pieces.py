@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from selfcal_lightning.functional.steps import Span, find_rule, step_ends, step_spans, token_spans
+from selfcal_lightning.functional.steps import Span, token_spans
 from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.steps import ends_of, spans_of
 
 Decode = Callable[[Sequence[int]], str]
 _INCOMPLETE = "\ufffd"
@@ -48,15 +49,12 @@ def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
         steps: Where steps end; "auto" takes the coarsest rule that finds some.
     """
     pieces = token_pieces(decode, ids)
-    text = "".join(pieces)
-    return token_spans(pieces, step_spans(text, find_rule(text) if steps == "auto" else steps))
+    return token_spans(pieces, spans_of("".join(pieces), steps))
 
 
 def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
     """Return how many tokens stand up to the end of each step, rising; the last is all of them."""
-    pieces = token_pieces(decode, ids)
-    text = "".join(pieces)
-    ends = step_ends(pieces, find_rule(text) if steps == "auto" else steps)
+    ends = ends_of(token_pieces(decode, ids), steps)
     return [*ends[:-1], len(ids)] if ends else []
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from selfcal_lightning.confidence.estimators.registry import EstimatorClass
 from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.functional.steps import Aggregation
-from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.settings import Steps, check_steps
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class CriteriaSettings:
     """How scores of tokens and steps become one of a response.
 
     Attributes:
-        steps: Where steps end: "sentence", "line", "blank_line", "heading", or "auto", the coarsest of these that a
-            response has.
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
+            "auto", the coarsest of the first four that a response has.
         weight: Weight of the probability of a step's tokens beside its metric, in [0, 1].
         over_steps: How scores of steps become one: "mean", "min", "last" or "prod".
         window: Tokens of a stretch, for lowest_group_confidence.
@@ -33,9 +33,9 @@ class CriteriaSettings:
     lowest: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, kind in (("steps", self.steps, Steps), ("over_steps", self.over_steps, Aggregation)):
-            if value not in get_args(kind):
-                raise unknown_name(f"criteria.{name}", value, get_args(kind))
+        check_steps("criteria.steps", self.steps)
+        if self.over_steps not in get_args(Aggregation):
+            raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
 
     def of(self, kind: EstimatorClass) -> dict[str, Any]:
         """Return those settings that an estimator takes."""

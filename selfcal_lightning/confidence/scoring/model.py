@@ -21,6 +21,7 @@ from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import stated_prompt
 from selfcal_lightning.records import IMPORTED
 from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.rewards.steps import check_marker
 from selfcal_lightning.store.sample_store import StoreFingerprint
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class ScoringModel:
         reads = estimator_class(name).reads
         if reads == "pool":
             return build_estimator(name, **settings)
+        if "steps" in settings:
+            check_marker(self.chat.tokenizer, settings["steps"])
         if reads == "engine":
             return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
         if reads == "rewards":

@@ -36,6 +36,7 @@ from selfcal_lightning.modules.rewards.scores import PlaceMetrics
 from selfcal_lightning.modules.rewards.starting import (
     check_no_sampling,
     check_start,
+    check_trunk_can_learn,
     first_head,
     head_of_public,
     starting_format,
@@ -47,7 +48,7 @@ from selfcal_lightning.prompts.given import Prompt
 from selfcal_lightning.rewards.folders import RewardFile
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.registry import QUANTILE_PRM, quantiles_of
-from selfcal_lightning.rewards.settings import Steps
+from selfcal_lightning.rewards.settings import Steps, check_steps
 from selfcal_lightning.rewards.targets import RewardTarget, check_target
 from selfcal_lightning.runtime.plan import Plan
 from selfcal_lightning.training.checkpoint_checks import check_base_model, check_optimizer_settings, check_trained
@@ -92,7 +93,8 @@ class QuantileRewardModule(ScoredRewardModel):
             the outputs alone are trained.
         full: Whether all weights of the trunk are trained.
         steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
-            or "auto", the coarsest of these that a response has. The data module takes it over.
+            "marker:TEXT" (behind that text), or "auto", the coarsest of the first four that a response has. The data
+            module takes it over.
         target: What is learnt, which the data module takes over too; see there.
         low: Level of the lower quantile.
         high: Level of the upper quantile.
@@ -102,6 +104,7 @@ class QuantileRewardModule(ScoredRewardModel):
         weight_decay: Of AdamW.
         warmup_steps: Optimiser steps of linear warm-up.
         torch_dtype: Of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored dtype.
+            A trunk that is trained is float32.
         attn_implementation: None takes "segments" where the model can run packed rows by it.
         query: The confidence query that responses are sampled with, which is part of what a store is.
         prompt: How questions are put to the model, to sample and to train; None is their tasks' own way.
@@ -147,6 +150,7 @@ class QuantileRewardModule(ScoredRewardModel):
         check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
         check_optimizer_settings(lr=head_lr, weight_decay=weight_decay, seed=seed)
         check_target(target)
+        check_steps("steps", steps)
         check_start(lora, full=full, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
         self.base_model, self.revision, self.lora, self.full = base_model, revision, lora, full
         self.format, self.public = format, starting_format(format)
@@ -179,6 +183,8 @@ class QuantileRewardModule(ScoredRewardModel):
         """Check the names of model and adapted layers, and return what the model takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
+        if verb == "fit":
+            self._check_trunk_can_learn(trainer)
         memory = plan_memory(
             self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer="adamw", nf4=False,
             trains=verb == "fit" and (self.full or self.lora is not None), device=trainer.strategy.root_device,
@@ -222,9 +228,14 @@ class QuantileRewardModule(ScoredRewardModel):
 
     def on_fit_start(self) -> None:
         """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
+        self._check_trunk_can_learn(self.trainer)
         stated = {"steps": self.steps, "target": self.target, "format": self.format}
         check_step_data(self.trainer.datamodule, stated, who=type(self).__name__)
         self._check_packing()
+
+    def _check_trunk_can_learn(self, trainer: Trainer) -> None:
+        if self.full:
+            check_trunk_can_learn(torch_dtype=self.torch_dtype, precision=str(trainer.precision_plugin.precision))
 
     # ---- training
 

@@ -89,6 +89,26 @@ def check_start(
         raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
 
 
+def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
+    """Raise InputError where a trunk that is trained would be held in half precision.
+
+    A step of AdamW changes a weight by about its learning rate, and bfloat16 keeps 8 binary digits: at 5e-5 weights
+    above about .02 would be rounded back to what they were, so that most of the trunk would never learn.
+
+    Args:
+        torch_dtype: Of the trunk's weights.
+        precision: That of the trainer.
+    """
+    halves = {"torch_dtype": torch_dtype == "bfloat16", "trainer.precision": precision in ("bf16-true", "16-true")}
+    for name, value in {"torch_dtype": torch_dtype, "trainer.precision": precision}.items():
+        if halves[name]:
+            raise InputError(
+                f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: the steps of "
+                "training are smaller than what half precision tells apart, and would be rounded away. Leave it out, "
+                "and use `trainer.precision: bf16-mixed` where a GPU is to compute in half precision."
+            )
+
+
 def check_no_sampling(callbacks: list[str], format: str) -> None:
     """Raise InputError where a callback would sample from a public reward model, which answers no questions.
 

@@ -85,7 +85,8 @@ def run_rollout(
         at: After which numbers of steps there is a prefix, such as [1, 2, 5], where a response has more; null leaves it
             to ``prefixes``.
         num_rollouts: Rollouts from each prefix.
-        steps: Where steps end: sentence, line, blank_line, heading, or auto, the coarsest that a response has.
+        steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (behind that text), or auto, the
+            coarsest of the first four that a response has.
         export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix.
         export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
             are rolled out.

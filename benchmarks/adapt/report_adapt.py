@@ -160,6 +160,8 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         for method in methods
         for seed in seeds
     }
+    for result in results.values():
+        result["settings"]["base_model"] = Path(result["settings"]["base_model"]).name  # wherever it was made
     content = {
         "sizes": {**asdict(sizes), "seeds_done": len(seeds)},
         "not_measured": [method for method in METHODS if method not in methods],

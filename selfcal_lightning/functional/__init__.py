@@ -126,8 +126,6 @@ __getattr__, __dir__, __all__ = face(
             "tail_confidence",
         ),
         "rewards": (
-            "GroupReward",
-            "PoolTarget",
             "RewardQuality",
             "anchored_share",
             "anchored_soft_share",

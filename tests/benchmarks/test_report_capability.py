@@ -26,7 +26,8 @@ Columns = dict[str, Floats]
 @pytest.fixture(scope="module")
 def module() -> Module:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+        for folder in (FOLDER.parent, FOLDER):
+            patch.syspath_prepend(str(folder))
         yield importlib.import_module
 
 

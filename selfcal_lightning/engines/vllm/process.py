@@ -53,7 +53,7 @@ class WorkerProcess:
         environment: The whole environment of the child.
         send_timeout: Longest wait in seconds for the child to take a message.
         log_path: File that the child's output is appended to; None makes a temporary one, removed at a clean end.
-        module: What the child runs, with the number of its end of the channel.
+        module: What the child runs, with the number of its end of the channel; None runs the worker of the engine.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WorkerProcess:
         *,
         send_timeout: float,
         log_path: Path | None = None,
-        module: str = WORKER_MODULE,
+        module: str | None = None,
     ) -> None:
         self._keeps_log = log_path is not None
         self.log_path = log_path or _temporary_log()
@@ -70,7 +70,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", module or WORKER_MODULE, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

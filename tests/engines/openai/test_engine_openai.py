@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -15,7 +16,7 @@ from support.engine_contract import EngineContract
 from support.engine_reference import EDT
 from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, requests_of
 from support.openai_models import RealModel
-from support.openai_server import FakeServer, is_silent, says, status
+from support.openai_server import Exchange, FakeServer, is_silent, says, status
 from support.options import nested
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
@@ -131,11 +132,18 @@ def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
     connect: Connect, server: FakeServer, chat: ChatFormat
 ) -> None:
     engine = connect(max_batch=1)
+
+    async def wait_for_the_scores(exchange: Exchange) -> None:
+        while len(engine._jobs._waiting) < 5 + 2:
+            await asyncio.sleep(0.002)
+        await server._complete(exchange)
+
+    server.faults.append(wait_for_the_scores)
     engine.submit(requests_of(chat, 6))
     prompt = chat.prompt_ids([Message("user", "5 + 3?")])
     assert engine.next_token_probabilities([prompt, prompt], [5, 6, 5]) == [[pytest.approx(0.25)] * 3] * 2
     scored = [i for i, exchange in enumerate(server.completions()) if "stream" not in exchange.body]
-    assert max(scored) <= 3
+    assert scored == [1, 2]
     responses = []
     while finished := engine.poll():
         responses += finished

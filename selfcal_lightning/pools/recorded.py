@@ -15,7 +15,7 @@ from selfcal_lightning.pools.line_format import PoolLine, judge_line
 from selfcal_lightning.pools.task_rows import UNNAMED, read_foreign_pool
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.runtime.json_files import read_json_lines
-from selfcal_lightning.runtime.progress import Progress, Stage, counted
+from selfcal_lightning.runtime.progress import Progress, Stage, counted, say
 from selfcal_lightning.store.annotations import Annotation
 from selfcal_lightning.store.columns import counted_samples
 from selfcal_lightning.store.sample_store import SampleStore
@@ -166,21 +166,24 @@ def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, 
 def _from_file(
     path: Path, *, split: str | None, task: str | None, limit: int | None, texts: bool, tasks: Callable[[str], Task]
 ) -> RecordedPool:
-    """Read and judge the lines of a file; questions without a response are left out, as in an import."""
+    """Read and judge the lines of a file; questions without a response are left out and counted, as in an import."""
 
     def read() -> Iterator[tuple[int, PoolLine]]:
         return read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
 
     def chosen(lines: Iterable[tuple[int, PoolLine]]) -> Iterator[PoolLine]:
-        return (line for _, line in lines if split in (None, line.split) and line.responses)
+        return (line for _, line in lines if split in (None, line.split))
 
     # The whole file is checked first; its texts are never in memory together.
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
-        sizes = [len(line.responses) for line in chosen(counted(read(), progress))]
+        found = [len(line.responses) for line in chosen(counted(read(), progress))]
+    sizes = [size for size in found if size]
+    if len(sizes) < len(found):
+        say(f"{len(found) - len(sizes):,} of {len(found):,} questions in {path} have no response and are left out")
     entries: list[QuestionSamples] = []
     before = Undecided.so_far()
     with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
-        for line in islice(chosen(read()), limit):
+        for line in islice((line for line in chosen(read()) if line.responses), limit):
             judged = judge_line(line, tasks(line.question.task))
             entries.append(judged if texts else _to_count(judged))
             progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))

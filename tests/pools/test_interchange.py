@@ -19,6 +19,7 @@ from selfcal_lightning.pipelines.import_records import run_import_records
 from selfcal_lightning.pools.exporting import export_pool
 from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.pools.published_records import import_training_records
+from selfcal_lightning.pools.recorded import load_recorded_pool
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 from selfcal_lightning.store.sample_store import SampleStore
@@ -56,6 +57,14 @@ def pool() -> list[dict[str, Any]]:
         {"id": "b", "task": "fake", "question": "?", "reference": None, "responses": [{"text": "The answer is 8."}]},
         {"id": "c", "task": "fake", "question": "??", "reference": "1", "responses": []},
     ]
+
+
+def test_questions_without_a_response_are_counted_where_a_file_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "pool.jsonl", pool())
+    assert [entry.question.id for entry in load_recorded_pool(path, tasks=FakeTask).entries] == ["a", "b"]
+    assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
 
 
 def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from selfcal_lightning.models.quantization import (
 )
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.beside import BesideSettings, adapter_name, read_queries
-from selfcal_lightning.modules.checkpoint_hooks import trained_parameters
+from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
 from selfcal_lightning.modules.plan import name_model, plan_memory
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.prompts.given import Prompt
@@ -77,7 +77,29 @@ class CalibratedModel(LightningModule):
         self.chat: ChatFormat | None = None
         self.chats: dict[str, ChatFormat] = {}
         self.identity: dict[str, Any] = {}
+        self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self._packing_is_checked = False
+        self._checkpoint = TrainedCheckpoint()
+
+    # ---- checkpoints: only what is trained, and which model it was trained on
+
+    def on_train_start(self) -> None:
+        """Go on exactly where a checkpoint left off."""
+        self._checkpoint.start(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the trained parameters only, and note the base model."""
+        self._checkpoint.save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
+
+        Raises:
+            InputError: In all cases, naming what was expected and what was found.
+        """
+        self._checkpoint.load(self, checkpoint)
+
+    # ---- the model
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise InputError where the Trainer runs in a way that does not work, or the model is not one to train.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.quantization import OptimizerName, Quantization, build_optimizer, check_settings
 from selfcal_lightning.modules.batch import SSCBatch
 from selfcal_lightning.modules.beside import BesideSettings, adapter_name, plain_beside, read_beside
-from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
+from selfcal_lightning.modules.checkpoint_hooks import trained_parameters
 from selfcal_lightning.modules.exported import ExportedModel
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
 from selfcal_lightning.modules.schedule import with_cosine
@@ -160,11 +160,9 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
         self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
         self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
         self.save_hyperparameters(plain)
-        self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.val_metrics = CalibrationMetrics(beta=beta)
         self.test_metrics = CalibrationMetrics(beta=beta)
         self._step_log = StepLog()
-        self._checkpoint = TrainedCheckpoint()
 
     def on_fit_start(self) -> None:
         """Refuse a model that packed rows would train on wrong logits."""
@@ -247,10 +245,6 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
 
     # ---- what is logged in training
 
-    def on_train_start(self) -> None:
-        """Go on exactly where a checkpoint left off."""
-        self._checkpoint.start(self)
-
     def on_train_epoch_start(self) -> None:
         """Leave the time between epochs out of the tokens per second."""
         self._step_log.restart()
@@ -266,17 +260,3 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
         if logged:
             self.log_dict(logged)
             self.log_dict(bar_values(logged), prog_bar=True, logger=False)
-
-    # ---- checkpoints: only what is trained, and which model it was trained on
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained parameters only, and note the base model."""
-        self._checkpoint.save(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
-
-        Raises:
-            ValueError: In all cases, naming what was expected and what was found.
-        """
-        self._checkpoint.load(self, checkpoint)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,7 +21,6 @@ from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapt
 from selfcal_lightning.modules.adaptation.batch import PolicyBatch
 from selfcal_lightning.modules.adaptation.losses import PolicyParts, Ratio, check_ratio, policy_parts
 from selfcal_lightning.modules.adaptation.step_log import PolicyStepLog
-from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
 from selfcal_lightning.modules.exported import ExportedModel
 from selfcal_lightning.modules.loss_parts import calibration_part, generation_part
 from selfcal_lightning.modules.schedule import with_cosine
@@ -150,13 +149,11 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
         self.activated, self.beside = False, {}
         self.save_hyperparameters(plain)
-        self.strict_loading = False  # the base weights are not in a checkpoint; `on_load_checkpoint` checks the rest
         self.val_metrics, self.test_metrics = CalibrationMetrics(beta=beta), CalibrationMetrics(beta=beta)
         self._round_state: dict[str, Tensor] | None = None
         self._is_sampled_from = False
         self._epoch_taken_up: int | None = None
         self._step_log = PolicyStepLog()
-        self._checkpoint = TrainedCheckpoint()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work."""
@@ -171,10 +168,6 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self._check_packing()
 
     # ---- training
-
-    def on_train_start(self) -> None:
-        """Go on exactly where a checkpoint left off."""
-        self._checkpoint.start(self)
 
     def _take_up_round(self) -> None:
         """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.
@@ -276,20 +269,6 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         if logged:
             self.log_dict(logged)
             self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
-
-    # ---- checkpoints: only what is trained, and which model it was trained on
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained parameters only, and note the base model."""
-        self._checkpoint.save(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
-
-        Raises:
-            InputError: In all cases, naming what was expected and what was found.
-        """
-        self._checkpoint.load(self, checkpoint)
 
 
 def _check_adapter(lora: LoraSettings | None) -> None:

@@ -20,7 +20,7 @@ from selfcal_lightning.model_files.names import check_model
 from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.model_outputs import has_plain_head
-from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint, trained_parameters
+from selfcal_lightning.modules.checkpoint_hooks import trained_parameters
 from selfcal_lightning.modules.plan import plan_memory
 from selfcal_lightning.modules.rewards.batch import RewardBatch
 from selfcal_lightning.modules.rewards.exporting import (
@@ -163,11 +163,9 @@ class QuantileRewardModule(ScoredRewardModel):
         self.exported_from: Path | None = None
         self.head: nn.Module | None = None
         self.save_hyperparameters(plain)
-        self.strict_loading = False  # the frozen trunk is not in a checkpoint; `on_load_checkpoint` checks the rest
         self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
         self.val_places, self.test_places = PlaceMetrics(self.levels), PlaceMetrics(self.levels)
         self._step_log = RewardStepLog()
-        self._checkpoint = TrainedCheckpoint()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
@@ -263,30 +261,12 @@ class QuantileRewardModule(ScoredRewardModel):
             torch.optim.AdamW(groups, weight_decay=self.weight_decay), self.trainer, warmup_steps=self.warmup_steps
         )
 
-    def on_train_start(self) -> None:
-        """Go on exactly where a checkpoint left off."""
-        self._checkpoint.start(self)
-
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the losses of the step."""
         lr = optimizer.param_groups[-1]["lr"]
         if logged := self._step_log.finish(self.trainer.strategy, pinball=self.pinball, lr=lr):
             self.log_dict(logged)
             self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
-
-    # ---- checkpoints: only what is trained, and which policy it was trained on
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained parameters only, and note the policy."""
-        self._checkpoint.save(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another policy or adapter, and to go on with training under other settings.
-
-        Raises:
-            InputError: In all cases, naming what was expected and what was found.
-        """
-        self._checkpoint.load(self, checkpoint)
 
     # ---- exports
 

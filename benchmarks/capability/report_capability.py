@@ -27,14 +27,16 @@ from _capability_studies import confidence_columns, processor_seconds, size_colu
 from _capability_tables import as_markdown, figure
 from _capability_targets import targets
 from shared.jobs import seconds_of
+from shared.tables import triple, write_report
 
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
-from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.functional.seed_means import mean_over_seeds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"
+# Seconds of a prompt's pass are small numbers.
+DIGITS = 5
 
 
 def main() -> int:
@@ -61,7 +63,7 @@ def main() -> int:
         "processor_minutes": sum(sum(seconds_of(plan.folder(seed)).values()) for seed in options.seeds) / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
     }
-    report["checks"] = [{**asdict(check), "found": triple(check.found)} for check in checks]
+    report["checks"] = [{**asdict(check), "found": triple(check.found, digits=DIGITS)} for check in checks]
     report["measured"] = {key: _plain(column) for key, column in columns.items()}
     _write(options.results, report)
     return 0 if all(check.holds for check in checks) else 1
@@ -91,23 +93,15 @@ def _timed(plan: Plan) -> tuple[float, float]:
 
 
 def _write(results: Path, report: Mapping[str, Any]) -> None:
-    results.mkdir(parents=True, exist_ok=True)
-    text = as_markdown(report)
-    (results / "report_capability.json").write_text(json.dumps(report) + "\n")
-    (results / "report_capability.md").write_text(text)
-    for place in [results, IMAGES] if results == RESULTS else [results]:
-        save_figure(figure(report["measured"]), place / "report_capability.png", dpi=120)
-    print(text)
-
-
-def triple(found: Estimate) -> list[float | None]:
-    """Return value and ends of an estimate, rounded to more than is shown."""
-    return [None if number is None else round(number, 5) for number in (found.value, found.low, found.high)]
+    picture = figure(report["measured"])
+    write_report(results, "report_capability", report, as_markdown(report), picture=picture)
+    if results == RESULTS:
+        save_figure(picture, IMAGES / "report_capability.png", dpi=120)
 
 
 def _plain(column: np.ndarray) -> Any:
     """Return value and ends of each column."""
-    return [_plain(row) for row in column] if column.ndim > 1 else triple(estimate_of(column))
+    return [_plain(row) for row in column] if column.ndim > 1 else triple(estimate_of(column), digits=DIGITS)
 
 
 def _arguments() -> argparse.Namespace:

@@ -10,7 +10,6 @@ go to ``benchmarks/results/report.{json,md,png}``. Exit status 1 where a criteri
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -27,11 +26,10 @@ from _report_tables import FULL, as_markdown, figure
 from _report_times import measured_seconds
 from _report_votes import mean_tokens, over_seeds, savings, vote_curves
 from shared.estimates import Measured, summary
-from shared.tables import triple
+from shared.tables import triple, write_report
 
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
 from selfcal_lightning.evaluation.calibration.votes import powers_of_two
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.pools.recorded import RecordedPool
@@ -57,12 +55,7 @@ def main() -> int:
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
     given = [argument for argument in sys.argv[1:] if argument != COLLECT]
     report["command"] = f"python benchmarks/quality/report.py {' '.join(given)}" if given else FULL
-    text = as_markdown(report)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "report.json").write_text(json.dumps(report) + "\n")
-    (options.results / "report.md").write_text(text)
-    save_figure(figure(report), options.results / "report.png", dpi=120)
-    print(text)
+    write_report(options.results, "report", report, as_markdown(report), picture=figure(report))
     return 0 if all(row["met"] for row in report["criteria"]) else 1
 
 

@@ -9,7 +9,6 @@ resumable. Figures go to ``benchmarks/results/rounds_study.{json,md}``.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import yaml
 from shared.estimates import question_values
 from shared.jobs import run
+from shared.tables import write_report
 
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
 from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
@@ -78,11 +78,7 @@ def publish(
     """Print a study and write it to ``name``.json and .md, with its command and the minutes since ``started``."""
     study["minutes"] = round((time.monotonic() - started) / 60, 1)
     study["command"] = f"python benchmarks/quality/{name}.py {' '.join(sys.argv[1:])}".strip()
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"{name}.json").write_text(json.dumps(study, indent=1) + "\n")
-    text = as_text(study)
-    (options.results / f"{name}.md").write_text(text)
-    print(text)
+    write_report(options.results, name, study, as_text(study), indent=1)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from shared.jobs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "smollm"
@@ -76,6 +71,10 @@ class Jobs:
         """Store of the base model's responses to test questions."""
         return self.folder / "test"
 
+    def texts(self, target: str, seed: int) -> Path:
+        """Folder of the texts that are sampled twice: with this adapter and without."""
+        return self.folder / "texts" / f"{target}-{seed}"
+
     def own_test(self, seed: int) -> Path:
         """Store of a jointly trained model's own responses to test questions."""
         return self.folder / JOINT / f"seed-{seed}" / "test"
@@ -126,12 +125,12 @@ class Jobs:
             "--name", PROBE, *model,
         )  # fmt: skip
 
-    def sample_twice(self, adapter: Path) -> None:
+    def sample_twice(self, adapter: Path, texts: Path) -> None:
         """Sample some test questions with and without an activated adapter beside the base model, in float32."""
         for name, further in (("base", ()), ("activated", ("--adapter", str(adapter)))):
             self._run(
                 "generate", "--plugins", PLUGIN, "--model", str(self.model), "--task", TASK, "--split", "test",
-                "--limit", str(TEXT_QUESTIONS), "--store_dir", str(self.folder / "texts" / name), "--num_samples",
+                "--limit", str(TEXT_QUESTIONS), "--store_dir", str(texts / name), "--num_samples",
                 str(self.sizes.num_samples), "--sampling.temperature", "0.4", "--sampling.edt_scale", "null",
                 "--sampling.max_new_tokens", "14", "--engine.max_batch", "128", "--seed", "1", *further,
             )  # fmt: skip
@@ -181,33 +180,11 @@ class Jobs:
         return adapter
 
     def _run(self, *arguments: str) -> None:
-        run_verb(arguments, log=self.folder / "log.txt")
+        run(self.folder / "log.txt", *arguments, threads=None)
 
     def smaller(self, folder: Path, **sizes: Any) -> Jobs:
         """Return the same jobs in another folder, at other sizes."""
         return replace(self, folder=folder, sizes=replace(self.sizes, **sizes))
-
-
-def run_verb(arguments: Sequence[str], *, log: Path) -> None:
-    """Run one ``selfcal`` command, its output to ``log``, and say how long it took, and how much of the processor."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ}
-    started, used = time.monotonic(), children_seconds()
-    with log.open("a") as file:
-        file.write(f"\n$ selfcal {' '.join(arguments)}\n")
-        file.flush()
-        command = [sys.executable, "-m", "selfcal_lightning", *arguments]
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {done.returncode}; see {log}")
-    seconds, busy = time.monotonic() - started, children_seconds() - used
-    print(f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s, {busy:6.0f} s of CPU  selfcal {arguments[0]}", flush=True)
-
-
-def children_seconds() -> float:
-    """Return the CPU seconds that all commands have used so far."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _into(config: dict[str, Any], folder: Path) -> dict[str, Any]:

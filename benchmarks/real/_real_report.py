@@ -27,7 +27,6 @@ from matplotlib.figure import Figure
 
 from selfcal_lightning.capability.label_free import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
@@ -322,10 +321,10 @@ def show(entry: Mapping[str, Any], *, digits: int = 3, signed: bool = False) -> 
     return f"{text} [{', '.join(ends)}]"
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
+def figure(report: Mapping[str, Any]) -> Figure:
     """Draw the AUROC of each confidence, and the accuracy of votes over the number of samples."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    drawing = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = drawing.subplots(1, 2)
     # Scaled by Platt, the likelihood ranks as it does unscaled.
     shown = [name for name in report["confidences"] if name != SCALED and not name.endswith(" ssc")]
     rows = list(reversed(shown))
@@ -349,4 +348,4 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(True, color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
-    save_figure(figure, path, dpi=110)
+    return drawing

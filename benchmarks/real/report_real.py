@@ -9,16 +9,21 @@ to ``benchmarks/results/report_real.{json,md,png}``; cells that were not run are
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _real_jobs import JOINT, LEAVE_ONE_OUT, TARGETS, TUNED, Jobs, Sizes
-from _real_report import as_markdown, assemble, draw
+from _real_report import as_markdown, assemble, figure
+from shared.tables import write_report
+
+from selfcal_lightning.evaluation.reports.figure_files import save_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"
+DPI = 110
 VARIANTS = ("activated", JOINT, TUNED)
 # The demonstration's account of time is made of these. One core with AVX512-BF16 was measured, shared with other work:
 # 12 responses sampled (bfloat16), 4 trained on (float32) and 26 scored (bfloat16) a CPU second. Two idle ones are
@@ -44,19 +49,17 @@ def main() -> int:
         if options.demo:
             print(account(jobs), flush=True)
         run(jobs, options)
-    report = assemble(jobs, seeds=options.seeds, texts=options.output / "texts")
+    report = assemble(jobs, seeds=options.seeds, texts=jobs.texts(options.targets[0], options.seeds[0]))
     report["command"] = " ".join(["python benchmarks/real/report_real.py", *sys.argv[1:]])
     report["sizes"] |= {"train": options.train, "calibration": options.calibration, "samples": options.num_samples}
     report["sizes"]["train_samples"] = sizes.samples_of("train")
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
     folder = options.output if options.demo else RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report_real.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = as_markdown(report)
-    (folder / "report_real.md").write_text(text)
-    for place in [folder] if options.demo else [folder, IMAGES]:
-        draw(report, place / "report_real.png")
-    print(f"{text}\nWritten to {folder}: report_real.md, report_real.png and report_real.json.")
+    picture = figure(report)
+    write_report(folder, "report_real", report, as_markdown(report), picture=picture, dpi=DPI, indent=1)
+    if not options.demo:
+        save_figure(picture, IMAGES / "report_real.png", dpi=DPI)
+    print(f"Written to {folder}: report_real.md, report_real.png and report_real.json.")
     held = report["held_to"]
     return 0 if options.demo or (held and all(row["met"] for row in held.values())) else 1
 
@@ -92,7 +95,8 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
             adapter = jobs.activate(target, seed)
             jobs.score_both(adapter, f"{target}_{seed}")
         if not options.demo:
-            jobs.sample_twice(jobs.folder / options.targets[0] / f"seed-{options.seeds[0]}" / "adapter")
+            target, seed = options.targets[0], options.seeds[0]
+            jobs.sample_twice(jobs.folder / target / f"seed-{seed}" / "adapter", jobs.texts(target, seed))
     for seed in options.joint_seeds if {JOINT, TUNED} & set(options.variants) else ():
         merged = jobs.tune(seed)
         jobs.sample(merged, jobs.own_test(seed), "test", seed=1)
@@ -113,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/report-real"), help="samples and adapters go here")
     parser.add_argument("--model", type=Path, default=Path("runs/real/smollm2"), help="folder of the converted model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--joint_seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--joint_seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--train", type=int, default=415, help="training questions; 415 are all")

@@ -12,7 +12,6 @@ Exit status 1 where a demand is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,10 +29,9 @@ from _reward_tables import COLOURS, FULL, as_markdown, figure
 from _reward_votes import FUSED, LABELS, PLAIN, Spent, first_questions, read_pool, searches, spend
 from shared.estimates import Measured, summary
 from shared.jobs import seconds_of
-from shared.tables import triple
+from shared.tables import triple, write_report
 
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.functional.steps import POSITIONS
@@ -57,12 +55,7 @@ def main() -> int:
     report = assemble(plan, options.seeds)
     given = [argument for argument in sys.argv[1:] if argument != COLLECT]
     report["command"] = f"python benchmarks/rewards/report_rewards.py {' '.join(given)}" if given else FULL
-    text = as_markdown(report)
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "report_rewards.json").write_text(json.dumps(report) + "\n")
-    (options.results / "report_rewards.md").write_text(text)
-    save_figure(figure(report), options.results / "report_rewards.png", dpi=110)
-    print(text)
+    write_report(options.results, "report_rewards", report, as_markdown(report), picture=figure(report), dpi=110)
     return 1 if any(row["met"] is False for row in report["criteria"]) else 0
 
 

@@ -18,23 +18,25 @@ DONE = "commands.json"
 LIBRARIES = ("selfcal_lightning.cli", "torch", "transformers.models.llama.modeling_llama", "lightning.pytorch", "peft")
 
 
-def run(log: Path, *arguments: str, threads: int = 1, output: Path | None = None) -> float:
+def run(log: Path, *arguments: str, threads: int | None = 1, output: Path | None = None) -> float:
     """Run one ``selfcal`` command. Returns seconds of wall time.
 
     Args:
         log: Where its messages are appended, and what it prints as well unless ``output`` is given.
         arguments: Those of the command.
-        threads: Threads of torch.
+        threads: Threads of torch; None takes what ``OMP_NUM_THREADS`` says, or as many as there are cores.
         output: File for what it prints.
 
     Raises:
         SystemExit: The command failed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    threads = threads or int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "180"}
     started, used = time.monotonic(), children_seconds()
     command = [sys.executable, "-m", "selfcal_lightning", *arguments]
     with log.open("a") as messages:
+        print(f"\n$ selfcal {' '.join(arguments)}", file=messages, flush=True)
         if output is None:
             done = subprocess.run(command, stdout=messages, stderr=subprocess.STDOUT, env=environment, check=False)
         else:

@@ -1,15 +1,21 @@
-"""Numbers as reports write them: in JSON, in tables, and in parts that the documentation takes one by one."""
+"""What reports write: numbers, parts that the documentation takes one by one, and the files themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from matplotlib.figure import Figure
+
+from selfcal_lightning.evaluation.reports.figure_files import save_figure
 from selfcal_lightning.functional.estimates import Estimate
 
 
-def triple(found: Estimate) -> list[float | None]:
-    """Return value and ends of an estimate, rounded to what is shown."""
-    return [None if number is None else round(number, 4) for number in (found.value, found.low, found.high)]
+def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
+    """Return value and ends of an estimate, rounded to a little more than is shown."""
+    return [None if number is None else round(number, digits) for number in (found.value, found.low, found.high)]
 
 
 def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
@@ -31,3 +37,22 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
 def section(name: str, lines: Sequence[str]) -> list[str]:
     """Put lines between marks, by which the documentation takes this part alone."""
     return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
+
+
+def write_report(
+    folder: Path,
+    name: str,
+    report: Mapping[str, Any],
+    text: str,
+    *,
+    picture: Figure | None = None,
+    dpi: int = 120,
+    indent: int | None = None,
+) -> None:
+    """Print a report, and write it to ``name``.json and ``name``.md; its picture, if it has one, to ``name``.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=indent) + "\n")
+    (folder / f"{name}.md").write_text(text)
+    if picture is not None:
+        save_figure(picture, folder / f"{name}.png", dpi=dpi)
+    print(text)

@@ -1,5 +1,7 @@
 """What one seed shows: columns [..., 1 + R] of a value and its resamples over questions, by key.
 
+A calibration error is a value with bounds of its deviation instead, since it is above 0 by chance alone.
+
 All seeds have the same questions, so that their resamples are the same too.
 """
 
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT, TESTS
+from shared.estimates import Column
 
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.inputs import load_capability_pool
@@ -18,11 +21,15 @@ from selfcal_lightning.capability.question_table import QuestionTable
 from selfcal_lightning.capability.response_means import averaged_names
 from selfcal_lightning.evaluation.capability.asking import ORACLE, asked_questions, lost_column
 from selfcal_lightning.evaluation.capability.budgets import UNIFORM, solved_columns
-from selfcal_lightning.evaluation.capability.comparison import candidates, capability_spread, resampled_column
+from selfcal_lightning.evaluation.capability.comparison import (
+    candidates,
+    capability_spread,
+    resampled_column,
+    share_error_bounds,
+)
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
 from selfcal_lightning.evaluation.capability.pass_at_k import powers_of_two
 from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.calibration import expected_calibration_error
 from selfcal_lightning.functional.capability import pass_at_k
 from selfcal_lightning.functional.capability_errors import pass_at_k_squared_errors, squared_errors
 from selfcal_lightning.functional.discrimination import spearman
@@ -34,7 +41,7 @@ LEFT_OUT = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 SUBSETS = 50  # of half of the responses, for the debiased error
 FROM_PROMPTS = (PROBE, LABELLED, BEFORE, TAUGHT)
 FROM_RESPONSES = ("agreeing_pairs", "top_share", "mean_logprob", "p_true", AWAKE)
-Columns = dict[str, Floats]
+Columns = dict[str, Column]
 
 
 def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
@@ -64,7 +71,7 @@ def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: F
     """Return error, skill, rank correlation and calibration error of every estimate, mapped ones too."""
     truth, shares = test.truth, test.truth.expected_accuracy
     spread = capability_spread(truth.num_correct, truth.num_samples, weights)
-    found = {"constant/mse": spread}
+    found: Columns = {"constant/mse": spread}
     single = shares * (1.0 - shares) * truth.num_samples / (truth.num_samples - 1)
     found["verdict/mse"] = single @ weights
     for name, values, _ in candidates(test, calibration):
@@ -73,7 +80,7 @@ def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: F
             error = squared_errors(values, truth.num_correct, truth.num_samples) @ weights
             found[f"{name}/mse"] = error
             found[f"{name}/skill"] = 1.0 - error / spread
-            found[f"{name}/ece"] = resampled_column(expected_calibration_error, values, shares, weights)
+            found[f"{name}/ece"] = share_error_bounds(values, shares, weights)
     return found
 
 

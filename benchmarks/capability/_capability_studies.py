@@ -26,7 +26,11 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.calibration.metrics import scored_responses
 from selfcal_lightning.functional.base import AUROC, BRIER, ECE, Floats
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, question_bootstrap
+from selfcal_lightning.functional.bootstrap import (
+    bootstrap_interval,
+    calibration_error_bounds,
+    question_bootstrap,
+)
 from selfcal_lightning.functional.capability_errors import squared_errors
 from selfcal_lightning.functional.question_means import resample_weights
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
@@ -35,7 +39,7 @@ from selfcal_lightning.store.shards import question_digest
 from selfcal_lightning.tasks.registry import get_task
 
 PARTS = 10  # that the training questions are dealt into, each with all of its responses
-MEASURES = (AUROC, ECE, BRIER)
+MEASURES = (AUROC, BRIER)
 TIMED_QUESTIONS, TURNS = 128, 3
 SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=120)
 
@@ -92,6 +96,7 @@ def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
                 found[f"{split}/response/{name}/{measure}"] = np.append(
                     np.nan if value is None else value, drawn[measure]
                 )
+            found[f"{split}/response/{name}/{ECE}"] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
     return found
 
 

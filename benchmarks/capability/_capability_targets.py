@@ -9,11 +9,10 @@ from typing import Literal
 import numpy as np
 from _capability_jobs import LABELLED, PROBE, TAUGHT
 from _capability_measures import LEFT_OUT, READ, Columns
+from shared.estimates import Column, estimated
 
 from selfcal_lightning.evaluation.capability.budgets import SEQUENTIAL
-from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of
 
 End = Literal["value", "low", "high"]
 WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}
@@ -111,15 +110,15 @@ def _application_checks(columns: Columns) -> list[Check]:
     return checks
 
 
-def check(what: str, column: Floats, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
-    """Hold a column [1 + R], or an end of its interval, to a bound.
+def check(what: str, column: Column, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
+    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound.
 
     Example:
         >>> found = check("error", np.array([0.25, 0.125, 0.375]), ("high", "<=", 0.3))
         >>> found.found.value, found.held_to, found.holds
         (0.25, 'upper end <= 0.3', False)
     """
-    found = estimate_of(column)
+    found = estimated(column)
     end, sign, limit = bound
     value = {"value": found.value, "low": found.low, "high": found.high}[end]
     holds = value is not None and {"<=": value <= limit, ">=": value >= limit, ">": value > limit}[sign]

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _capability_jobs import AWAKE, TAUGHT, Plan, run_seed
@@ -26,12 +24,12 @@ from _capability_measures import Columns, measure_seed
 from _capability_studies import confidence_columns, processor_seconds, size_columns
 from _capability_tables import as_markdown, figure
 from _capability_targets import targets
+from shared.estimates import Column, column_over_seeds, estimated
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report
 
 from selfcal_lightning.evaluation.reports.figure_files import save_figure
-from selfcal_lightning.functional.question_means import estimate_of
-from selfcal_lightning.functional.seed_means import mean_over_seeds
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"
@@ -72,7 +70,7 @@ def main() -> int:
 def over_seeds(found: Sequence[Columns]) -> Columns:
     """Return the mean of each column over the seeds that have it; intervals are over questions and seeds."""
     keys = dict.fromkeys(key for one in found for key in one)
-    return {key: mean_over_seeds(np.stack([one[key] for one in found if key in one])) for key in keys}
+    return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
 
 
 def _measured(plan: Plan, seed: int) -> Columns:
@@ -99,9 +97,11 @@ def _write(results: Path, report: Mapping[str, Any]) -> None:
         save_figure(picture, IMAGES / "report_capability.png", dpi=120)
 
 
-def _plain(column: np.ndarray) -> Any:
+def _plain(column: Column) -> Any:
     """Return value and ends of each column."""
-    return [_plain(row) for row in column] if column.ndim > 1 else triple(estimate_of(column), digits=DIGITS)
+    if not isinstance(column, ErrorBounds) and column.ndim > 1:
+        return [_plain(row) for row in column]
+    return triple(estimated(column), digits=DIGITS)
 
 
 def _arguments() -> argparse.Namespace:

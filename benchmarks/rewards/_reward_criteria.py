@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from _reward_jobs import FEW_OUTCOME, FEW_VOTES, HARD, OUTCOME, RATES, TESTS, VOTES
-from _reward_places import ABOVE, BELOW, BRIER, ECE, Places, columns, difference
+from _reward_places import ABOVE, BELOW, BRIER, ECE, Places, difference, estimates
 from _reward_votes import FUSED, PLAIN, Spent
-from shared import estimates
 from shared.criteria import Criterion, above, at_most, below, exactly
 from shared.estimates import Measured
+from shared.estimates import difference as response_difference
 
-from selfcal_lightning.functional.base import WITHIN_QUESTION_AUROC
+from selfcal_lightning.functional.base import WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 
@@ -53,7 +53,7 @@ def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Cri
             return difference(models[name], models[other], metric)
 
         def value(name: str, metric: str, models: Mapping[str, Sequence[Places]] = models) -> Estimate:
-            return estimate_of(columns(models[name])[metric])
+            return estimates(models[name])[metric]
 
         for metric, bound in ((BRIER, -0.01), (ECE, -0.02)):
             gain = less(RATES, HARD, metric)
@@ -116,7 +116,7 @@ def _of_answers(found: Found) -> list[Criterion]:
     rows.append(Criterion(text, gain, above(gain.low, -0.015)))
     for name, label in (("prm", "outcomes"), ("prm_vote_share", "votes")):
         responses = found.responses["id"]
-        gain = estimates.difference(responses[name], responses["prm_hard"], WITHIN_QUESTION_AUROC)
+        gain = response_difference(responses[name], responses["prm_hard"], WITHIN_QUESTION_AUROC)
         text = f"in domain, within-question AUROC of {label} minus hard labels: lower end above 0"
         rows.append(Criterion(text, gain, above(gain.low, 0.0)))
     return [*rows, _stopping(votes), *_reported(found)]
@@ -154,7 +154,7 @@ def _reported(found: Found) -> list[Criterion]:
     return rows
 
 
-def at_equal_tokens(curve: Mapping[str, Spent], tokens: estimates.Floats) -> estimates.Floats:
+def at_equal_tokens(curve: Mapping[str, Spent], tokens: Floats) -> Floats:
     """Return the accuracy of a way at so many tokens [1 + R], read off between its settings in each resample.
 
     Example:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from _reward_jobs import Plan
-from shared.estimates import RESAMPLES
+from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated
 
 from selfcal_lightning.functional.base import Array, Floats
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of, resample_weights
 from selfcal_lightning.functional.seed_means import mean_over_seeds
@@ -122,15 +123,19 @@ def _scores(plan: Plan, seed: int, name: str, entries: Sequence[QuestionSamples]
     return np.array(found)
 
 
-def columns(rows: Sequence[Places], position: str = OVERALL) -> dict[str, Floats]:
-    """Return each metric over seeds, on all questions and on resamples of questions and seeds [1 + R]."""
-    found = [_metrics(one.sums(position)) for one in rows]
-    return {metric: mean_over_seeds(np.array([one[metric] for one in found])) for metric in METRICS}
+def estimates(rows: Sequence[Places], position: str = OVERALL) -> dict[str, Estimate]:
+    """Return each metric over seeds, with its interval over questions and seeds."""
+    sums = [one.sums(position) for one in rows]
+    found = {metric: estimate_of(column) for metric, column in _columns(sums).items()}
+    return found | {ECE: estimated(errors_over_seeds(_errors(sums)))}
 
 
 def difference(rows: Sequence[Places], others: Sequence[Places], metric: str) -> Estimate:
     """Return by how much a metric of one model exceeds that of another, on the same draws."""
-    return estimate_of(columns(rows)[metric] - columns(others)[metric])
+    mine, theirs = ([one.sums() for one in side] for side in (rows, others))
+    if metric == ECE:
+        return error_difference(_errors(mine), _errors(theirs))
+    return estimate_of(_columns(mine)[metric] - _columns(theirs)[metric])
 
 
 def calibration(rows: Sequence[Places], position: str) -> list[tuple[float, float, float]]:
@@ -144,11 +149,23 @@ def calibration(rows: Sequence[Places], position: str) -> list[tuple[float, floa
     ]
 
 
-def _metrics(sums: Floats) -> dict[str, Floats]:
-    """Return the metrics of sums [Q, C] on all questions and on resamples [1 + R]; NaN where a draw has no place."""
-    totals = resample_weights(len(sums), num_resamples=RESAMPLES).T @ sums
-    count = np.where(totals[:, 0] > 0.0, totals[:, 0], np.nan)
-    _, error, bias, pinball, below, above = (totals[:, place] / count for place in range(_PLAIN))
-    score, rate = totals[:, _PLAIN + BINS : _PLAIN + 2 * BINS], totals[:, _PLAIN + 2 * BINS :]
-    ece = abs(score - rate).sum(axis=1) / count
-    return dict(zip(METRICS, (error, ece, bias, pinball, below, above), strict=True))
+def _columns(seeds: Sequence[Floats]) -> dict[str, Floats]:
+    """Return each mean over places [1 + R], on all questions and on resamples of questions and seeds.
+
+    Args:
+        seeds: Sums [Q, C] of each seed.
+    """
+    weights = resample_weights(len(seeds[0]), num_resamples=RESAMPLES)
+    totals = np.array([weights.T @ sums for sums in seeds])
+    means = totals[..., 1:_PLAIN] / np.where(totals[..., :1] > 0.0, totals[..., :1], np.nan)
+    names = [metric for metric in METRICS if metric != ECE]
+    return dict(zip(names, mean_over_seeds(means.transpose(0, 2, 1)), strict=True))
+
+
+def _errors(seeds: Sequence[Floats]) -> list[ErrorBounds]:
+    """Return the calibration error of each seed, with bounds of what chance adds to it."""
+    weights = resample_weights(len(seeds[0]), num_resamples=RESAMPLES)
+    return [
+        ErrorBounds.from_sums(sums[:, _PLAIN + 2 * BINS :] - sums[:, _PLAIN + BINS : -BINS], sums[:, 0], weights)
+        for sums in seeds
+    ]

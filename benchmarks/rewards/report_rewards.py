@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _reward_criteria import Found, at_equal_tokens, criteria
 from _reward_jobs import MODELS, TESTS, Plan, run_seed
-from _reward_places import METRICS, OVERALL, Places, calibration, columns, read_places
+from _reward_places import METRICS, OVERALL, Places, calibration, estimates, read_places
 from _reward_tables import COLOURS, FULL, as_markdown, figure
 from _reward_votes import FUSED, LABELS, PLAIN, Spent, first_questions, read_pool, searches, spend
 from shared.estimates import Measured, summary
@@ -131,11 +131,8 @@ def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _of_positions(rows: Sequence[Places]) -> dict[str, dict[str, list[float | None]]]:
-    found = {position: columns(rows, position) for position in (OVERALL, *POSITIONS)}
-    return {
-        position: {metric: triple(estimate_of(values[metric])) for metric in METRICS}
-        for position, values in found.items()
-    }
+    found = {position: estimates(rows, position) for position in (OVERALL, *POSITIONS)}
+    return {position: {metric: triple(values[metric]) for metric in METRICS} for position, values in found.items()}
 
 
 def _spent(row: Spent, ways: Mapping[str, Mapping[str, Spent]]) -> dict[str, list[float | None]]:

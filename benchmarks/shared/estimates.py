@@ -16,6 +16,7 @@ from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.functional.seed_means import mean_over_seeds, seed_weights
 
 RESAMPLES = 1000
+Column = Floats | ErrorBounds
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,37 @@ def errors_over_seeds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
     return ErrorBounds(float(values.mean()), least + shift, most + shift)
 
 
+def column_over_seeds(columns: Sequence[Column]) -> Column:
+    """Return the mean over seeds of columns [..., 1 + R], or of calibration errors by their bounds."""
+    errors = [column for column in columns if isinstance(column, ErrorBounds)]
+    return errors_over_seeds(errors) if errors else mean_over_seeds(np.array(columns))
+
+
+def estimated(column: Column) -> Estimate:
+    """Return the estimate of a column [1 + R], or of a calibration error by its bounds."""
+    if isinstance(column, ErrorBounds):
+        return Estimate.from_bounds(column, least=0.0, most=1.0)
+    return estimate_of(column)
+
+
 def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
     """Return each metric, by its short name, over the seeds."""
     found = {short: estimate_of(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
-    found[SHORT_NAMES[ECE]] = Estimate.from_bounds(errors_over_seeds([row.errors for row in rows]), least=0.0, most=1.0)
+    found[SHORT_NAMES[ECE]] = estimated(errors_over_seeds([row.errors for row in rows]))
     return found
 
 
 def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str) -> Estimate:
     """Return by how much a metric of one confidence exceeds that of another, on the same draws."""
     if metric == ECE:
-        change = errors_over_seeds([a.errors.minus(b.errors) for a, b in zip(rows, others, strict=True)])
-        return Estimate.from_bounds(change, least=-1.0, most=1.0)
+        return error_difference([row.errors for row in rows], [row.errors for row in others])
     return estimate_of(_column(rows, metric) - _column(others, metric))
+
+
+def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds]) -> Estimate:
+    """Return by how much a calibration error exceeds another one of the same seeds and resamples."""
+    change = errors_over_seeds([a.minus(b) for a, b in zip(rows, others, strict=True)])
+    return Estimate.from_bounds(change, least=-1.0, most=1.0)
 
 
 def question_values(confidence: Array, correct: Array, questions: Array) -> dict[str, float]:

@@ -57,7 +57,7 @@ class ErrorBounds:
 
         Args:
             gaps: Measured [B].
-            resampled: On R resamples of the questions [R, B].
+            resampled: On R resamples of the questions [R, B]; NaN where one has no response.
             num_questions: Q.
 
         Example:
@@ -69,10 +69,30 @@ class ErrorBounds:
             (0.125, [-0.25, 0.25], [0.25, 0.25])
         """
         deviation = resampled - gaps
-        is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * deviation.std(axis=0)
+        drawn = deviation[~np.isnan(deviation).any(axis=1)]
+        is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * (drawn.std(axis=0) if len(drawn) else np.inf)
         signed = np.sign(gaps) * deviation
         most = np.where(is_clear, signed, np.abs(deviation))
         return cls(float(np.abs(gaps).sum()), signed.sum(axis=1), most.sum(axis=1))
+
+    @classmethod
+    def from_sums(cls, gaps: Floats, sizes: Floats, weights: Floats) -> ErrorBounds:
+        """Build the bounds from what each question adds to the gaps.
+
+        Args:
+            gaps: Sums of (correct - confidence) in each bin [Q, B].
+            sizes: Responses [Q].
+            weights: Of the questions in the mean and in R resamples [Q, 1 + R], ``question_means.resample_weights``.
+
+        Example:
+            >>> weights = np.array([[0.5, 1.0], [0.5, 0.0]])  # all questions, then a resample of the first alone
+            >>> bounds = ErrorBounds.from_sums(np.array([[-1.0], [0.0]]), np.array([2.0, 2.0]), weights)
+            >>> bounds.value, bounds.least.tolist()
+            (0.25, [0.25])
+        """
+        totals = weights.T @ sizes
+        means = (weights.T @ gaps) / np.where(totals > 0.0, totals, np.nan)[:, None]
+        return cls.from_gaps(means[0], means[1:], num_questions=len(gaps))
 
     def minus(self, other: ErrorBounds) -> ErrorBounds:
         """Return this error minus another one of the same resamples."""
@@ -87,9 +107,12 @@ class ErrorBounds:
         return ErrorBounds(ratio, least / other.value, most / other.value)
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the ends of an interval that holds the true value with about the chance ``level``, or more."""
-        low = self.value - float(np.quantile(self.most, 0.5 + level / 2.0))
-        return low, self.value - float(np.quantile(self.least, 0.5 - level / 2.0))
+        """Return the ends of an interval that holds the true value with about the chance ``level``, or more.
+
+        Resamples in which it is not defined are left out.
+        """
+        low = self.value - float(np.nanquantile(self.most, 0.5 + level / 2.0))
+        return low, self.value - float(np.nanquantile(self.least, 0.5 - level / 2.0))
 
 
 def debiased_calibration_error(

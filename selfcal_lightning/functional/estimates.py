@@ -73,10 +73,13 @@ class Estimate:
         """
         if not 0.0 < level < 1.0:
             raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
-        if bounds is None:
+        if bounds is None or np.isnan(bounds.value):
             return cls(None, None, None)
+        undefined = int(np.isnan(bounds.least).sum())
+        if undefined == len(bounds.least):
+            return cls(bounds.value, None, None, undefined)
         low, high = bounds.interval(level)
-        return cls(bounds.value, max(low, least), min(high, most))
+        return cls(bounds.value, max(low, least), min(high, most), undefined)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
     """Hold a packed row of three branches against three sequences, so that no model trains on wrong logits in silence.
 
     Args:
-        model: Causal language model, an adapted one too, in the attention that it will be trained with.
+        model: Causal language model, an adapted one too, in the attention that it will be trained with; of the trunk of
+            one its last hidden states are held.
         tolerance: Largest mean difference of the logits, in units of their standard deviation; None is that of
             ``logit_tolerance``.
 
@@ -161,7 +162,7 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
         tolerance = logit_tolerance(model, packed, ids) if tolerance is None else tolerance
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
             own = slice(start, start + length)
-            alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False).logits[0]
+            alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]
             error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
             if not error <= tolerance:
                 raise PackingError(
@@ -202,8 +203,8 @@ def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> floa
 
 def _rounding(model: PreTrainedModel, ids: Tensor) -> float:
     """Return how far the logits of a sequence move where tokens follow it, which a causal model cannot see."""
-    alone = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    followed = model(input_ids=torch.cat((ids, ids[:7]))[None], use_cache=False).logits[0, : len(ids)].float()
+    alone = model(input_ids=ids[None], use_cache=False)[0][0].float()
+    followed = model(input_ids=torch.cat((ids, ids[:7]))[None], use_cache=False)[0][0, : len(ids)].float()
     return ((followed - alone).abs().mean() / alone.std()).item()
 
 
@@ -211,7 +212,7 @@ def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Ten
     """Return the logits of a row that holds ``tree``, [T, V]."""
     implementation = model.config.get_text_config()._attn_implementation
     try:
-        return model(**packed_inputs([tree], ids[None], implementation), use_cache=False).logits[0]
+        return model(**packed_inputs([tree], ids[None], implementation), use_cache=False)[0][0]
     except (PackingError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
+from selfcal_lightning.models.packing_support import check_packed_equals_separate, prefer_segments, runs_packed_rows
+from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, packed_inputs
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.heads import check_head, linked, read_head
 from selfcal_lightning.rewards.layouts import RewardInput
+from selfcal_lightning.rewards.packing import pack
 
 _OPTION = "reward.model"
 
@@ -32,6 +36,7 @@ class RewardModel:
     Attributes:
         num_tokens: Tokens that it has embeddings of.
         max_context: Longest input in tokens; None where the model's configuration does not say.
+        packs: Whether inputs that begin alike share their beginning.
     """
 
     def __init__(self, format: RewardFormat, trunk: PreTrainedModel, head: nn.Module) -> None:
@@ -39,10 +44,28 @@ class RewardModel:
         self.num_tokens: int = trunk.get_input_embeddings().weight.shape[0]
         config = trunk.config.get_text_config()
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
+        self.packs = runs_packed_rows(trunk)
 
     @torch.no_grad()
-    def scores(self, batch: Sequence[RewardInput]) -> list[list[Score]]:
-        """Return the scores of every input [B][K], by one forward pass padded on the right."""
+    def scores(self, groups: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
+        """Return the scores of every input of groups that begin alike [B][K], by one forward pass."""
+        hidden = self._packed_states(groups) if self.packs else self._padded_states(list(chain.from_iterable(groups)))
+        outputs = self._head(hidden.float())
+        counts = [len(one.positions) for group in groups for one in group]
+        return [
+            [Score(*score) for score in value.tolist()] for value in linked(outputs, self._format).cpu().split(counts)
+        ]
+
+    def _packed_states(self, groups: Sequence[Sequence[RewardInput]]) -> Tensor:
+        """Return the states at all positions [N, d], of a row in which a common beginning stands once."""
+        row, device = pack(groups), self._trunk.device
+        inputs = packed_inputs(row.trees, torch.tensor([row.ids], device=device), SEGMENTS)
+        with without_cudnn():
+            states = self._trunk(**inputs, use_cache=False).last_hidden_state
+        return states[0, torch.tensor(list(chain.from_iterable(row.positions)), device=device)]
+
+    def _padded_states(self, batch: Sequence[RewardInput]) -> Tensor:
+        """Return the states at all positions [N, d], of rows padded on the right."""
         width = max(len(one.ids) for one in batch)
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -54,9 +77,7 @@ class RewardModel:
             states = self._trunk(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
         places = [(row, place) for row, one in enumerate(batch) for place in one.positions]
         rows, columns = torch.tensor(places, device=device).T
-        outputs = self._head(states[rows, columns].float())
-        values = linked(outputs, self._format).cpu().split([len(one.positions) for one in batch])
-        return [[Score(*score) for score in value.tolist()] for value in values]
+        return states[rows, columns]
 
     def close(self) -> None:
         """Do nothing: the weights go with the object."""
@@ -81,7 +102,20 @@ def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[i
     check_head(files, folder, format)
     trunk = _load_trunk(folder, dtype)
     head = read_head(files, folder, format, trunk, output_ids)
-    return RewardModel(format, trunk.to(device).eval(), head.to(device).eval())
+    trunk.to(device).eval()
+    _let_pack(trunk)
+    return RewardModel(format, trunk, head.to(device).eval())
+
+
+def _let_pack(trunk: PreTrainedModel) -> None:
+    """Let a trunk run rows that share a beginning where these give what rows of their own give."""
+    plain = trunk.config.get_text_config()._attn_implementation
+    prefer_segments(trunk)
+    if runs_packed_rows(trunk):
+        try:
+            check_packed_equals_separate(trunk)
+        except PackingError:
+            trunk.set_attn_implementation(plain)
 
 
 def _load_trunk(folder: Path, dtype: str) -> PreTrainedModel:

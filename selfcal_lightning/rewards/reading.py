@@ -1,11 +1,12 @@
-"""Scores of recorded responses by a reward model: every response once, in batches of similar length."""
+"""Scores of recorded responses by a reward model: every response once, those to a question behind one prompt."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
+from selfcal_lightning.rewards.packing import batches as packed_batches
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
 from selfcal_lightning.rewards.steps import check_marker, step_prefixes
@@ -92,7 +94,7 @@ class RewardReader:
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         """Return the scores with their quantiles, [question][sample][step]; see ``read`` for what is None."""
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
-        known = self._look_up([one for row in inputs for one in row])
+        known = self._look_up(inputs)
         return [[None if one is None else known[one] for one in row] for row in inputs]
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
@@ -117,18 +119,24 @@ class RewardReader:
                 f"Expected responses to question {question.id!r} that fit into the reward model's context of "
                 f"{self._model.max_context} tokens, but got a longer one. Lower `sampling.max_new_tokens`."
             )
-        found = self._look_up(inputs)
+        found = self._look_up([inputs])
         return [found[one][0] for one in inputs if one is not None]
 
     def close(self) -> None:
         """Give the model back. Closing twice is allowed."""
         self._model.close()
 
-    def _look_up(self, inputs: Iterable[RewardInput | None]) -> dict[RewardInput, list[Score]]:
-        wanted = {one for one in inputs if one is not None}
+    def _look_up(self, rows: Sequence[Sequence[RewardInput | None]]) -> dict[RewardInput, list[Score]]:
+        """Return the scores of all inputs, which come by question; each is read once."""
+        wanted = {one for row in rows for one in row if one is not None}
         known = {one: self._known[one] for one in wanted & self._known.keys()}
-        for batch in self._batches(wanted - known.keys()):
-            known |= zip(batch, self._scores(batch), strict=True)
+        missing = wanted - known.keys()
+        groups: list[list[RewardInput]] = []
+        for row in rows:
+            groups.append([one for one in dict.fromkeys(row) if one is not None and one in missing])
+            missing.difference_update(groups[-1])
+        for batch in self._batches(groups):
+            known |= zip(chain.from_iterable(batch), self._scores(batch), strict=True)
         self._known = known
         return known
 
@@ -147,7 +155,7 @@ class RewardReader:
             return [text.strip()] if text.strip() else []
         return [step for step, _ in step_prefixes(text, self._steps)]
 
-    def _scores(self, batch: Sequence[RewardInput]) -> list[list[Score]]:
+    def _scores(self, batch: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
         scores = self._model.scores(batch)
         if not all(math.isfinite(value) for row in scores for score in row for value in score):
             raise RunError(
@@ -156,16 +164,19 @@ class RewardReader:
             )
         return scores if self._scale is None else [self._scale(row) for row in scores]
 
-    def _batches(self, inputs: Iterable[RewardInput]) -> Iterator[list[RewardInput]]:
-        """Yield the inputs by rising length, in batches within the limit on tokens."""
+    def _batches(self, groups: Sequence[Sequence[RewardInput]]) -> Iterator[Sequence[Sequence[RewardInput]]]:
+        """Yield what one pass reads, within the limit on tokens: questions, or else inputs by rising length."""
+        if self._model.packs:
+            yield from packed_batches(groups, limit=self._forward_tokens)
+            return
         batch: list[RewardInput] = []
-        for one in sorted(inputs, key=lambda one: (len(one.ids), one.ids)):
+        for one in sorted(chain.from_iterable(groups), key=lambda one: (len(one.ids), one.ids)):
             if batch and (len(batch) + 1) * len(one.ids) > self._forward_tokens:
-                yield batch
+                yield [batch]
                 batch = []
             batch.append(one)
         if batch:
-            yield batch
+            yield [batch]
 
 
 def completed(settings: RewardSettings) -> RewardSettings:

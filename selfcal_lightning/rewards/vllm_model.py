@@ -31,11 +31,14 @@ class VLLMRewardModel:
     Attributes:
         num_tokens: Tokens that it has embeddings of.
         max_context: Longest input in tokens.
+        packs: False: vLLM keeps what inputs begin with itself.
 
     Raises:
         InputError: vLLM cannot run such a model, with the reason.
         RunError: It does not start.
     """
+
+    packs = False
 
     def __init__(self, folder: Path, format: RewardFormat, *, dtype: str = "auto") -> None:
         config = check_vllm_reads(folder, format)
@@ -47,9 +50,9 @@ class VLLMRewardModel:
         self._outputs = VLLMTokenOutputs(str(folder), dtype=dtype)
         self.max_context: int | None = self._outputs.max_context
 
-    def scores(self, batch: Sequence[RewardInput]) -> list[list[Score]]:
-        """Return the scores of every input [B][K]."""
-        read = self._outputs.read([(one.ids, one.positions) for one in batch])
+    def scores(self, groups: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
+        """Return the scores of every input of groups [B][K]."""
+        read = self._outputs.read([(one.ids, one.positions) for group in groups for one in group])
         return [[Score(*score) for score in linked(torch.tensor(row), self._format).tolist()] for row in read]
 
     def close(self) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
 
-from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
 from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
 from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "capability"
 RESULTS = FOLDER.parent / "results"
 Module = Callable[[str], ModuleType]
-Columns = dict[str, Floats]
+Columns = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,10 @@ def columns(module: Module, seed: Path) -> Columns:
 
 
 def test_a_seed_is_measured(columns: Columns) -> None:
-    assert all(column.shape[-1] in (1, 31) for column in columns.values())
+    errors = {key for key, column in columns.items() if isinstance(column, ErrorBounds)}
+    assert errors == {key for key in columns if key.endswith("/ece")} != set()
+    assert all(len(columns[key].least) == 30 for key in errors)
+    assert all(columns[key].shape[-1] in (1, 31) for key in columns.keys() - errors)
     for name in ("probe", "labelled", "agreeing_pairs", "top_share", "probe + isotonic"):
         assert -0.1 < columns[f"id/{name}/mse"][0] < columns["id/constant/mse"][0] * 2.0
     assert columns["id/pass@k/shown"].shape == (4, 31), "k = 1, 2, 4, 8"
@@ -72,11 +75,13 @@ def test_a_seed_is_measured(columns: Columns) -> None:
 
 
 def test_the_mean_over_seeds_keeps_what_some_seeds_have(module: Module) -> None:
-    one, other = {"a": np.zeros(31), "b": np.ones(31)}, {"a": np.ones(31)}
+    error = ErrorBounds(0.1, np.full(30, -0.05), np.full(30, 0.2))
+    one, other = {"a": np.zeros(31), "b": np.ones(31), "ece": error}, {"a": np.ones(31), "ece": error}
     found = module("report_capability").over_seeds([one, other])
     assert found["a"][0] == pytest.approx(0.5)
     assert found["a"].std() > 0.0, "which seeds were drawn"
     assert found["b"].tolist() == [1.0] * 31
+    assert module("report_capability")._plain(found["ece"]) == [0.1, 0.0, 0.15], "it may be none in truth"
 
 
 def test_targets_name_what_is_missed(module: Module, columns: Columns) -> None:

@@ -49,16 +49,30 @@ def test_places_are_measured_as_validation_measures_them(module: Module) -> None
     expected = {**metric.compute(), **quantiles.compute()}
     names = {"brier": "Brier", "ece": "ECE", "bias": "Bias", "pinball": "Pinball", "below": "BelowLow"}
     for where in ("all", "first", "end"):
-        columns = study.columns([found], where)
+        measured = study.estimates([found], where)
         prefix = "" if where == "all" else f"{where}/"
         for short, name in names.items():
-            assert columns[short][0] == pytest.approx(expected[f"{prefix}steps/{name}"]), (where, name)
+            assert measured[short].value == pytest.approx(expected[f"{prefix}steps/{name}"]), (where, name)
     outside = coverage(found.score[:, 1], found.rate, 0.1, tolerance=0.05)
-    assert columns_of(study, found)["below"] == outside.outside
+    assert study.estimates([found])["below"].value == outside.outside
 
 
-def columns_of(study: ModuleType, found: Any) -> dict[str, float]:
-    return {name: float(column[0]) for name, column in study.columns([found]).items()}
+def test_a_calibrated_score_may_have_no_error_in_truth(module: Module) -> None:
+    """Its calibration error is above 0 by chance, more so on every resample: percentiles leave the truth out."""
+    rng, study = np.random.default_rng(1), module("_reward_places")
+    question, position = np.repeat(np.arange(80), 5), np.tile(np.arange(5), 80)
+    mean = rng.uniform(0.05, 0.95, len(question))
+    score = np.stack([mean, mean, mean], axis=1)
+    rows = [
+        study.Places(question, position, score, (rng.random(len(mean)) < mean).astype(float), 80, (1, 2), (1, 2, 3))
+        for _ in range(2)
+    ]
+    found = study.estimates(rows)["ece"]
+    assert found.low == 0.0 < found.value < found.high
+    same = study.difference(rows, rows, "ece")
+    assert same.low <= same.value == 0.0 <= same.high
+    without = study.Places(question, np.zeros_like(position), score, mean, 80, (1, 2), (1, 2, 3))
+    assert study.estimates([without], "middle")["ece"].value is None, "nothing stands there"
 
 
 def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(module: Module) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from selfcal_lightning.generation.rollouts import RolloutSource
 from selfcal_lightning.pipelines.rewards.import_prefixes import run_import_prefixes
 from selfcal_lightning.pipelines.rewards.rollout import run_rollout
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Sample
 from selfcal_lightning.rewards.prefixes import prefix_id
 from selfcal_lightning.rewards.rates import read_rates
 from selfcal_lightning.rewards.registry import reward_format
@@ -31,6 +35,7 @@ from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.store.sample_store import SampleStore
 
 NUM_QUESTIONS, ROLLOUTS = 2, 2
+KILLED = Path(__file__).resolve().parents[1] / "support" / "killed_command.py"
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +99,33 @@ def test_a_run_goes_on_and_takes_more_prefixes(
     assert few.prefixes <= NUM_QUESTIONS
     parts = {"first": rollout(sampled, tmp_path / "store", shard="0/2"), "rest": rollout(sampled, tmp_path / "store")}
     assert parts["rest"].rolled_out == rolled[2].rolled_out > few.rolled_out
-    mine, theirs = (
-        {(s.question_id, s.index): s.token_ids for entry in SampleStore(path).samples() for s in entry.samples}
-        for path in (tmp_path / "store", rolled[0])
-    )
-    assert mine == theirs, "the same rollouts, however they were shared out"
+    assert contents(tmp_path / "store") == contents(rolled[0]), "the same rollouts, however they were shared out"
+
+
+def contents(path: Path) -> dict[tuple[str, int], Sample]:
+    """Return every rollout of a joined store, by its prefix and its number."""
+    return {(s.question_id, s.index): s for entry in SampleStore(path).samples() for s in entry.samples}
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    """Killed while it samples, as a whole and as one of two shares; then both shares are run to their ends."""
+    store = tmp_path / "store"
+    command = ["rollout", "--samples_dir", str(sampled.path), "--store_dir", str(store), "--split", "calibration",
+               "--num_rollouts", str(ROLLOUTS), "--steps", "sentence", "--questions_per_shard", "1",
+               "--engine.max_batch", "2"]  # fmt: skip
+    done = [0]
+    for step, more in ((30, []), (14, ["--shard", "1/2"])):
+        process = subprocess.run([sys.executable, str(KILLED), str(step), *command, *more], check=False)
+        assert process.returncode == -signal.SIGKILL
+        done.append(len(SampleStore(store).stored_questions(include_parts=True)))
+        assert done[-2] < done[-1] < rolled[2].rolled_out, "in the middle of its work"
+    for share in ("0/2", "1/2"):
+        report = rollout(sampled, store, shard=share)
+    assert report == rolled[2]
+    assert contents(store) == contents(rolled[0])
 
 
 @pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""Searches that a reward model steers: scripted by hand, live with tokens counted, and refused."""
+"""Searches that a reward model steers: scripted by hand, and refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.strategies.plans import plan_of
 from selfcal_lightning.prompts.chat_format import load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, Sample, SamplingSettings, Verdict
+from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict
 from selfcal_lightning.rewards.folders import RewardFile
 from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.rewards.registry import reward_format
@@ -30,8 +29,6 @@ from selfcal_lightning.strategies.search import (
     DiverseTreeSearch,
     ParticleFiltering,
 )
-from selfcal_lightning.strategies.sources import EngineSource
-from selfcal_lightning.tasks.registry import get_task
 
 QUESTION = Question("q", "local_number", (), reference="7")
 Draw = Callable[[Ask, int], Sequence[int]]
@@ -260,27 +257,6 @@ def test_searches_are_refused_on_recorded_samples() -> None:
     source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
     with pytest.raises(InputError, match="that asks for whole responses on recorded samples"):
         run_strategy(ParticleFiltering(Scripted()), [QUESTION], source)
-
-
-def test_live_searches_count_tokens_to_the_step(tiny_model: str) -> None:
-    engine = TransformersEngine(tiny_model)
-    ends = step_end_ids(engine.chat.tokenizer, "sentence")
-    (question,) = get_task("word_problems").load("calibration", limit=1)
-    strategies = [
-        BeamSearch(Scripted(), width=2, keep=1, max_steps=2, lookahead=1),
-        DiverseTreeSearch(Scripted(), width=2, trees=2, max_steps=2),
-        ParticleFiltering(Scripted(), particles=2, max_steps=2),
-    ]
-    for strategy in strategies:
-        source = EngineSource(engine, engine.chat, sampling=SamplingSettings(max_new_tokens=60), step_ids=ends)
-        seen: list[Sample] = []
-        (verdict,) = run_strategy(strategy, [question], source, on_verdict=lambda _, samples: seen.extend(samples))  # noqa: B023
-        assert verdict.tokens_generated == sum(sample.drawn_tokens or 0 for sample in seen)
-        assert len([sample for sample in seen if not sample.prefix_tokens]) == 2
-        assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in ends for sample in seen)
-        assert any(sample.prefix_tokens for sample in seen)
-        assert verdict.samples_used == len(seen) <= strategy.max_samples
-    engine.close()
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

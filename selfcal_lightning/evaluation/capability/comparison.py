@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from selfcal_lightning.evaluation.capability.estimates import TestQuestions
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.base import Floats, bin_index, uniform_edges
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
 from selfcal_lightning.functional.capability_errors import error_parts, random_brier, squared_errors
 from selfcal_lightning.functional.capability_maps import isotonic_knots
 from selfcal_lightning.functional.discrimination import spearman
@@ -98,7 +98,7 @@ def compare_estimators(
                 difference=None if mse is None or len(errors) < 2 else estimate_of(mse - errors[0]),
                 skill=None if mse is None else estimate_of(1.0 - mse / spread),
                 spearman=estimate_of(resampled_column(spearman, values, shares, weights)),
-                ece=estimate_of(resampled_column(expected_calibration_error, values, shares, weights))
+                ece=Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
                 if is_chance
                 else None,
             )
@@ -160,3 +160,20 @@ def resampled_column(
     for counts in np.rint(weights.T[1:] * len(values)).astype(np.int64):
         found.append(measure(np.repeat(values, counts), np.repeat(shares, counts)))
     return np.array([np.nan if value is None else value for value in found], dtype=np.float64)
+
+
+def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_bins: int = 10) -> ErrorBounds:
+    """Return the calibration error of estimates against shares of right responses, with bounds of what chance adds.
+
+    Args:
+        values: Estimates [Q], in [0, 1].
+        shares: Shares of right responses [Q].
+        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
+        num_bins: Bins of equal width.
+
+    Example:
+        >>> share_error_bounds(np.array([0.5, 0.5]), np.array([0.75, 0.5]), np.full((2, 1), 0.5)).value
+        0.125
+    """
+    bins = np.eye(num_bins)[bin_index(values, uniform_edges(num_bins))]
+    return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)

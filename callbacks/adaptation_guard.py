@@ -88,7 +88,8 @@ class AdaptationGuard(Callback):
         unknown = RoundMonitors(None, None, None, None, None, None)
         now = replace(self._monitors(data, round) if is_sampled else unknown, logprob_fall=fall)
         first = self._first if self._first is not None else unknown
-        self.stopped = collapse(now, first, **self.limits)
+        # One process decides: near a limit, rounding may part those on different devices.
+        self.stopped = trainer.strategy.broadcast(collapse(now, first, **self.limits))
         self._keep(trainer, round, now, self.stopped)
         if not self.stopped:
             return

@@ -71,6 +71,7 @@ __getattr__, __dir__, __all__ = face(
         "strategies.rules.cisc": ["CISC"],
         "strategies.rules.early_stopping": ["EarlyStopping"],
         "strategies.rules.self_consistency": ["SelfConsistency"],
+        "strategies.rules.standardised": ["StandardisedVoting"],
         "strategies.rules.window_stopping": ["WindowStopping"],
         "strategies.thresholds.fitted": ["FittedThreshold"],
         "confidence.base": ["Estimator"],

@@ -14,22 +14,31 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _adapt_methods import ADAPTER, ANCHOR, EQUATIONS, METHODS, PLAIN, ROUND
+from _adapt_tables import markdown, targets
+from _packing import measure_packing, read_packing
+from shared.estimates import Measured, difference
+
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import RunError
 from selfcal_lightning.evaluation.adaptation.comparison import CALIBRATION, describe
-from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
+from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice, load_sets
+from selfcal_lightning.evaluation.adaptation.rounds import round_accuracy
 from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
-from selfcal_lightning.functional.base import PASS_AT_1
-from selfcal_lightning.functional.bootstrap import paired_bootstrap, resample_counts
-from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
-from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
+from selfcal_lightning.functional.base import PASS_AT_1, Floats
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+from selfcal_lightning.functional.seed_means import mean_over_seeds
 from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.model_files.manifests import read_manifest
 from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
@@ -39,17 +48,9 @@ from selfcal_lightning.runtime.step_process import run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-# The reward, and what P(True) learns meanwhile.
-METHODS: dict[str, tuple[GroupReward, PoolTarget | None]] = {
-    "TTRL": ("majority", None),
-    "calibrated, anchor": ("majority", "anchor"),
-    "calibrated, round": ("majority", "round"),
-    "equations": ("equations", None),
-}
-PLAIN, ANCHOR, ROUND, EQUATIONS = METHODS
 SETS = ("transductive", "inductive", "out_of_domain")
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 120
+NAME, PASS = "report_adapt", "pass@1"
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,29 @@ class Sizes:
 def main() -> None:
     """Run what is missing, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-adapt")
-    parser.add_argument("--name", default="report_adapt", help="of the results under benchmarks/results")
+    parser.add_argument("--name", default=NAME, help="of the results under benchmarks/results")
+    parser.add_argument("--folder", type=Path, help="where the runs lie; by default a folder of that name under runs/")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     options = parser.parse_args()
     sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
+    folder = options.folder or ROOT / "runs" / options.name.replace("_", "-")
     if not options.table:
-        start = calibrated_start(options.folder, sizes)
+        start = calibrated_start(folder, sizes)
         for seed in range(sizes.seeds):
             for method in METHODS:
-                adapt(options.folder, start, method, seed, sizes)
-    write_tables(options.folder, sizes, options.name)
+                adapt(folder, start, method, seed, sizes)
+        measure_packing(folder, start, run_folder(folder, PLAIN, 0) / "round-0", sizes.samples)
+    write_tables(folder, sizes, options.name)
+
+
+def command_of(sizes: Sizes, name: str) -> str:
+    """Return the command that makes a report, as it is typed in the project's folder."""
+    given = {"name": name, **asdict(sizes)}
+    usual = {"name": NAME, **asdict(Sizes())}
+    changed = [f"--{key} {value}" for key, value in given.items() if value != usual[key]]
+    return " ".join(["python benchmarks/adapt/report_adapt.py", *changed])
 
 
 def calibrated_start(folder: Path, sizes: Sizes) -> Path:
@@ -121,7 +132,6 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
     first = run_folder(folder, PLAIN, seed) / "round-0"
     if first.exists() and not (place / "samples").exists():
         shutil.copytree(first, place / "samples")
-    lora = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": LAYERS, "activated": False}
     run_adapt(
         QuestionSlice("word_problems", split="test_id", limit=sizes.questions), str(place), base_model=str(start),
         inductive=QuestionSlice("word_problems", split="test_id", limit=sizes.questions, offset=sizes.questions),
@@ -131,7 +141,8 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
         evaluation_samples=sizes.samples, base_samples=str(folder / f"base-{seed}"), seed=seed,
         engine=EngineSettings(max_batch=512), guard={"agreement": 1.0, "unreadable": 1.0, "logprob_fall": 10.0},
         fit_options={
-            "model": {"lora": lora, "warmup_steps": 2}, "data": {"max_length": 320}, "trainer": {"accelerator": "cpu"}
+            "model": {"lora": ADAPTER, "warmup_steps": 2}, "data": {"max_length": 320},
+            "trainer": {"accelerator": "cpu"},
         },
     )  # fmt: skip
     if method == PLAIN and not first.exists():
@@ -155,6 +166,7 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         raise RunError(f"Expected {PLAIN} and {ANCHOR} of a seed in {folder}, but got {done}. Run without `--table`.")
     methods = [method for method in METHODS if set(seeds) <= set(done[method])]
     tables = {questions: compare(folder, questions, seeds, methods) for questions in SETS}
+    gain, packing = rise_of_rounds(folder, seeds, sizes), read_packing(folder)
     results = {
         (method, seed): json.loads((run_folder(folder, method, seed) / "adaptation.json").read_text())
         for method in methods
@@ -163,10 +175,13 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
     for result in results.values():
         result["settings"]["base_model"] = Path(result["settings"]["base_model"]).name  # wherever it was made
     content = {
+        "command": command_of(sizes, name),
         "sizes": {**asdict(sizes), "seeds_done": len(seeds)},
         "not_measured": [method for method in METHODS if method not in methods],
         "sets": tables,
-        "targets": targets(tables),
+        "rounds_gain": gain,
+        "packing": None if packing is None else asdict(packing),
+        "targets": targets(tables, gain, packing),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
     RESULTS.mkdir(exist_ok=True)
@@ -220,112 +235,54 @@ def change(
     greedy_after: Sequence[SampledSet],
     size: int,
 ) -> dict[str, dict[str, float | None]]:
-    """Return the paired changes with 95 % intervals over questions."""
-    found = paired_bootstrap(_pooled(before), _pooled(after), metrics=[PASS_AT_1, *CALIBRATION.values()])
-    names = {"pass@1": PASS_AT_1, **CALIBRATION}
-    changes = {name: found[key].change for name, key in names.items()}
-    changes["greedy"] = _mean_change([g.accuracy() for g in greedy_before], [g.accuracy() for g in greedy_after])
-    changes["majority"] = _mean_change([g.majority(size) for g in before], [g.majority(size) for g in after])
-    changes["pass@k"] = _mean_change([g.solved(size) for g in before], [g.solved(size) for g in after])
-    return {name: {"change": one.value, "low": one.low, "high": one.high} for name, one in changes.items()}
+    """Return the paired changes with 95 % intervals over questions and seeds."""
+    measured = [[_measured(one) for one in group] for group in (after, before)]
+    changes = {name: difference(*measured, metric) for name, metric in {PASS: PASS_AT_1, **CALIBRATION}.items()}
+    each: dict[str, Callable[[SampledSet], Floats]] = {
+        "majority": lambda one: one.majority(size), "pass@k": lambda one: one.solved(size),
+    }  # fmt: skip
+    changes["greedy"] = mean_change(*([one.accuracy() for one in group] for group in (greedy_before, greedy_after)))
+    for name, value in each.items():
+        changes[name] = mean_change(*([value(one) for one in group] for group in (before, after)))
+    return {name: as_json(one) for name, one in changes.items()}
 
 
-def _pooled(stores: Sequence[SampledSet]) -> ScoredResponses:
-    """Return the responses of all seeds; those of one question stay together."""
-    parts = [one.scored() for one in stores]
-    known = [part for part in parts if part is not None]
-    columns = ("confidence", "correct", "question_index")
-    columns = ("confidence", "correct", "question_index")
-    return ScoredResponses(*(np.concatenate([getattr(part, name) for part in known]) for name in columns))
-
-
-def _mean_change(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> Estimate:
-    difference = np.mean(after, axis=0) - np.mean(before, axis=0)
-    drawn = np.concatenate([block @ difference for block in resample_counts(len(difference))]) / len(difference)
-    return Estimate.from_resamples(float(difference.mean()), drawn)
-
-
-def targets(tables: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what was asked of the figures, what came out, and whether that is met, missed or not measured."""
-    trans, ind = tables["transductive"], tables["inductive"]
-    ece = ind["changes"]["anchor less TTRL"]["ece"]
-    gained = {name: table["changes"]["anchor less start"] for name, table in (("trans", trans), ("ind", ind))}
-    after = {name: table["levels"][ANCHOR]["ece"] for name, table in (("trans", trans), ("ind", ind))}
-    rows: list[tuple[str, str, bool | None]] = [
-        ("anchor less TTRL, inductive ECE: upper bound < -.03", _cell(ece), ece["high"] < -0.03),
-        (
-            "anchor, ECE after <= .12 and upper bound of its change < +.03, transductive and inductive",
-            "; ".join(f"{after[name]:.3f}, {_cell(gained[name]['ece'])}" for name in gained),
-            all(gained[name]["ece"]["high"] < 0.03 and after[name] <= 0.12 for name in gained),
-        ),
-        (
-            "anchor, inductive pass@1: lower bound of its change > -.02",
-            _cell(gained["ind"]["pass@1"]),
-            gained["ind"]["pass@1"]["low"] > -0.02,
-        ),
-        (
-            "anchor, pass@k: lower bounds of its change > -.10, transductive and inductive",
-            "; ".join(_cell(gained[name]["pass@k"]) for name in gained),
-            all(gained[name]["pass@k"]["low"] > -0.10 for name in gained),
-        ),
-        _equations_target(trans, ind),
-        ("TTRL: pass@1 at temperature 1 rises, lower bound > 0", "the rounds below have no interval", None),
-        ("the guard stops a run of too high a rate within three rounds", "a test holds it, on six questions", None),
+def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Sizes) -> dict[str, float | None] | None:
+    """Return how pass@1 of the rounds, which are drawn at temperature 1, changes from the first to the last of TTRL."""
+    if sizes.rounds < 2:
+        return None
+    questions = load_sets({"adapted": QuestionSlice("word_problems", split="test_id", limit=sizes.questions)})[
+        "adapted"
     ]
-    words = {True: "met", False: "missed", None: "not measured at this size"}
-    return [{"target": name, "found": found, "verdict": words[met]} for name, found, met in rows]
+    found = [
+        [
+            round_accuracy(run_folder(folder, PLAIN, seed) / "samples", questions, round=round)
+            for seed in seeds
+        ]
+        for round in (0, sizes.rounds - 1)
+    ]  # fmt: skip
+    return as_json(mean_change(*found))
 
 
-def _equations_target(trans: Mapping[str, Any], ind: Mapping[str, Any]) -> tuple[str, str, bool | None]:
-    name, label = "equations: pass@1, lower bounds > 0 transductive and > -.02 inductive", "equations less start"
-    if label not in trans["changes"]:
-        return name, "-", None
-    first, second = (table["changes"][label]["pass@1"] for table in (trans, ind))
-    return name, f"{_cell(first)}; {_cell(second)}", first["low"] > 0.0 and second["low"] > -0.02
+def as_json(one: Estimate) -> dict[str, float | None]:
+    """Return plain types, without the last digits, which are rounding: a 0 is one."""
+    return {
+        name: None if value is None else round(value, 6)
+        for name, value in {"change": one.value, "low": one.low, "high": one.high}.items()
+    }
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the tables."""
-    sizes = content["sizes"]
-    updates = -(-sizes["questions"] * sizes["samples"] // sizes["batch_size"]) * sizes["rounds"]
-    lines = [
-        f"Sizes: {sizes['seeds_done']} seed(s); start calibrated on {sizes['start_questions']} questions x "
-        f"{sizes['samples']}; adapted on {sizes['questions']} x {sizes['samples']}, {sizes['rounds']} rounds, "
-        f"{updates} updates of {sizes['batch_size']} responses, LoRA of rank 16, peak learning rate {sizes['lr']:g}; "
-        f"{sizes['questions']} other and {sizes['out_of_domain']} out-of-domain questions x {sizes['samples']} at the "
-        "usual sampling (EDT .8). Intervals: 95 %, paired, over questions; those that exclude 0 in bold.",
-        "",
-    ]
-    columns = ("pass@1", "greedy", "majority", "pass@k", "distinct", "tokens", "ece", "brier", "auroc")
-    lines += [f"| questions | model | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    for name, table in content["sets"].items():
-        for label, row in table["levels"].items():
-            lines.append(f"| {name} | {label} | {' | '.join(f'{row[column]:.3f}' for column in columns)} |")
-    changed = ("pass@1", "greedy", "majority", "pass@k", "ece", "brier", "auroc")
-    lines += ["", f"| questions | change | {' | '.join(changed)} |", "|---|---|" + "---|" * len(changed)]
-    for name, table in content["sets"].items():
-        for label, row in table["changes"].items():
-            lines.append(f"| {name} | {label} | {' | '.join(_cell(row[column]) for column in changed)} |")
-    if content["not_measured"]:
-        lines += ["", f"Not measured at this size: {', '.join(content['not_measured'])}."]
-    lines += ["", "| target | found | |", "|---|---|---|"]
-    lines += [f"| {row['target']} | {row['found']} | {row['verdict']} |" for row in content["targets"]]
-    heads = ("run", "round", "pass@1 at T = 1", "label accuracy", "reward accuracy", "agreement", "votes", "lost log p")
-    lines += ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    keys = ("pass@1", "label_accuracy", "reward_accuracy", "agreement", "vote_share", "logprob_fall")
-    for run, result in content["runs"].items():
-        for number, row in result["rounds"].items():
-            cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
-            lines.append(f"| {run} | {number} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+def mean_change(before: Sequence[Floats], after: Sequence[Floats]) -> Estimate:
+    """Return by how much a mean over questions and seeds changed, from values a question [S][Q]."""
+    differences = np.array(after) - np.array(before)
+    return estimate_of(mean_over_seeds(differences @ resample_weights(differences.shape[1])))
 
 
-def _cell(found: Mapping[str, float | None]) -> str:
-    value, low, high = found["change"], found["low"], found["high"]
-    if value is None or low is None or high is None:
-        return "-"
-    text = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text
+def _measured(one: SampledSet) -> Measured:
+    scored = one.scored()
+    if scored is None:
+        raise RunError("Expected P(True) of all responses, but some have none. Sample them with the confidence query.")
+    return Measured.of(scored)
 
 
 def _step(arguments: list[str]) -> None:

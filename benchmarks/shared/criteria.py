@@ -40,6 +40,11 @@ def at_most(value: float | None, bound: float) -> bool:
     return value is not None and value <= bound
 
 
+def at_least(value: float | None, bound: float) -> bool:
+    """Return whether a number is known and at least ``bound``."""
+    return value is not None and value >= bound
+
+
 def below(value: float | None, bound: float) -> bool:
     """Return whether a number is known and below ``bound``."""
     return value is not None and value < bound

@@ -40,6 +40,27 @@ def standardised_weights(*scores: Array) -> Floats:
     return np.exp(np.sum([_standardised(row) for row in rows], axis=0))
 
 
+def masked_standardised_weights(scores: Floats) -> Floats:
+    """Compute :func:`standardised_weights` of many questions at once, to the same bit however many there are.
+
+    Args:
+        scores: One of each response [N, Q], finite; nan where there is none.
+
+    Returns:
+        Weights [N, Q]; 0 where there is no score.
+
+    Example:
+        >>> masked_standardised_weights(np.array([[1.0, 2.0], [3.0, np.nan]])).round(3).tolist()
+        [[0.368, 1.0], [2.718, 0.0]]
+    """
+    is_known = ~np.isnan(scores)
+    values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
+    # Summed response by response: a mean in another order may differ in its last bit, and turn a tie.
+    distance = np.where(is_known, values - _summed(values) / count, 0.0)
+    spread = np.sqrt(_summed(distance**2) / count)
+    return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)
+
+
 def lowest_share(values: Array, share: float = 0.8) -> NDArray[np.bool_]:
     """Return which responses have a value of at most the quantile ``share`` of those to the question [N].
 
@@ -62,3 +83,10 @@ def lowest_share(values: Array, share: float = 0.8) -> NDArray[np.bool_]:
 
 def _standardised(row: Floats) -> Floats:
     return (row - row.mean()) / (row.std() + _LEAST_SPREAD) if len(row) else row
+
+
+def _summed(rows: Floats) -> Floats:
+    total: Floats = np.zeros(rows.shape[1])
+    for row in rows:
+        total = total + row
+    return total

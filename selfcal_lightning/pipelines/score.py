@@ -42,9 +42,9 @@ def run_score(
     Args:
         estimator: Name, or a list of names: p_true, verbalized, verbalized_words, verbalized_percent,
             response_consistency, sequence_logprob, mean_logprob, min_logprob, self_certainty, response_certainty,
-            token_entropy, lowest_group_confidence, step_certainty, step_entropy, step_coe_c, step_self_evaluation,
-            coe_r, coe_c, coe_r_raw, coe_c_raw, sasc_std, sasc_certainty, sasc_double; with a reward model prm,
-            prm_lower, prm_min, prm_prod, orm or reward.
+            token_entropy, token_steadiness, lowest_group_confidence, step_certainty, step_entropy, step_coe_c,
+            step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw, sasc_std, sasc_certainty, sasc_double; with a
+            reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.

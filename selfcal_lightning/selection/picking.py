@@ -100,11 +100,13 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
     """Return what is chosen of a question, before it is known which questions are kept."""
     samples = entry.samples
     answers = [sample.answer for sample in samples]
-    scores = [_score(entry, sample, settings.pick, fusion) for sample in samples]
+    scores = [score_of(entry, sample, settings.pick, fusion) for sample in samples]
     at = select_best(scores, answers)
     sample = None if at is None else samples[at]
     pick = None if at is None else scores[at]
-    keep = None if sample is None else (pick if settings.keep == PICK else _score(entry, sample, settings.keep, fusion))
+    keep = (
+        None if sample is None else (pick if settings.keep == PICK else score_of(entry, sample, settings.keep, fusion))
+    )
     reason = None
     if sample is None:
         reason = records.UNSCORED if any(answers) else records.UNREADABLE
@@ -128,8 +130,15 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
     )
 
 
-def _score(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion | None) -> float | None:
-    """Return a score of a readable response; None where it has none."""
+def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion | None) -> float | None:
+    """Return a score of a readable response; None where it has none.
+
+    Args:
+        entry: The question with all its responses, which votes are counted in.
+        sample: One of them.
+        name: "share", "ssc", "fused", or the name of a confidence.
+        fusion: The fusion behind "fused".
+    """
     if not sample.answer:
         return None
     if name == SHARE:

@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = face(
         "rules.early_stopping": ["EarlyStopping"],
         "rules.pass_at_n": ["PassAtN"],
         "rules.self_consistency": ["SelfConsistency"],
+        "rules.standardised": ["StandardisedVoting"],
         "rules.window_stopping": ["WindowStopping"],
         "replay_source": ["ReplaySource"],
         "sources": ["EngineSource"],

@@ -16,6 +16,7 @@ from selfcal_lightning.strategies.rules.cisc import CISC
 from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
 from selfcal_lightning.strategies.rules.pass_at_n import PassAtN
 from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.rules.standardised import StandardisedVoting
 from selfcal_lightning.strategies.rules.window_stopping import WindowStopping
 from selfcal_lightning.strategies.search.adaptive_best_of_n import AdaptiveBestOfN
 from selfcal_lightning.strategies.search.beam_search import BeamSearch
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, type] = {
     "window_stopping": WindowStopping,
     "cisc": CISC,
     "borda": BordaVoting,
+    "standardised": StandardisedVoting,
     "pass_at_n": PassAtN,
 }
 # A reward model steers them while responses are sampled, so that nothing recorded can be replayed by them.

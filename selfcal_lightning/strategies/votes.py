@@ -13,7 +13,7 @@ from selfcal_lightning.strategies.base import weighted_votes
 
 NEGATIVE_WEIGHT = (
     "Expected a confidence of at least 0 where it weighs votes, but got {value:g}. Scale it to a probability first, or "
-    "take a strategy that only compares confidences (best_of_n, borda, cisc)."
+    "take a strategy that only compares confidences (best_of_n, borda, cisc, standardised)."
 )
 
 

@@ -1,9 +1,12 @@
 """What a data module over sampled responses offers to callbacks and to the module that is trained on it."""
 
+# Protocols are handed over as the contracts that they are, and never made instances of.
+# mypy: disable-error-code="type-abstract"
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.store.index import SampleIndex
 
 DATA_MODULE = "a data module"
+C = TypeVar("C")
 
 
 class Source(Protocol):
@@ -199,10 +203,7 @@ def sampled_data(data: object, *, who: str) -> SampledData | None:
     Raises:
         InputError: It lacks members of ``SampledData``.
     """
-    if data is None:
-        return None
-    check_members(data, SampledData, who=who, kind=DATA_MODULE)
-    return cast("SampledData", data)
+    return _checked_or_none(data, SampledData, who=who)
 
 
 def question_data(data: object, *, who: str) -> QuestionData:
@@ -211,10 +212,7 @@ def question_data(data: object, *, who: str) -> QuestionData:
     Raises:
         InputError: There is none, or it lacks members of ``QuestionData``.
     """
-    if data is None:
-        raise InputError(f"Expected a data module with questions for {who}, but got none: use SSCDataModule.")
-    check_members(data, QuestionData, who=who, kind=DATA_MODULE)
-    return cast("QuestionData", data)
+    return _checked(data, QuestionData, who=who, holds="with questions", remedy="use SSCDataModule")
 
 
 def scored_data(data: object, *, who: str) -> ScoredData:
@@ -223,10 +221,7 @@ def scored_data(data: object, *, who: str) -> ScoredData:
     Raises:
         InputError: There is none, or it lacks members of ``ScoredData``.
     """
-    if data is None:
-        raise InputError(f"Expected a data module over a sample store for {who}, but got none.")
-    check_members(data, ScoredData, who=who, kind=DATA_MODULE)
-    return cast("ScoredData", data)
+    return _checked(data, ScoredData, who=who, holds="over a sample store", remedy="use SSCDataModule")
 
 
 def row_data(data: object, *, who: str) -> RowData | None:
@@ -235,10 +230,7 @@ def row_data(data: object, *, who: str) -> RowData | None:
     Raises:
         InputError: It lacks members of ``RowData``.
     """
-    if data is None:
-        return None
-    check_members(data, RowData, who=who, kind=DATA_MODULE)
-    return cast("RowData", data)
+    return _checked_or_none(data, RowData, who=who)
 
 
 def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str) -> None:
@@ -247,17 +239,9 @@ def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str)
     Raises:
         InputError: It lacks members of ``StepData``, or has others.
     """
-    if data is None:
-        return
-    check_members(data, StepData, who=who, kind=DATA_MODULE)
-    checked = cast("StepData", data)
-    found = {"steps": checked.steps, "target": checked.target, "format": checked.format}
-    for name, value in stated.items():
-        if value != found[name]:
-            raise InputError(
-                f"Expected `{name}` of the data module to be {value!r}, as the module states it, but got "
-                f"{found[name]!r}. Give both the same."
-            )
+    checked = _checked_or_none(data, StepData, who=who)
+    if checked is not None:
+        _check_stated(stated, {"steps": checked.steps, "target": checked.target, "format": checked.format})
 
 
 def policy_data(data: object, *, reward: str, target: str | None, who: str) -> PolicyData:
@@ -266,16 +250,8 @@ def policy_data(data: object, *, reward: str, target: str | None, who: str) -> P
     Raises:
         InputError: There is none, it lacks members of ``PolicyData``, or has another reward or target.
     """
-    if data is None:
-        raise InputError(f"Expected a data module with rewards for {who}, but got none: use RolloutDataModule.")
-    check_members(data, PolicyData, who=who, kind=DATA_MODULE)
-    checked = cast("PolicyData", data)
-    for name, stated, found in (("reward", reward, checked.reward), ("target", target, checked.learnt_target)):
-        if stated != found:
-            raise InputError(
-                f"Expected `{name}` of the data module to be {stated!r}, as the module states it, but got {found!r}. "
-                "Give both the same."
-            )
+    checked = _checked(data, PolicyData, who=who, holds="with rewards", remedy="use RolloutDataModule")
+    _check_stated({"reward": reward, "target": target}, {"reward": checked.reward, "target": checked.learnt_target})
     return checked
 
 
@@ -285,10 +261,7 @@ def anchor_data(data: object, *, who: str) -> AnchorData:
     Raises:
         InputError: There is none, or it lacks members of ``AnchorData``.
     """
-    if data is None:
-        raise InputError(f"Expected a data module with rounds for {who}, but got none: use RolloutDataModule.")
-    check_members(data, AnchorData, who=who, kind=DATA_MODULE)
-    return cast("AnchorData", data)
+    return _checked(data, AnchorData, who=who, holds="with rounds", remedy="use RolloutDataModule")
 
 
 def probe_data(data: object, *, who: str) -> ProbeData:
@@ -297,7 +270,41 @@ def probe_data(data: object, *, who: str) -> ProbeData:
     Raises:
         InputError: There is none, or it lacks members of ``ProbeData``.
     """
+    return _checked(data, ProbeData, who=who, holds="with features", remedy="use ProbeDataModule")
+
+
+def _checked(data: object, contract: type[C], *, who: str, holds: str, remedy: str) -> C:
+    """Return a data module that keeps a contract.
+
+    Args:
+        data: The data module.
+        contract: The protocol.
+        who: Who needs it, for the message.
+        holds: What is wanted of it, for the message where there is none.
+        remedy: What to do then.
+
+    Raises:
+        InputError: There is none, or it lacks members.
+    """
+    checked = _checked_or_none(data, contract, who=who)
+    if checked is None:
+        raise InputError(f"Expected a data module {holds} for {who}, but got none: {remedy}.")
+    return checked
+
+
+def _checked_or_none(data: object, contract: type[C], *, who: str) -> C | None:
+    """Return a data module that keeps a contract; None where there is none."""
     if data is None:
-        raise InputError(f"Expected a data module with features for {who}, but got none: use ProbeDataModule.")
-    check_members(data, ProbeData, who=who, kind=DATA_MODULE)
-    return cast("ProbeData", data)
+        return None
+    check_members(data, contract, who=who, kind=DATA_MODULE)
+    return cast("C", data)
+
+
+def _check_stated(stated: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
+    """Raise InputError where a data module has another setting than the module states, naming the first."""
+    for name, value in stated.items():
+        if value != found[name]:
+            raise InputError(
+                f"Expected `{name}` of the data module to be {value!r}, as the module states it, but got "
+                f"{found[name]!r}. Give both the same."
+            )

@@ -198,6 +198,8 @@ def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: P
     logprob = build_estimator("mean_logprob", tokens=tokens).score([entry])[0]
     spread = -np.array(tokens.scores([entry], lambda found: _spread(found.tokens.entropy))[0])
     steps = -np.array(tokens.scores([entry], lambda found: _step_spread(found.tokens.entropy))[0])
+    steady = build_estimator("token_steadiness", tokens=tokens).score([entry])[0]
+    assert steady == pytest.approx(spread.tolist(), abs=1e-9)
     expected = {
         "sasc_std": standardised_weights(spread), "sasc_certainty": standardised_weights(logprob),
         "sasc_double": standardised_weights(spread, steps),

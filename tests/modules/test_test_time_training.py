@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from support.module_batches import largest_difference, trained_state
 from support.options import nested
+from support.processes import run_processes
 from support.ssc_pools import Pool
 from support.trainers import KeepState
 from support.training_runs import trainer_with
@@ -27,6 +30,7 @@ from selfcal_lightning.modules import adaptation
 from selfcal_lightning.modules.adaptation.losses import policy_parts
 from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.training.contracts import missing_members
 from selfcal_lightning.training.trained_modules import Mergeable, RoundModule, ScoringModule
 
@@ -251,16 +255,17 @@ SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]
 
 
 def adapted(
-    model: str, folder: Path, *callbacks: Callback, ckpt_path: str | None = None, **changes: Any
+    model: str, folder: Path, *callbacks: Callback, ckpt_path: str | None = None, devices: int = 1, **changes: Any
 ) -> adaptation.TestTimeTrainingModule:
-    """Two rounds of two steps on six questions."""
+    """Two rounds of two steps on six questions; processes share a step."""
     learnt = {"reward": "vote_share", "target": "anchor"}
     module = module_of(model, **{"lr": 2e-3, "kl": 0.05, **learnt, **changes})
-    data = data_of(model, str(folder / "store"), train=SOURCES, regenerate_every_n_epochs=1, **learnt)
+    dealt = {"batch_size": 12 // devices, "group_size": 3}
+    data = data_of(model, str(folder / "store"), train=SOURCES, regenerate_every_n_epochs=1, **dealt, **learnt)
     sampling = nested(temperature=1.0, edt_scale=None, max_new_tokens=100)
     trainer_with(
         SSCGeneration(**sampling, shard_by_shard=True), *callbacks, max_epochs=2, reload_dataloaders_every_n_epochs=1,
-        limit_val_batches=0,
+        limit_val_batches=0, devices=devices, strategy="ddp" if devices > 1 else "auto",
     ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
     return module
 
@@ -306,3 +311,37 @@ def test_the_guard_restores_what_a_rate_wrecks_also_after_a_kill(bundled_model: 
     assert is_base(adapted(bundled_model, tmp_path, again, lr=0.3, ckpt_path=str(kept)))
     assert again.stopped == guard.stopped
     assert '"problems": [\n   "' in (tmp_path / "guard.json").read_text()
+
+
+def adapted_by_two(model: str, folder: Path, lr: float) -> dict[str, Any]:
+    """What one of two processes holds in the end; the second one's own guard would let everything pass."""
+    off = {"unreadable": 1.0, "logprob_fall": 1e3} if os.environ["RANK"] == "1" else {}
+    guard = AdaptationGuard(str(folder / "guard.json"), questions=4, agreement=1.0, **off)
+    module = adapted(model, folder, guard, devices=2, lr=lr)
+    return {"state": adapter_state(module.model), "epoch": module.trainer.current_epoch, "stopped": guard.stopped}
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_rounds_of_one(bundled_model: str, tmp_path: Path) -> None:
+    guard = AdaptationGuard(str(tmp_path / "guard.json"), questions=4, agreement=1.0)
+    alone = adapter_state(adapted(bundled_model, tmp_path / "one", guard).model)
+    first, second = run_processes(adapted_by_two, tmp_path / "two", bundled_model, tmp_path / "two", 2e-3)
+    assert not guard.stopped
+    assert first["stopped"] == second["stopped"] == []
+    for name, value in alone.items():
+        assert torch.equal(first["state"][name], second["state"][name])
+        torch.testing.assert_close(first["state"][name], value, atol=1e-5, rtol=1e-4)
+    for round in (0, 1):
+        one, two = (SampleStore(tmp_path / name / "store").index(round=round) for name in ("one", "two"))
+        assert two.answer.tolist() == one.answer.tolist()
+    found, expected = (json.loads((place / "guard.json").read_text()) for place in (tmp_path / "two", tmp_path))
+    assert found.keys() == expected.keys() == {"0", "1", "2"}
+    assert found["2"]["logprob_fall"] == pytest.approx(expected["2"]["logprob_fall"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_guard_stops_all_processes_and_restores_in_each(bundled_model: str, tmp_path: Path) -> None:
+    for one in run_processes(adapted_by_two, tmp_path, bundled_model, tmp_path, 0.3):
+        assert one["stopped"]
+        assert one["epoch"] == 1
+        assert not any(value.any() for name, value in one["state"].items() if "lora_B" in name)

@@ -95,6 +95,7 @@ CASES = [
     Case("window_stopping", 0.12, widths=(6,), settings={"window": 2, "mode": "sliding"}),
     Case("cisc", 0.12, widths=(4,)),
     Case("borda", 0.12, widths=(4,)),
+    Case("standardised", 0.15, widths=(4,), settings={"confidence": "p_true"}),
 ]
 
 

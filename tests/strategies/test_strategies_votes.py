@@ -28,6 +28,7 @@ from selfcal_lightning.strategies.rules.borda import BordaVoting
 from selfcal_lightning.strategies.rules.cisc import CISC
 from selfcal_lightning.strategies.rules.pass_at_n import PassAtN
 from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
+from selfcal_lightning.strategies.rules.standardised import StandardisedVoting
 from selfcal_lightning.strategies.vectorised.arrays import PoolArrays
 from selfcal_lightning.strategies.vectorised.votes import first_crossing, vote_leader, votes_of, walk_votes
 
@@ -45,6 +46,7 @@ STRATEGIES = (
     BordaVoting(power=0.0),
     BordaVoting(power=1.0),
     BordaVoting(power=100.0),
+    StandardisedVoting(confidence="p_true"),
 )
 
 
@@ -119,11 +121,18 @@ def test_a_first_seen_answer_without_its_confidence_does_not_win_a_tie() -> None
 def test_negative_weights_are_refused() -> None:
     answers, scores = ["a", "b"], [-1.0, -2.5]
     strategy = SelfConsistency(confidence=SCORE)
-    with pytest.raises(ValueError, match=r"at least 0 where it weighs votes, but got -1\. .*best_of_n, borda, cisc"):
+    with pytest.raises(
+        ValueError, match=r"at least 0 where it weighs votes, but got -1\. .*best_of_n, borda, cisc, standardised"
+    ):
         verdict_of(strategy, answers, scores)
     with pytest.raises(ValueError, match=r"at least 0 where it weighs votes, but got -2\.5"):
         strategy.curve(PoolArrays.from_samples([score_entry(answers, scores)], confidence=SCORE), [2])
-    for other in (BestOfN(confidence=SCORE), CISC(confidence=SCORE), BordaVoting(confidence=SCORE)):
+    for other in (
+        BestOfN(confidence=SCORE),
+        CISC(confidence=SCORE),
+        BordaVoting(confidence=SCORE),
+        StandardisedVoting(confidence=SCORE),
+    ):
         assert verdict_of(other, answers, scores).answer == "a"
 
 
@@ -196,6 +205,28 @@ def test_borda_by_hand() -> None:
         "a": 2,
         "b": 1,
     }
+
+
+def test_standardised_votes_by_hand() -> None:
+    # Mean 2 and deviation 1 over the three votes with a confidence that are read: z = -1, 1 and, of the first two, 0.
+    answers, scores = ["a", None, "b", "a"], [1.0, 9.0, 3.0, None]
+    votes = StandardisedVoting(confidence=SCORE).weigh(score_entry(answers, scores).samples)
+    assert votes == {"a": pytest.approx(math.exp(-1)), "b": pytest.approx(math.e)}
+    verdict = verdict_of(StandardisedVoting(confidence=SCORE), answers, scores)
+    assert (verdict.answer, verdict.confidence) == ("b", pytest.approx(math.e / (math.e + math.exp(-1))))
+    first = StandardisedVoting(max_samples=1, confidence=SCORE)
+    assert verdict_of(first, answers, scores).answer == "a", "what lies beyond the budget has no say"
+    assert StandardisedVoting(confidence=SCORE).weigh(score_entry(["a", "b"], [0.1, 0.1]).samples) == {"a": 1, "b": 1}
+
+
+def test_standardised_votes_are_those_that_were_recorded(vectors: Callable[[str], dict[str, Any]]) -> None:
+    strategy = StandardisedVoting(confidence=SCORE)
+    for case in vectors("sasc_strategies")["cases"]:
+        answers = [response["extracted_answer"].removesuffix(".0") for response in case["responses"]]
+        for key, sign, name in (("std_topk_entropy", -1, "w_std"), ("avg_certainty", 1, "w_cert")):
+            scores = [sign * response[key] for response in case["responses"]]
+            found = strategy.weigh(score_entry(answers, scores).samples)
+            assert found == pytest.approx({answer: votes[name] for answer, votes in case["votes"].items()}, abs=1e-6)
 
 
 def test_limits_of_cisc_and_borda() -> None:

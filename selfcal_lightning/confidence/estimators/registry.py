@@ -20,6 +20,7 @@ from selfcal_lightning.confidence.estimators.token_statistics import (
     SelfCertainty,
     SequenceLogprob,
     TokenEntropy,
+    TokenSteadiness,
 )
 from selfcal_lightning.confidence.estimators.trajectories import TRAJECTORIES
 from selfcal_lightning.confidence.estimators.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
@@ -67,6 +68,7 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         SelfCertainty,
         ResponseCertainty,
         TokenEntropy,
+        TokenSteadiness,
         LowestGroupConfidence,
         StepCertainty,
         StepEntropy,

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from selfcal_lightning.confidence.estimators.token_statistics import TokenSteadiness
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.settings import Steps
 
@@ -52,7 +53,7 @@ class SteadyTokens(_Standardised):
 
     def scores(self) -> Sequence[Read]:
         """Return what reads minus the deviation."""
-        return (_minus_token_spread,)
+        return (TokenSteadiness.read,)
 
 
 class LikelyTokens(_Standardised):
@@ -81,7 +82,7 @@ class SteadySteps(_Standardised):
 
     def scores(self) -> Sequence[Read]:
         """Return what reads minus both deviations."""
-        return _minus_token_spread, self._minus_step_spread
+        return TokenSteadiness.read, self._minus_step_spread
 
     def _minus_step_spread(self, statistics: ResponseStatistics) -> float:
         from selfcal_lightning.functional.response_certainty import span_means
@@ -99,10 +100,6 @@ def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
     weights = standardised_weights(*([column[number] for number in known] for column in columns))
     found = dict(zip(known, weights.tolist(), strict=True))
     return [found.get(number) for number in range(len(samples))]
-
-
-def _minus_token_spread(statistics: ResponseStatistics) -> float:
-    return -statistics.tokens.entropy.std(correction=0).item() if statistics.num_tokens else math.nan
 
 
 WEIGHTS = (SteadyTokens, LikelyTokens, SteadySteps)

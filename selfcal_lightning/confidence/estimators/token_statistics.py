@@ -129,6 +129,21 @@ class TokenEntropy(_TokenStatistic):
         return -statistics.entropy
 
 
+class TokenSteadiness(_TokenStatistic):
+    """*Minus* the standard deviation of the entropies of the response tokens, in nats, at most 0; higher is better.
+
+    How unevenly a response was sure, whatever its mean. Votes that are weighed by how it stands out among the responses
+    to a question are those of SASC: the strategy ``standardised``.
+    """
+
+    name = "token_steadiness"
+
+    @staticmethod
+    def read(statistics: ResponseStatistics) -> float:
+        """Return minus the deviation."""
+        return -statistics.tokens.entropy.std(correction=0).item() if statistics.num_tokens else math.nan
+
+
 class LowestGroupConfidence:
     """Confidence of the least sure stretch of a response, in nats; higher is better.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.rewards import majority, majority_answer, reward_quality
-from selfcal_lightning.records import Question
+from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.store.columns import counted_samples
 from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.tasks.registry import get_task
@@ -27,18 +30,14 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
         questions: The questions with their gold answers; without one they are left out.
     """
     store = SampleStore(store_dir)
-    gold = {question.id: question for question in questions if question.reference is not None}
     found = {}
     for round in sorted(store.manifest.rounds):
         entries = list(counted_samples(store, store.index(split="train", round=round), round=round))
         rewards: list[float | None] = []
         right: list[bool | None] = []
         labels: list[bool] = []
-        for entry in entries:
-            if (question := gold.get(entry.question.id)) is None:
-                continue
-            task, answers = get_task(question.task), [sample.answer for sample in entry.samples]
-            verdicts = {answer: task.verify(answer, question.reference or "") for answer in set(answers)}
+        for entry, verdicts in _judged(entries, questions):
+            answers = [sample.answer for sample in entry.samples]
             rewards += majority(answers)
             right += [verdicts[answer] for answer in answers]
             label = majority_answer(answers)
@@ -51,3 +50,33 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
             "tokens": sum(sample.num_tokens or 0 for entry in entries for sample in entry.samples),
         }
     return found
+
+
+def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
+    """Return the share of right responses to each question in a round, [Q], in the order of their ids.
+
+    Args:
+        store_dir: The store of the rounds.
+        questions: The questions with their gold answers; without one they are left out.
+        round: The round.
+    """
+    store = SampleStore(store_dir)
+    entries = sorted(
+        counted_samples(store, store.index(split="train", round=round), round=round), key=lambda one: one.question.id
+    )
+    shares = [
+        sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
+        for entry, verdicts in _judged(entries, questions)
+    ]
+    return np.array(shares, dtype=np.float64)
+
+
+def _judged(
+    entries: Sequence[QuestionSamples], questions: Sequence[Question]
+) -> Iterator[tuple[QuestionSamples, Mapping[str | None, bool]]]:
+    """Yield the questions that have a gold answer, with whether each answer to them is right."""
+    gold = {question.id: question for question in questions if question.reference is not None}
+    for entry in entries:
+        if (question := gold.get(entry.question.id)) is not None:
+            task, answers = get_task(question.task), {sample.answer for sample in entry.samples}
+            yield entry, {answer: task.verify(answer, question.reference or "") for answer in answers}

@@ -29,6 +29,7 @@ LOOKS: dict[str, tuple[str, str]] = {
     "best_of_n": ("#c2504a", "-"),
     "cisc": ("#7b5ea7", "-"),
     "borda": ("#7b5ea7", "--"),
+    "standardised": ("#7b5ea7", ":"),
     "cges": ("#d4a72c", "-"),
 }
 _OTHER = ("#8a8a8a", "-")

@@ -44,6 +44,7 @@ PLANS: dict[str, Plan] = {
     "best_of_n": Plan("best_of_n", weighted={}),
     "cisc": Plan("cisc", weighted={}),
     "borda": Plan("borda", weighted={}),
+    "standardised": Plan("standardised", weighted={}),
     "cges": Plan("cges", weighted={}),
     "pass_at_n": Plan("pass_at_n", plain={}),
 }

@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = face(
         "early_stopping": ["EarlyStopping"],
         "pass_at_n": ["PassAtN"],
         "self_consistency": ["SelfConsistency"],
+        "standardised": ["StandardisedVoting"],
         "window_stopping": ["WindowStopping"],
     },
 )

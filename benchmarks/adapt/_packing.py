@@ -1,0 +1,112 @@
+"""What a group of responses costs as one packed row, against rows of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _adapt_methods import ADAPTER, METHODS, PLAIN
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.datamodules.ssc.dealing import Packing as Way
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.modules.adaptation import TestTimeTrainingModule
+from selfcal_lightning.runtime.json_files import json_object_or_none
+from selfcal_lightning.store.sample_store import SampleStore
+
+FILE, GROUPS, REPEATS = "packing.json", 5, 3
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Costs of the same responses, packed and apart.
+
+    Attributes:
+        packed_tokens: Positions that are computed for a response, padding among them, where groups are packed.
+        apart_tokens: Likewise for rows of their own.
+        packed_seconds: CPU seconds of a response, forward and backward; the least of some repetitions.
+        apart_seconds: Likewise for rows of their own.
+    """
+
+    packed_tokens: float
+    apart_tokens: float
+    packed_seconds: float
+    apart_seconds: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as many responses a CPU second takes when groups are packed."""
+        return self.apart_seconds / self.packed_seconds
+
+
+class Clock(Callback):
+    """Counts positions, rows and CPU seconds of forward and backward passes.
+
+    Rows that fill up a micro-batch and teach nothing are counted as they are computed: they are no part of the cost of
+    a response.
+    """
+
+    def __init__(self) -> None:
+        self.positions = self.responses = 0
+        self.seconds = self._started = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start."""
+        self.positions += batch.input_ids.numel()
+        self.responses += len(batch.target)
+        self._started = time.process_time()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop, before the optimiser."""
+        self.seconds += time.process_time() - self._started
+
+
+def measure_packing(folder: Path, model: Path, store: Path, samples: int) -> None:
+    """Measure as far as that was not done; the two ways take turns.
+
+    Args:
+        folder: Where the figures go.
+        model: Folder of the model.
+        store: Its responses at temperature 1.
+        samples: Responses to a question.
+    """
+    if (folder / FILE).exists():
+        return
+    clocks: dict[Way, list[Clock]] = {"shared_prefix": [], "off": []}
+    for _ in range(REPEATS):
+        for way, found in clocks.items():
+            found.append(_pass(str(model), str(store), samples, way))
+    tokens = {way: found[0].positions / found[0].responses for way, found in clocks.items()}
+    seconds = {way: min(clock.seconds / clock.responses for clock in found) for way, found in clocks.items()}
+    figures = Packing(tokens["shared_prefix"], tokens["off"], seconds["shared_prefix"], seconds["off"])
+    (folder / FILE).write_text(json.dumps(asdict(figures)))
+
+
+def read_packing(folder: Path) -> Packing | None:
+    """Return what was measured; None where nothing was."""
+    found = json_object_or_none(folder / FILE)
+    return None if found is None else Packing(**found)
+
+
+def _pass(model: str, store: str, samples: int, packing: Way) -> Clock:
+    """Train for one step on all groups of a store that teach."""
+    clock, reward = Clock(), METHODS[PLAIN][0]
+    lora = LoraSettings(**{**ADAPTER, "target_modules": tuple(ADAPTER["target_modules"])})
+    module = TestTimeTrainingModule(model, lora=lora, reward=reward)
+    data = RolloutDataModule(
+        model, store, num_samples=samples, reward=reward, batch_size=GROUPS * samples, max_length=320, packing=packing
+    )
+    # One optimiser step: the model that is updated sampled the round, and nothing is computed but what is learnt from.
+    micro_steps = math.ceil(len(SampleStore(store).index(split="train", round=0)) / (GROUPS * samples))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=micro_steps, callbacks=[clock],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0, num_sanity_val_steps=0, use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    return clock

@@ -1,0 +1,108 @@
+"""What a criterion is worth: within questions, across them, and in what it keeps, over questions and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from selfcal_lightning.functional.base import AUROC, WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.functional.bootstrap import bootstrap_interval, question_bootstrap
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import estimate_of, resample_weights
+from selfcal_lightning.functional.seed_means import mean_over_seeds
+from selfcal_lightning.records import QuestionSamples, Sample
+from selfcal_lightning.selection.picking import select_rows
+from selfcal_lightning.selection.records import SelectedRow
+from selfcal_lightning.selection.settings import SelectionSettings
+
+RESAMPLES = 1000
+Score = Callable[[QuestionSamples, Sample], float | None]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R].
+
+    Attributes:
+        best: Accuracy of the picked responses.
+        gain: That less the mean accuracy of the responses to the same questions.
+        picked: AUROC of the picked responses by the score that keeps questions.
+        kept: Accuracy of those that are kept.
+    """
+
+    best: Floats
+    gain: Floats
+    picked: Floats
+    kept: Floats
+
+
+@dataclass(frozen=True)
+class Told:
+    """How well a score tells right from wrong responses, of one seed, [1 + R] each.
+
+    Attributes:
+        responses: AUROC over all responses.
+        within: Mean AUROC within questions that have right and wrong ones.
+    """
+
+    responses: Floats
+    within: Floats
+
+
+def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Worth:
+    """Select without gold answers, and judge the selection by them.
+
+    A resample draws questions of the one selection that was made; it does not select anew.
+
+    Args:
+        entries: Questions with judged responses, in the same order for all seeds.
+        settings: The selection.
+    """
+    rows = select_rows(entries, settings).rows
+    right = np.array([_is_right(entry, row) for entry, row in zip(entries, rows, strict=True)], dtype=np.float64)
+    single = np.array([np.mean([bool(sample.correct) for sample in entry.samples]) for entry in entries])
+    weights = resample_weights(len(entries), num_resamples=RESAMPLES)
+    kept = np.array([row.kept for row in rows], dtype=np.float64)
+    share = kept @ weights
+    known = [row.keep_score for row in rows if row.keep_score is not None]
+    scores = [min(known) - 1.0 if row.keep_score is None else row.keep_score for row in rows]
+    return Worth(
+        best=right @ weights,
+        gain=(right - single) @ weights,
+        picked=_columns(scores, right.astype(bool).tolist(), list(range(len(rows))), AUROC),
+        kept=np.divide((right * kept) @ weights, share, out=np.full_like(share, np.nan), where=share > 0.0),
+    )
+
+
+def score_tells(entries: Sequence[QuestionSamples], score: Score) -> Told:
+    """Judge a score of responses; one without it comes last."""
+    rows = [
+        (score(entry, sample), bool(sample.correct), number)
+        for number, entry in enumerate(entries)
+        for sample in entry.samples
+    ]
+    last = min(value for value, _, _ in rows if value is not None) - 1.0
+    values = [last if value is None else value for value, _, _ in rows]
+    correct, questions = [right for _, right, _ in rows], [number for _, _, number in rows]
+    return Told(
+        _columns(values, correct, questions, AUROC), _columns(values, correct, questions, WITHIN_QUESTION_AUROC)
+    )
+
+
+def over_seeds(found: Sequence[Worth] | Sequence[Told]) -> Mapping[str, Estimate]:
+    """Return estimates by name over seeds: every resample draws questions, the same for all seeds, and seeds."""
+    names = [field.name for field in fields(found[0])]
+    return {name: estimate_of(mean_over_seeds(np.array([getattr(one, name) for one in found]))) for name in names}
+
+
+def _is_right(entry: QuestionSamples, row: SelectedRow) -> bool:
+    return any(bool(sample.correct) for sample in entry.samples if sample.index == row.index)
+
+
+def _columns(values: Sequence[float], correct: Sequence[bool], questions: Sequence[int], metric: str) -> Floats:
+    """Return a metric on all questions and on resamples of them, [1 + R]."""
+    whole = bootstrap_interval(values, correct, questions, metrics=[metric], num_resamples=1)[metric].value
+    resampled = question_bootstrap(values, correct, questions, metrics=[metric], num_resamples=RESAMPLES)[metric]
+    return np.append(np.nan if whole is None else whole, resampled)

@@ -1,0 +1,213 @@
+"""What choosing training data without gold answers is worth on the bundled model, and what it is held to.
+
+    python benchmarks/selection/report_selection.py
+
+Samples, scores and selects what is not in ``--folder`` yet, a store a seed; ``--table`` writes the tables of what is
+there. Gold answers judge and do nothing else: the fusion is fitted to votes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _handed_on import HandedOn, hand_on
+from _worth import Score, over_seeds, score_tells, selection_worth
+from shared.criteria import Criterion, above, at_least, criteria_table, exactly
+from shared.tables import section, show, triple
+
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.pipelines.generate import run_generate
+from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.records import QuestionSamples, SamplingSettings
+from selfcal_lightning.selection.picking import fit_votes, score_of, without_references
+from selfcal_lightning.selection.settings import FUSED, PICK, SHARE, SSC, SelectionSettings
+from selfcal_lightning.store.sample_store import SampleStore
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+CRITERIA = (
+    "min_logprob", "self_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
+    "step_coe_c", "step_self_evaluation", "coe_r", "coe_c", "coe_r_raw", "coe_c_raw", "sasc_std", "sasc_certainty",
+    "sasc_double",
+)  # fmt: skip
+TOKENS = 120
+OF_A_POOL = {weight.name for weight in WEIGHTS}
+# What picks within a question and what keeps questions: the defaults of `selfcal select`, then votes alone.
+PAIRS = ((FUSED, SHARE), (FUSED, SSC), (MEAN_LOGPROB, SHARE), (SHARE, SHARE), (SSC, SSC))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done; the sizes stand above the tables.
+
+    Attributes:
+        seeds: Pools of responses, each with a seed of its own.
+        questions: Questions of the in-domain test split.
+        samples: Responses to a question.
+        kept: Share of the questions that is kept.
+    """
+
+    seeds: int = 3
+    questions: int = 300
+    samples: int = 8
+    kept: float = 0.35
+
+
+def main() -> None:
+    """Run what is missing, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-selection")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="report_selection", help="of the results")
+    parser.add_argument("--table", action="store_true", help="write the tables of what is there")
+    for name, value in asdict(Sizes()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    options = parser.parse_args()
+    sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
+    stores = [options.folder / f"seed-{seed}" for seed in range(sizes.seeds)]
+    if not options.table:
+        for seed, store in enumerate(stores):
+            sample(store, seed, sizes)
+    pools = [read_pool(store) for store in stores]
+    passed_on = [hand_on(store, options.folder / f"{store.name}-selection", kept=sizes.kept) for store in stores]
+    content = assemble(pools, passed_on, sizes)
+    changed = [f"--{name} {value}" for name, value in asdict(sizes).items() if value != getattr(Sizes(), name)]
+    content["command"] = shlex.join(["python", "benchmarks/selection/report_selection.py", *" ".join(changed).split()])
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (options.results / f"{options.name}.md").write_text(markdown(content))
+
+
+def sample(store: Path, seed: int, sizes: Sizes) -> None:
+    """Sample and score a pool, as far as that was not done."""
+    run_generate(
+        "bundled", str(store), "word_problems", split="test_id", limit=sizes.questions, num_samples=sizes.samples,
+        seed=seed, engine=EngineSettings(max_batch=512), sampling=SamplingSettings(max_new_tokens=TOKENS),
+    )  # fmt: skip
+    run_score(list(CRITERIA), str(store))
+
+
+def read_pool(store: Path) -> list[QuestionSamples]:
+    """Return the questions of a store with their responses and scores, by id."""
+    entries = SampleStore(str(store)).samples(confidences=list(CRITERIA))
+    return sorted(entries, key=lambda entry: entry.question.id)
+
+
+def assemble(pools: Sequence[Sequence[QuestionSamples]], passed_on: Sequence[HandedOn], sizes: Sizes) -> dict[str, Any]:
+    """Return the figures of the report."""
+    names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
+    criteria = {name: _criterion(pools, name, sizes.kept) for name in names}
+    selections = {
+        f"{pick}, {keep}": _selection(pools, SelectionSettings(pick=pick, keep=keep, top=sizes.kept))
+        for pick, keep in PAIRS
+    }
+    right = [sample.correct for pool in pools for entry in pool for sample in entry.samples]
+    return {
+        "sizes": {**asdict(sizes), "responses": len(right), "right": sum(map(bool, right)) / len(right)},
+        "selections": {name: _as_json(row) for name, row in selections.items()},
+        "criteria": {name: _as_json(row) for name, row in criteria.items()},
+        "targets": [one.as_json() for one in targets(selections, passed_on)],
+        "handed_on": [asdict(one) for one in passed_on],
+    }
+
+
+def _criterion(pools: Sequence[Sequence[QuestionSamples]], name: str, kept: float) -> dict[str, Estimate]:
+    """Return what a criterion is worth that picks and, where it says something across questions, keeps as well."""
+    found = _selection(pools, SelectionSettings(pick=name, keep=SHARE if name in OF_A_POOL else PICK, top=kept))
+    tells = over_seeds([score_tells(pool, _score(pool, name)) for pool in pools])
+    across = {} if name in OF_A_POOL else {"responses": tells["responses"], **found}
+    return {"best": found["best"], "gain": found["gain"], "within": tells["within"], **across}
+
+
+def _selection(pools: Sequence[Sequence[QuestionSamples]], settings: SelectionSettings) -> dict[str, Estimate]:
+    return dict(over_seeds([selection_worth(pool, settings) for pool in pools]))
+
+
+def _score(pool: Sequence[QuestionSamples], name: str) -> Score:
+    """Return what reads a score of a response."""
+    fusion = fit_votes([without_references(entry) for entry in pool], None) if name == FUSED else None
+    return lambda entry, sample: score_of(entry, sample, name, fusion)
+
+
+def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequence[HandedOn]) -> list[Criterion]:
+    """Return what the figures are held to."""
+    gains = {name: selections[f"{name}, {SHARE}"]["gain"] for name in (FUSED, MEAN_LOGPROB)}
+    of_votes = {pair: selections[", ".join(pair)] for pair in ((FUSED, SHARE), (SHARE, SHARE), (SSC, SSC))}
+    found = [
+        Criterion(f"`{name}`, best of all minus one sample: lower end above .03", gain, above(gain.low, 0.03))
+        for name, gain in gains.items()
+    ]
+    for (pick, keep), row in of_votes.items():
+        what = f"picked by `{pick}`, kept by `{keep}`"
+        found += [
+            Criterion(
+                f"{what}, accuracy of the kept: lower end at least .85", row["kept"], at_least(row["kept"].low, 0.85)
+            ),
+            Criterion(f"{what}, AUROC of the picked: at least .87", row["picked"], at_least(row["picked"].value, 0.87)),
+        ]
+    return [*found, *_of_files(passed_on)]
+
+
+def _of_files(passed_on: Sequence[HandedOn]) -> list[Criterion]:
+    """Return what the files are held to that were written for others."""
+    kept, with_steps = (sum(getattr(one, name) for one in passed_on) for name in ("kept", "with_steps"))
+    ungrounded, judged, apart = (
+        sum(getattr(one, name) for one in passed_on) for name in ("ungrounded_forms", "judged", "judged_otherwise")
+    )
+    counts = {
+        f"key steps by rules: of {kept:,} kept responses, those without": kept - with_steps,
+        "key steps by rules: forms with a number that the response lacks": ungrounded,
+        f"`reward.py`: of {judged:,} finished responses, those that it judges otherwise than the task": apart,
+    }
+    return [Criterion(text, exactly(count), count == 0) for text, count in counts.items()]
+
+
+def _as_json(row: Mapping[str, Estimate]) -> dict[str, list[float | None]]:
+    return {name: triple(estimate) for name, estimate in row.items()}
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """Return the report as Markdown."""
+    sizes = content["sizes"]
+    heads = {
+        "best": "best of all", "gain": "minus one sample", "responses": "AUROC of responses",
+        "within": "within questions", "picked": "of the picked", "kept": f"{sizes['kept']:.0%} kept",
+    }  # fmt: skip
+    lines = [
+        f"Command: `{content['command']}`. The bundled model on {sizes['questions']:,} in-domain test questions x "
+        f"{sizes['samples']} at the usual sampling (EDT .8), {sizes['seeds']} seed(s): {sizes['responses']:,} "
+        f"responses, {sizes['right']:.3f} of them right. Means over seeds, 95 % intervals over questions and seeds.",
+        "",
+        *section("targets", criteria_table(content["targets"])),
+        *section(
+            "selections", _table("picks, keeps", ("best", "gain", "picked", "kept"), heads, content["selections"])
+        ),
+        *section("criteria", _table("criterion", tuple(heads), heads, content["criteria"])),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _table(
+    first: str, names: Sequence[str], heads: Mapping[str, str], rows: Mapping[str, Mapping[str, Sequence[float | None]]]
+) -> list[str]:
+    lines = [f"| {first} | {' | '.join(heads[name] for name in names)} |", f"|---|{'---:|' * len(names)}"]
+    for label, row in rows.items():
+        cells = (show(row[name], sign="+" if name == "gain" else "") if name in row else "-" for name in names)
+        lines.append(f"| `{label}` | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The report on test-time training: its intervals, its verdicts, and the command that it tells."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support.house import ROOT
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "adapt"))
+    return importlib.import_module("report_adapt")
+
+
+def test_changes_are_paired_over_questions_and_drawn_over_seeds(report: ModuleType) -> None:
+    before = [np.array([0.0, 1.0, 0.0, 1.0]), np.array([0.0, 0.0, 1.0, 1.0])]
+    same = report.as_json(report.mean_change(before, [one + 0.25 for one in before]))
+    assert same == {"change": 0.25, "low": 0.25, "high": 0.25}, "what all questions share has no interval"
+    apart = report.as_json(report.mean_change(before, [before[0], before[1] + 1.0]))
+    assert apart == {"change": 0.5, "low": 0.0, "high": 1.0}, "seeds are drawn: none, one or both of the changed one"
+
+
+def test_the_command_says_what_is_not_usual(report: ModuleType) -> None:
+    assert report.command_of(report.Sizes(), "report_adapt") == "python benchmarks/adapt/report_adapt.py"
+    told = report.command_of(report.Sizes(seeds=1, lr=4e-3), "other")
+    assert told == "python benchmarks/adapt/report_adapt.py --name other --seeds 1 --lr 0.004"
+
+
+def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
+    def change(value: float) -> dict[str, float]:
+        return {"change": value, "low": value - 0.01, "high": value + 0.01}
+
+    found: dict[str, Any] = {name: change(0.0) for name in ("pass@1", "pass@k", "ece")}
+    table = {
+        "levels": {report.ANCHOR: {"ece": 0.1}},
+        "changes": {"anchor less start": found, "anchor less TTRL": {**found, "ece": change(-0.05)}},
+    }
+    tables = {"transductive": table, "inductive": table}
+    packing = importlib.import_module("_packing").Packing(48.0, 83.0, 2.0, 2.5)
+    rows = {row["target"].split(":")[0]: row for row in report.targets(tables, change(0.005), packing)}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        "anchor less TTRL, inductive ECE": "met",
+        "anchor, ECE after <= .12 and upper bound of its change < +.03, transductive and inductive": "met",
+        "anchor, inductive pass@1": "met",
+        "anchor, pass@k": "met",
+        "equations": "not measured here",
+        "TTRL": "missed",
+        "a group packed against rows of their own": "missed",
+        "the guard stops a run of too high a rate within three rounds, and restores": "not measured here",
+        "selection, key steps and exports": "not measured here",
+    }

@@ -26,7 +26,7 @@ from _reward_criteria import Found, at_equal_tokens, criteria
 from _reward_jobs import MODELS, TESTS, Plan, run_seed
 from _reward_places import METRICS, OVERALL, Places, calibration, estimates, read_places
 from _reward_tables import COLOURS, FULL, as_markdown, figure
-from _reward_votes import FUSED, LABELS, PLAIN, Spent, first_questions, read_pool, searches, spend
+from _reward_votes import FUSED, LABELS, PLAIN, STOP_AT_MOST, Spent, first_questions, read_pool, searches, spend
 from shared.estimates import Measured, summary
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report
@@ -126,6 +126,10 @@ def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
             "plain votes of 8": _spent(beside[PLAIN]["8"], beside),
             f"8 votes weighted by {LABELS[FUSED]}": _spent(beside[f"vote {FUSED}"]["8"], beside),
             f"best of 8 by {LABELS[FUSED]}": _spent(beside[f"best {FUSED}"]["8"], beside),
+            **{
+                f"stop at {stop} of {LABELS[FUSED]}, at most {STOP_AT_MOST}": _spent(row, beside)
+                for stop, row in beside[f"stop {FUSED}"].items()
+            },
         },
     }  # fmt: skip
 

@@ -220,12 +220,27 @@ class RewardDataModule(SSCDataModule):
         if self.target in OF_ROLLOUTS:
             self._check_rollouts(store, index, cast("RewardRows", collator))
         if not isinstance(collator, WrittenCollator):
+            self._check_tokens(store, index, cast("RewardCollator", collator))
             return make_table(store, index, collator, [(values, reasons)])
         lengths = np.array([[0, 0] if one is None else one for one in self._measured(store, index, collator)])
         lengths = lengths.reshape(-1, 2)
         unwritten = lengths[:, 1] == 0
         values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
         return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
+
+    def _check_tokens(self, store: SampleStore, index: SampleIndex, collator: RewardCollator) -> None:
+        """Refuse responses in the tokens of another tokenizer, whose ids would be read as texts that nobody wrote."""
+        row = next(iter(store.read_rows(index.locate(np.arange(min(1, len(index)))))), None)
+        if row is None or row.prompt_ids is None:
+            return
+        written = collator.chat.prompt_ids(row.question.messages)
+        if tuple(row.prompt_ids) != written:
+            raise InputError(
+                f"Expected the responses in {store.path} to be in the tokens of `base_model`, {self.base_model!r}, but "
+                f"the prompt of question {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and "
+                f"{list(written)[:8]}... by its tokenizer. Train on the policy that sampled them, or start from a "
+                "public model by `format`, which reads texts."
+            )
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
         """Refuse rollouts of these questions none of which goes on from a step of a response."""

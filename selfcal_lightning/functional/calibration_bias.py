@@ -70,7 +70,8 @@ class ErrorBounds:
         """
         deviation = resampled - gaps
         drawn = deviation[~np.isnan(deviation).any(axis=1)]
-        is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * (drawn.std(axis=0) if len(drawn) else np.inf)
+        spread = drawn.std(axis=0) if len(drawn) else np.zeros_like(gaps)
+        is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * spread
         signed = np.sign(gaps) * deviation
         most = np.where(is_clear, signed, np.abs(deviation))
         return cls(float(np.abs(gaps).sum()), signed.sum(axis=1), most.sum(axis=1))

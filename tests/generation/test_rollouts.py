@@ -15,6 +15,7 @@ import pytest
 from support.options import nested
 from support.recorded_pools import SAMPLING, sample_store
 from support.reward_models import stand_in
+from support.ssc_pools import Pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.datamodules.rewards import RewardDataModule
@@ -23,6 +24,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rollouts import RolloutSource
+from selfcal_lightning.pipelines.rewards.fit_step_scaler import run_fit_step_scaler
 from selfcal_lightning.pipelines.rewards.import_prefixes import run_import_prefixes
 from selfcal_lightning.pipelines.rewards.rollout import run_rollout
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
@@ -30,6 +32,7 @@ from selfcal_lightning.records import Sample
 from selfcal_lightning.rewards.prefixes import prefix_id
 from selfcal_lightning.rewards.rates import read_rates
 from selfcal_lightning.rewards.registry import reward_format
+from selfcal_lightning.rewards.settings import RewardSettings
 from selfcal_lightning.rewards.steps import token_step_ends
 from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.store.sample_store import SampleStore
@@ -297,6 +300,30 @@ def test_rollouts_of_another_policy_are_refused(
         read_rates(str(rolled[0]), policy=other)
     with pytest.raises(InputError, match="`rollouts` to be a folder that `selfcal rollout` filled"):
         read_rates(str(sampled.path))
+
+
+def test_rollouts_of_another_policy_teach_and_scale_nothing(
+    rolled: tuple[Path, Path, Any], pool: Pool, tiny_model: str, tmp_path: Path
+) -> None:
+    store = pool.write("elsewhere")
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
+    for target in ("success_rate", "hard", "consensus"):
+        with pytest.raises(InputError, match="to be of the policy that sampled the responses, but got"):
+            RewardDataModule(tiny_model, store, target=target, **settings).collator()
+    reward = RewardSettings(stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval")), "reasoneval", "sentence")
+    with pytest.raises(InputError, match="to be of the policy that sampled the responses, but got"):
+        run_fit_step_scaler(
+            store, str(tmp_path / "s.json"), target="success_rate", rollouts=str(rolled[0]), split="validation",
+            reward=reward,
+        )  # fmt: skip
+
+
+def test_a_prefix_that_fills_a_response_has_no_rollouts(sampled: SampleStore, chat: ChatFormat) -> None:
+    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
+    lengths = sorted({len(prefix.prefix_ids) for prefix in source.read(chat, longest=200)})
+    for longest in lengths[1:]:
+        kept = {len(prefix.prefix_ids) for prefix in source.read(chat, longest=longest)}
+        assert kept == {length for length in lengths if length < longest}
 
 
 def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Path, chat: ChatFormat) -> None:

@@ -7,14 +7,19 @@ import math
 import numpy as np
 import pytest
 
+from selfcal_lightning.evaluation.capability.comparison import share_error_bounds
 from selfcal_lightning.functional.base import ECE
 from selfcal_lightning.functional.bootstrap import (
     ScoredResponses,
     bootstrap_interval,
+    calibration_error_bounds,
     paired_bootstrap,
     question_bootstrap,
 )
 from selfcal_lightning.functional.calibration import expected_calibration_error
+from selfcal_lightning.functional.calibration_bias import ErrorBounds
+from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.functional.question_means import resample_weights
 
 NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200
 # A share of NUM_SETS intervals that hold the truth lies above this unless their level is below 95 % (three sigma).
@@ -120,3 +125,31 @@ def test_debiasing_by_simulation_of_its_formula() -> None:
     expected = 2.0 * np.abs(gaps).sum() - drawn
     assert debiased_calibration_error(confidence, correct, question) == pytest.approx(expected, abs=2e-4)
     assert debiased_calibration_error([], [], []) is None
+
+
+def test_bounds_from_sums_and_of_shares_are_those_of_the_responses() -> None:
+    """Every question has one estimate, against which its share of right responses is held."""
+    draw = np.random.default_rng(3)
+    values = draw.uniform(0.05, 0.95, NUM_QUESTIONS)
+    right = draw.random((NUM_QUESTIONS, NUM_RESPONSES)) < values[:, None]
+    question = np.repeat(np.arange(NUM_QUESTIONS), NUM_RESPONSES)
+    of_responses = calibration_error_bounds(
+        np.repeat(values, NUM_RESPONSES), right.ravel(), question, num_resamples=NUM_RESAMPLES
+    )
+    weights = resample_weights(NUM_QUESTIONS, num_resamples=NUM_RESAMPLES)
+    found = share_error_bounds(values, right.mean(axis=1), weights)
+    assert found.value == pytest.approx(of_responses.value)
+    assert found.value == pytest.approx(expected_calibration_error(np.repeat(values, NUM_RESPONSES), right.ravel()))
+    assert found.least == pytest.approx(of_responses.least)
+    assert found.most == pytest.approx(of_responses.most)
+
+
+def test_resamples_without_a_response_are_left_out_and_counted() -> None:
+    weights = np.array([[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]])
+    bounds = ErrorBounds.from_sums(np.array([[0.5], [0.0]]), np.array([1.0, 0.0]), weights)
+    assert np.isnan(bounds.least).tolist() == [False, True]
+    assert Estimate.from_bounds(bounds) == Estimate(0.5, 0.5, 0.5, 1)
+    nothing = ErrorBounds.from_sums(np.zeros((2, 1)), np.zeros(2), weights)
+    assert Estimate.from_bounds(nothing) == Estimate(None, None, None)
+    alone = ErrorBounds.from_sums(np.array([[0.5]]), np.ones(1), np.ones((1, 1)))
+    assert Estimate.from_bounds(alone) == Estimate(0.5, None, None), "one question cannot be resampled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,48 @@ def test_votes_are_learnt_without_labels(pool: Pool) -> None:
     assert batch.place_rate.isnan().all()
     with pytest.raises(InputError, match=r"to have a target \('outcome'\), but got none: no label"):
         data_of(pool, store, num_samples=5).train_dataloader()
+
+
+def test_responses_without_steps_teach_the_question_alone_and_get_no_score(pool: Pool) -> None:
+    def blank(question: Any, rng: Any) -> list[dict[str, Any]]:
+        texts = {"": None, "So 7. The answer is 7.": "7", "  ": None, "It is 8.": "8"}
+        return [{"text": text, "answer": answer, "correct": answer == "7"} for text, answer in texts.items()]
+
+    store = pool.write("blank", blank)
+    data = data_of(pool, store, validation_batch_size=40)
+    (batch,) = data.val_dataloader()
+    numbers = torch.bincount(batch.place_row).reshape(-1, 4)
+    assert numbers.tolist() == [[1, 3, 1, 2]] * len(numbers)
+    assert batch.last_place.reshape(-1, 4)[:, [0, 2]].eq(-1).all()
+    trainer = trainer_with(max_steps=2)
+    trainer.fit(module_of(pool.model), datamodule=data)
+    logged = trainer.callback_metrics
+    assert (logged["val/count/WithoutConfidence"], logged["val/count/Responses"]) == (len(batch.last_place) / 2, 20)
+    assert math.isfinite(logged["val/calibration/Brier"])
+
+
+def test_steps_that_are_cut_off_are_no_places(pool: Pool, store_dir: str) -> None:
+    (whole,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    longest = max(tree.prompt for tree in whole.trees) + 12
+    (cut,) = data_of(pool, store_dir, validation_batch_size=40, max_length=longest).val_dataloader()
+    assert len(cut.place) < len(whole.place)
+    assert max(tree.prompt + max(tree.branches) for tree in cut.trees) <= longest
+    kept, had = (
+        {row: int((batch.place_row == place).sum()) for place, row in enumerate(batch.row.tolist())}
+        for batch in (cut, whole)
+    )
+    ends = dict(zip(cut.row.tolist(), (cut.last_place >= 0).tolist(), strict=True))
+    assert ends == {row: kept[row] == had[row] for row in kept}, "a cut response has no end"
+    assert set(ends.values()) == {True, False}
+
+
+def test_tokens_of_another_tokenizer_are_refused(pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    """The chat template and the query are the same; the digits 1 and 2 have changed places."""
+    other = Path(shutil.copytree(pool.model, tmp_path / "other"))
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    data = RewardDataModule(str(other), store_dir, num_samples=4, steps="sentence")
+    with pytest.raises(InputError, match=r"to be in the tokens of `base_model`.*Train on the policy that sampled them"):
+        data.train_dataloader()

@@ -27,7 +27,9 @@ REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
 PUBLIC_REWARDS = sorted(path for path in REWARDS.parent.glob("*.yaml") if path != REWARDS)
 PRESET_FILES = [path for path in CONFIGS if path.parent.name == "presets"]
 CAPABILITY = [path for path in CONFIGS if path.parent.name == "capability"]
-ADAPT = [ROOT / "configs" / "adapt" / f"{name}.yaml" for name in ("demo", "calibrated", "gspo", "rent", "sft")]  # of each kind
+ADAPT = [
+    ROOT / "configs" / "adapt" / f"{name}.yaml" for name in ("demo", "calibrated", "gspo", "rent", "sft")
+]  # of each kind
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
 PUBLISHED = {
     "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),

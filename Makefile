@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-adapt report-real lint docs model clean
+.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -61,6 +61,9 @@ report-capability: $(VENV)/.ready  ## capability of the bundled model: 2,000 x 1
 
 report-rewards: $(VENV)/.ready  ## reward models on the bundled model: six of them, rollouts, searches, three seeds (estimated: 90 minutes on two idle cores)
 	$(BIN)/python benchmarks/rewards/report_rewards.py
+
+report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 questions x 8, three seeds (minutes; goes on from what is there)
+	$(BIN)/python benchmarks/selection/report_selection.py
 
 report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 300 adapted + 300 others x 8, three seeds (hours; goes on from what is there)
 	$(BIN)/python benchmarks/adapt/report_adapt.py

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from _adapt_methods import ANCHOR
+from _guarded import MOST_ROUNDS, WRECKING_RATE, Guarded
 from _packing import Packing
 
 
 def targets(
-    tables: Mapping[str, Any], rounds_gain: Mapping[str, float | None] | None, packing: Packing | None
+    tables: Mapping[str, Any],
+    rounds_gain: Mapping[str, float | None] | None,
+    packing: Packing | None,
+    guarded: Guarded | None,
 ) -> list[dict[str, str]]:
     """Return what was asked of the figures, what came out, and whether that is met, missed or not measured.
 
@@ -18,6 +22,7 @@ def targets(
         tables: Levels and changes by the name of the questions.
         rounds_gain: Change of pass@1 at temperature 1 from the first round of TTRL to the last; None with one round.
         packing: What packed groups cost; None where that was not measured.
+        guarded: How the run at too high a rate ended; None where there was none.
     """
     trans, ind = tables["transductive"], tables["inductive"]
     ece = ind["changes"]["anchor less TTRL"]["ece"]
@@ -43,11 +48,7 @@ def targets(
         _equations_target(trans, ind),
         _rounds_target(rounds_gain),
         _packing_target(packing),
-        (
-            "the guard stops a run of too high a rate within three rounds, and restores",
-            "limits are off in these runs; a test holds it to that on six questions",
-            None,
-        ),
+        _guard_target(guarded),
         ("selection, key steps and exports", "the report on selection", None),
     ]
     words = {True: "met", False: "missed", None: "not measured here"}
@@ -67,6 +68,16 @@ def _rounds_target(gain: Mapping[str, float | None] | None) -> tuple[str, str, b
     if gain is None or gain["low"] is None:
         return name, "one round has no change", None
     return name, _cell(gain), gain["low"] > 0.0
+
+
+def _guard_target(guarded: Guarded | None) -> tuple[str, str, bool | None]:
+    name = f"the guard stops a run at a rate of {WRECKING_RATE:g} within {MOST_ROUNDS} rounds, and restores"
+    if guarded is None:
+        return name, "-", None
+    if guarded.rounds is None:
+        return name, "it was not stopped", False
+    restored = "the last good adapter was left" if guarded.is_restored else "another adapter was left"
+    return name, f"before round {guarded.rounds}: {'; '.join(guarded.problems)}; {restored}", guarded.is_restored
 
 
 def _packing_target(packing: Packing | None) -> tuple[str, str, bool | None]:

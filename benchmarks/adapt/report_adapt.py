@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _adapt_methods import ADAPTER, ANCHOR, EQUATIONS, METHODS, PLAIN, ROUND
 from _adapt_tables import markdown, targets
+from _guarded import read_guarded, run_guarded
 from _packing import measure_packing, read_packing
 from shared.estimates import Measured, difference
 
@@ -50,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
-NAME, PASS = "report_adapt", "pass@1"
+NAME, PASS, GUARDED = "report_adapt", "pass@1", "guard-0"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,20 @@ def main() -> None:
         for seed in range(sizes.seeds):
             for method in METHODS:
                 adapt(folder, start, method, seed, sizes)
-        measure_packing(folder, start, run_folder(folder, PLAIN, 0) / "round-0", sizes.samples)
+        first = run_folder(folder, PLAIN, 0) / "round-0"
+        measure_packing(folder, start, first, sizes.samples)
+        run_guarded(
+            folder / GUARDED, start, first, questions=adapted_on(sizes),
+            sizes={
+                "num_samples": sizes.samples, "batch_size": sizes.batch_size, "max_new_tokens": TOKENS, "seed": 0,
+            },
+        )  # fmt: skip
     write_tables(folder, sizes, options.name)
+
+
+def adapted_on(sizes: Sizes) -> QuestionSlice:
+    """Return the questions that are adapted on."""
+    return QuestionSlice("word_problems", split="test_id", limit=sizes.questions)
 
 
 def command_of(sizes: Sizes, name: str) -> str:
@@ -133,7 +146,7 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
     if first.exists() and not (place / "samples").exists():
         shutil.copytree(first, place / "samples")
     run_adapt(
-        QuestionSlice("word_problems", split="test_id", limit=sizes.questions), str(place), base_model=str(start),
+        adapted_on(sizes), str(place), base_model=str(start),
         inductive=QuestionSlice("word_problems", split="test_id", limit=sizes.questions, offset=sizes.questions),
         out_of_domain=QuestionSlice("word_problems", split="test_ood", limit=sizes.out_of_domain),
         reward=METHODS[method][0], target=METHODS[method][1], rounds=sizes.rounds, num_samples=sizes.samples,
@@ -166,7 +179,7 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         raise RunError(f"Expected {PLAIN} and {ANCHOR} of a seed in {folder}, but got {done}. Run without `--table`.")
     methods = [method for method in METHODS if set(seeds) <= set(done[method])]
     tables = {questions: compare(folder, questions, seeds, methods) for questions in SETS}
-    gain, packing = rise_of_rounds(folder, seeds, sizes), read_packing(folder)
+    gain, packing, guarded = rise_of_rounds(folder, seeds, sizes), read_packing(folder), read_guarded(folder / GUARDED)
     results = {
         (method, seed): json.loads((run_folder(folder, method, seed) / "adaptation.json").read_text())
         for method in methods
@@ -181,7 +194,8 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         "sets": tables,
         "rounds_gain": gain,
         "packing": None if packing is None else asdict(packing),
-        "targets": targets(tables, gain, packing),
+        "guarded": None if guarded is None else asdict(guarded),
+        "targets": targets(tables, gain, packing, guarded),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
     RESULTS.mkdir(exist_ok=True)

@@ -180,6 +180,18 @@ def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) 
         batches(data_of(pool, plain, reward="none", selection=str(tmp_path / "nothing")))
 
 
+def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> None:
+    store = pool.write("two-rounds", answers_of("7", "7", "8", "9"), sampling=AT_ONE)
+    pool.write("two-rounds", answers_of("8", "8", "9", "7"), sampling=AT_ONE, round=1)
+    run_select(store, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
+    learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
+    with pytest.raises(InputError, match=r"Expected a selection of round 1, but got one of round 0\. Set `round`"):
+        batches(data_of(pool, store, round=1, **learnt))
+    run_select(store, str(tmp_path / "second"), pick="share", keep="share", keep_count=5, round=1)
+    (batch,) = batches(data_of(pool, store, round=1, reward="none", selection=str(tmp_path / "second")))
+    assert batch.generation_total.item() == 5.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -80,7 +80,8 @@ def _reads_like_a_plain_forward(model: PreTrainedModel, chat: ChatFormat, max_ba
     reference = _Plain(model, chat)
     engine = TransformersEngine.from_model(model, chat, max_batch=max_batch)
     requests = reference.requests(SamplingSettings(max_new_tokens=30), count=3)
-    for request, response in zip(requests, generate(engine, requests), strict=True):
+    responses = generate(engine, requests)
+    for request, response in zip(requests, responses, strict=True):
         ids = request.prompt_ids + response.token_ids
         log_p = reference.logits(ids)[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
         expected = log_p.gather(-1, torch.tensor(response.token_ids)[:, None]).sum().item()
@@ -88,6 +89,10 @@ def _reads_like_a_plain_forward(model: PreTrainedModel, chat: ChatFormat, max_ba
         p = reference.next_probabilities(ids + chat.query.suffix_ids)
         assert response.yes_mass == pytest.approx(p[list(chat.query.yes_ids)].sum().item(), abs=1e-5)
     prompts = [request.prompt_ids for request in requests]
+    # Two responses asked about at every few tokens, each of which is read once for all its queries.
+    for request, response in zip(requests[:2], responses, strict=False):
+        ends = range(0, len(response.token_ids) + 1, 7)
+        prompts += [(*request.prompt_ids, *response.token_ids[:end], *chat.query.suffix_ids) for end in ends]
     table = engine.next_token_probabilities(prompts, range(704))
     for prompt, row in zip(prompts, table, strict=True):
         expected_row = reference.next_probabilities(prompt)

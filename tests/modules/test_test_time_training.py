@@ -313,11 +313,11 @@ def test_the_guard_restores_what_a_rate_wrecks_also_after_a_kill(bundled_model: 
     assert '"problems": [\n   "' in (tmp_path / "guard.json").read_text()
 
 
-def adapted_by_two(model: str, folder: Path, lr: float) -> dict[str, Any]:
+def adapted_by_two(model: str, folder: Path, lr: float, ckpt_path: str | None = None) -> dict[str, Any]:
     """What one of two processes holds in the end; the second one's own guard would let everything pass."""
     off = {"unreadable": 1.0, "logprob_fall": 1e3} if os.environ["RANK"] == "1" else {}
     guard = AdaptationGuard(str(folder / "guard.json"), questions=4, agreement=1.0, **off)
-    module = adapted(model, folder, guard, devices=2, lr=lr)
+    module = adapted(model, folder, guard, Keep(folder), devices=2, lr=lr, ckpt_path=ckpt_path)
     return {"state": adapter_state(module.model), "epoch": module.trainer.current_epoch, "stopped": guard.stopped}
 
 
@@ -337,6 +337,10 @@ def test_two_processes_take_the_rounds_of_one(bundled_model: str, tmp_path: Path
     found, expected = (json.loads((place / "guard.json").read_text()) for place in (tmp_path / "two", tmp_path))
     assert found.keys() == expected.keys() == {"0", "1", "2"}
     assert found["2"]["logprob_fall"] == pytest.approx(expected["2"]["logprob_fall"], abs=1e-5)
+    # In the middle of round 1, by both processes.
+    broken = str(tmp_path / "two" / "3.ckpt")
+    for one in run_processes(adapted_by_two, tmp_path / "two", bundled_model, tmp_path / "two", 2e-3, broken):
+        assert all(torch.equal(one["state"][name], value) for name, value in first["state"].items())
 
 
 @pytest.mark.slow

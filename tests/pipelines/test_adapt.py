@@ -75,6 +75,8 @@ def test_an_adaptation_from_end_to_end_goes_on_from_what_is_there(tmp_path: Path
     assert json.loads((tmp_path / "adaptation.json").read_text()) == result
     assert list(result["sets"]) == ["transductive", "inductive"]
     assert (result["reads_reference"], result["stopped"]) == (False, [])
+    assert result["not_measured"] == ["out_of_domain"]
+    assert "no such questions were named: out_of_domain." in (tmp_path / "adaptation.md").read_text()
     assert list(result["rounds"]) == ["0", "1", "2"]
     assert result["rounds"]["1"]["label_accuracy"] is not None
     assert result["rounds"]["2"]["logprob_fall"] is not None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
 from selfcal_lightning.engines.continuations import check_prefix
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.contexts import chunks_of, encode_contexts
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.engines.transformers.nesting import nested_rows
 from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states
 from selfcal_lightning.engines.transformers.queries import read_queries
 from selfcal_lightning.engines.transformers.rows import SlotRows
@@ -235,13 +237,31 @@ class TransformersEngine:
         table: dict[int, list[float]] = {}
         bare = nullcontext() if with_adapter else self._without_adapter(model)
         with torch.no_grad(), model.evaluation(), bare:
+            nested = self._nested_logits(model, [i for i in order if i not in asked], prompts)
+            table.update((i, logits.double().softmax(-1)[wanted].tolist()) for i, logits in nested)
             for awake in (False, True):
-                members = [i for i in order if (i in asked) == awake]
+                members = [i for i in order if (i in asked) == awake and i not in table]
                 for chunk in chunks_of(members, [len(prompts[i]) for i in members], self.max_batch):
                     logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
                     p = logits.double().softmax(-1)[:, wanted].tolist()
                     table.update(zip(chunk, p, strict=True))
         return [table[i] for i in range(len(prompts))]
+
+    def _nested_logits(
+        self, model: CachedModel, members: Sequence[int], prompts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the logits after prompts that ask the confidence query behind contexts of which one begins another.
+
+        So are the steps of a response asked about, which is then read once.
+        """
+        query = tuple(self.chat.query.suffix_ids)
+        ending = [i for i in members if ends_with_query(prompts[i], query)]
+        contexts = [tuple(prompts[i][: -len(query)]) for i in ending]
+        rows = [row for row in nested_rows(contexts) if len(row.ends) > 1]
+        rows.sort(key=lambda row: row.width(len(query)))
+        for chunk in chunks_of(rows, [row.width(len(query)) for row in rows], self.max_batch):
+            logits = model.nested_logits(chunk, contexts, query)
+            yield from zip((ending[i] for row in chunk for i in row.members), logits, strict=True)
 
     def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
         """Return hidden states of prompts; see ``hidden_states.PromptReader``."""

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfcal_lightning.engines.transformers.nesting import NestedRow, nested_batch
 from selfcal_lightning.engines.transformers.output_layer import contiguous_rows, exact_head, is_exact
 from selfcal_lightning.engines.transformers.stems import Rows, plan_reading
 from selfcal_lightning.errors import InputError
@@ -268,7 +269,8 @@ class CachedModel:
         columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
         read_width = _rounded(read_width)
         cache.plan(slots, columns, read_width, leading=leading)
-        return self._run(ids, columns, torch.arange(read_width, device=self.device), cache, keep)
+        masks = self._causal_masks(columns[:, None, :, None], torch.arange(read_width, device=self.device))
+        return self._run(ids, columns, masks, cache, keep)
 
     def next_token_logits(self, sequences: Sequence[Sequence[int]], query_ids: Sequence[int] | None = None) -> Tensor:
         """Return the logits after each sequence, [sequences, vocabulary], from an output layer in float32.
@@ -283,23 +285,46 @@ class CachedModel:
         ids = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in sequences], device=self.device)
         positions = torch.arange(width, device=self.device) - padding[:, None]
         with exact_head(self.network):
-            return self._run(ids, positions, positions[:, None, None, :], None, None)[:, -1]
+            masks = self._causal_masks(positions[:, None, :, None], positions[:, None, None, :])
+            return self._run(ids, positions, masks, None, None)[:, -1]
+
+    def nested_logits(
+        self, rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]
+    ) -> Tensor:
+        """Return the logits after ``tail`` behind each context of each row, [all members, vocabulary].
+
+        As ``next_token_logits``, but a row reads what its contexts share once.
+        """
+        batch = nested_batch(rows, contexts, tail)
+        positions, visible = batch.positions.to(self.device), batch.visible.to(self.device)
+        masks = self._masks(visible, positions[:, None, :, None], positions[:, None, None, :])
+        with exact_head(self.network):
+            logits = self._run(batch.ids.to(self.device), positions, masks, None, batch.last.to(self.device))
+        return torch.cat([logits[number, : len(row.ends)] for number, row in enumerate(rows)])
 
     def _run(
-        self, ids: Tensor, positions: Tensor, key_positions: Tensor, cache: SlotCache | None, keep: Tensor | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: Tensor | dict[str, Tensor],
+        cache: SlotCache | None,
+        keep: Tensor | None,
     ) -> Tensor:
         return self.network(
             input_ids=ids,
-            attention_mask=self._masks(positions[:, None, :, None], key_positions),
+            attention_mask=masks,
             position_ids=positions.clamp(0, None if self.max_positions is None else self.max_positions - 1),
             past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=1 if keep is None else keep,
         ).logits
 
-    def _masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def _causal_masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the additive mask [rows, 1, tokens, keys]; padding, at negative positions, sees itself alone."""
-        full = (keys <= queries) & ((keys >= 0) | (keys == queries))
+        return self._masks((keys <= queries) & ((keys >= 0) | (keys == queries)), queries, keys)
+
+    def _masks(self, full: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask of what may be attended to at all, within the window that the model has."""
         if self._window is None:
             return self._additive(full)
         sliding = self._additive(full & (keys > queries - self._window))

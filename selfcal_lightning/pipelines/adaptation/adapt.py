@@ -196,6 +196,7 @@ def _result(
 ) -> dict[str, Any]:
     manifest, monitors = read_manifest(folder / ADAPTER) or {}, json_object_or_none(folder / GUARD_FILE) or {}
     chosen = None if one.selection is None else read_selection(one.selection)
+    names = {one.name for one in compared}
     return {
         "reward": one.reward,
         "target": one.target,
@@ -208,6 +209,7 @@ def _result(
             for name in sorted({*labels, *monitors}, key=int)
         },
         "sets": {one.name: one.as_json() for one in compared},
+        "not_measured": [name for name in (TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN) if name not in names],
     }  # fmt: skip
 
 
@@ -216,6 +218,7 @@ def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> s
     lines = [
         f"Reward {result['reward']}, target of P(True) {result['target'] or 'none'}. {read} while training.",
         *(f"The guard stopped it: {problem}." for problem in result["stopped"]),
+        *(f"Not measured, since no such questions were named: {name}." for name in result["not_measured"]),
         "",
         adaptation_markdown(compared),
         "| round | pass@1 | label accuracy | reward accuracy | agreement with round 0 | vote share | fall of log p |",

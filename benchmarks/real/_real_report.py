@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from _real_tables import (
     Columns,
     Pool,
     columns_of,
+    columns_over,
     mean_tokens,
     samples_to_reach,
     vote_columns,
@@ -31,6 +32,7 @@ from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITH
 from selfcal_lightning.functional.estimates import Estimate
 from selfcal_lightning.functional.question_means import estimate_of
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.store.annotations import annotation_names
 from selfcal_lightning.store.question_annotations import question_annotation_names, question_values
 from selfcal_lightning.store.sample_store import SampleStore
@@ -165,12 +167,17 @@ def _generators(
     for label, name in ((JOINT, P_TRUE), (TUNED, TUNED)):
         whole = [place for place in places if name == P_TRUE or _is_whole(place, "test", name)]
         further = [] if name == P_TRUE else [name]
-        pools = [list(SampleStore(place).samples(split="test", confidences=further)) for place in whole]
+        pools = [_in_order(SampleStore(place).samples(split="test", confidences=further)) for place in whole]
         if pools and all(len(pool) == len(base) for pool in pools):
             widths = range(1, len(pools[0][0].samples) + 1)
             mean = [np.mean([vote_columns(pool, [one], widths) for pool in pools], axis=0) for one in (None, name)]
-            found[label] = _generator(columns_of(pools[0], [name]), *mean) | {"seeds": len(pools)}
+            found[label] = _generator(columns_over([(pool, name) for pool in pools]), *mean) | {"seeds": len(pools)}
     return found
+
+
+def _in_order(entries: Iterable[QuestionSamples]) -> Pool:
+    """Return the questions in one order, so that a resample draws the same ones of every store."""
+    return sorted(entries, key=lambda entry: entry.question.id)
 
 
 def _generator(columns: Columns, counted: np.ndarray, weighted: np.ndarray) -> dict[str, Any]:
@@ -297,7 +304,8 @@ def _generator_lines(generators: Mapping[str, Any]) -> list[str]:
     ]
     for name, row in generators.items():
         keys = (PASS_AT_1, "votes_4", "weighted_votes_4", AUROC, ECE, BRIER)
-        lines.append(f"| {name} | {' | '.join(show(row[key]) for key in keys)} |")
+        seeds = f", {row['seeds']} seed(s)" if "seeds" in row else ""
+        lines.append(f"| {name}{seeds} | {' | '.join(show(row[key]) for key in keys)} |")
     return lines
 
 

@@ -57,9 +57,14 @@ class Columns:
 
 def columns_of(pool: Pool, names: Sequence[str]) -> Columns:
     """Return the metrics of one confidence, or the mean of those of several seeds."""
+    return columns_over([(pool, name) for name in names])
+
+
+def columns_over(seeds: Sequence[tuple[Pool, str]]) -> Columns:
+    """Return the mean of the metrics of a confidence over seeds, each on responses of its own to the same questions."""
     rows: list[dict[str, Floats]] = []
     errors: list[ErrorBounds] = []
-    for name in names:
+    for pool, name in seeds:
         scored = scored_responses(pool, name=name)
         given = scored.confidence, scored.correct, scored.question_index
         value = bootstrap_interval(*given, metrics=list(METRICS), num_resamples=1)

@@ -133,3 +133,10 @@ def test_the_report_pairs_seeds_and_questions(tables: object) -> None:
     votes = tables.vote_columns(pool, ["p_true"], [1, 2])  # type: ignore[attr-defined]
     assert votes[1, 0] == pytest.approx(1.0)
     assert votes[0, 0] == pytest.approx(0.5, abs=0.2)
+
+
+def test_generators_are_means_over_their_seeds(tables: object) -> None:
+    right, wrong = ([make_entry([answer] * 2, [0.5] * 2, name=f"q{n}") for n in range(4)] for answer in "ab")
+    both = tables.columns_over([(right, "p_true"), (wrong, "p_true")])  # type: ignore[attr-defined]
+    assert both.by_seed["accuracy/PassAt1"] == (1.0, 0.0)
+    assert both.estimate("accuracy/PassAt1").value == 0.5

@@ -150,6 +150,7 @@ def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, p
 def test_all_criteria_of_tokens_cost_one_pass(tokens: TokenReader, pool: Pool) -> None:
     names = ("coe_c", "step_coe_c", "step_certainty", "step_entropy", "lowest_group_confidence", "min_logprob")
     passes = []
+    tokens.read(pool[:1])  # after which it is known whether the model can pack
     handle = tokens.network.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
     try:
         estimators = [build_estimator(name, tokens=tokens) for name in names]

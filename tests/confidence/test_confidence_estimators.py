@@ -11,6 +11,7 @@ from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics, sample_store
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.estimators import token_reader
 from selfcal_lightning.confidence.estimators.p_true import PTrue
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
 from selfcal_lightning.confidence.estimators.token_reader import TokenReader
@@ -22,6 +23,7 @@ from selfcal_lightning.confidence.estimators.token_statistics import (
 )
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.models.segment_attention import PackingError
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
@@ -102,6 +104,42 @@ def test_batches_of_any_size_agree(engine: TransformersEngine, pool: Pool, token
     assert flat(SelfCertainty(few_logits).score(pool)) == pytest.approx(expected, abs=1e-4)
 
 
+def test_packed_rows_and_rows_apart_agree(engine: TransformersEngine, pool: Pool) -> None:
+    """Of all that is read of a token, and of the states of its layers; a prompt is read once for its responses."""
+    found, sizes = {}, {}
+    for packs in (True, False):
+        reader = TokenReader(engine._model.network, engine.chat)
+        reader.watch(None)
+        reader._can_pack = None if packs else False
+        shapes: list[torch.Size] = []
+        embedding = engine._model.network.get_input_embeddings()
+        with embedding.register_forward_hook(lambda _, inputs, __, shapes=shapes: shapes.append(inputs[0].shape)):
+            rows = [one for row in reader.read(pool) for one in row if one is not None]
+        found[packs], sizes[packs] = rows, shapes
+    assert engine._model.network.config._attn_implementation == "sdpa", "as it was"
+    for packed, apart in zip(found[True], found[False], strict=True):
+        for one, other in zip(packed.tokens, apart.tokens, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed.top_confidence, apart.top_confidence, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed.trajectories[None], apart.trajectories[None], atol=1e-5, rtol=1e-5)
+    keys = {(entry.prompt_ids, sample.token_ids) for entry in pool for sample in entry.samples}
+    assert sizes[True][-1] == (1, sum(map(len, {prompt for prompt, _ in keys})) + sum(len(ids) for _, ids in keys))
+
+
+def test_a_model_that_packs_wrongly_reads_rows_apart(
+    engine: TransformersEngine, pool: Pool, tokens: TokenReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise PackingError("Expected the same logits, but they differ.")
+
+    monkeypatch.setattr(token_reader, "check_packed_equals_separate", fails)
+    apart = TokenReader(engine._model.network, engine.chat)
+    found = flat(SelfCertainty(apart).score(pool))
+    assert apart._can_pack is False
+    assert found == pytest.approx(flat(SelfCertainty(tokens).score(pool)), abs=1e-5)
+    assert engine._model.network.config._attn_implementation == "sdpa"
+
+
 def test_estimators_over_one_pool_share_the_forward_pass(tokens: TokenReader, pool: Pool) -> None:
     passes = 0
 
@@ -109,6 +147,7 @@ def test_estimators_over_one_pool_share_the_forward_pass(tokens: TokenReader, po
         nonlocal passes
         passes += 1
 
+    tokens.read(pool[:1])  # after which it is known whether the model can pack
     handle = tokens.network.get_input_embeddings().register_forward_hook(count)
     try:
         first = [estimator(tokens).score(pool) for estimator in (SequenceLogprob, MeanLogprob, TokenEntropy)]

@@ -286,6 +286,22 @@ def test_costs_of_a_fused_confidence_include_the_query_of_its_parts() -> None:
     assert weighed.query_tokens == {"p_true": 7, "fused": 7}
 
 
+def test_a_confidence_below_zero_is_compared_and_weighs_nothing() -> None:
+    pool = pool_of(3)
+    entries = [
+        replace(e, samples=tuple(replace(s, confidences={"steady": -0.1 * s.index - 0.1}) for s in e.samples))
+        for e in pool.entries
+    ]
+    negative = recorded(entries)
+    report = evaluate(negative, None, strategies=("standardised", "borda"), confidences=("steady",))
+    assert {(row.contender.strategy, row.contender.confidence) for row in report.curves} == {
+        ("self_consistency", None), ("standardised", "steady"), ("borda", "steady")
+    }  # fmt: skip
+    assert [row.confidence for row in report.consensus] == [None]
+    with pytest.raises(ValueError, match="at least 0 where it weighs votes"):
+        evaluate(negative, None, strategies=("self_consistency",), confidences=("steady",))
+
+
 def test_wrong_consensus_by_hand() -> None:
     entries = [
         make_entry(["a", "a", "a"], [0.5, 0.5, 0.5], name="right"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,19 @@ from torch import Tensor
 
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
 from selfcal_lightning.confidence.estimators.token_pieces import steps_of
+from selfcal_lightning.confidence.estimators.token_rows import Key, packed_rows, packed_tokens, rows_apart
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.certainty import TokenStatistics, token_statistics, top_k_confidence
 from selfcal_lightning.functional.steps import Span
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.packing_support import (
+    check_packed_equals_separate,
+    prefer_segments,
+    shared_prefix_problem,
+)
+from selfcal_lightning.models.segment_attention import PackingError
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.settings import Steps
 
@@ -27,7 +34,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.prompts.chat_format import ChatFormat
 
-Key = tuple[tuple[int, ...], tuple[int, ...]]
 # Likeliest tokens whose mean log-probability is the confidence of a token, as in Deep Think with Confidence.
 TOP_K = 20
 
@@ -77,7 +83,8 @@ class TokenReader:
 
     A position's distribution is the one that its token was drawn from, so the first is read after the last prompt
     token. Equal responses to equal prompts are read once, and what one call has read is there for the next, so that
-    several estimators over one pool cost one forward pass. The weights must not change in between.
+    several estimators over one pool cost one forward pass. The weights must not change in between. Where the model can
+    run packed rows, a prompt is read once for all responses to it.
 
     Args:
         network: A causal language model in evaluation mode, or its PEFT wrapper.
@@ -107,6 +114,7 @@ class TokenReader:
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
         self._forward_tokens = forward_tokens
         self._logit_rows = max(1, logit_elements // config.vocab_size)
+        self._can_pack: bool | None = None  # known once a prompt has two responses
         self._watched: list[Steps | None] = []
         self._known: dict[Key, ResponseStatistics] = {}
         self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
@@ -135,8 +143,10 @@ class TokenReader:
         wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
         known = {key: self._known[key] for key in wanted & self._known.keys()}
         known |= {key: _of_nothing() for key in wanted if not key[1]}
-        for batch in self._batches(wanted - known.keys()):
-            known |= zip(batch, self._forward(batch), strict=True)
+        left = wanted - known.keys()
+        with self._packing(left) as packs:
+            for batch in self._batches(left, packs=packs):
+                known |= zip(batch, self._forward(batch, packs=packs), strict=True)
         self._known = known
         responses = {response for _, response in known}
         self._spans = {key: spans for key, spans in self._spans.items() if key[0] in responses}
@@ -156,14 +166,35 @@ class TokenReader:
     def _fits(self, key: Key) -> bool:
         return self.max_context is None or len(key[0]) + len(key[1]) <= self.max_context
 
-    def _batches(self, keys: Iterable[Key]) -> Iterator[list[Key]]:
-        """Yield ``keys`` by rising length, in batches within the limits on tokens and on logits."""
+    @contextmanager
+    def _packing(self, keys: Collection[Key]) -> Iterator[bool]:
+        """Say whether rows are packed in the block, and give the model the attention for it."""
+        if len({prompt for prompt, _ in keys}) == len(keys) or self._can_pack is False:
+            yield False
+            return
+        if self._can_pack is None and shared_prefix_problem(self.network.config) is not None:
+            self._can_pack = False
+            yield False
+            return
+        implementation = self.network.config.get_text_config()._attn_implementation
+        prefer_segments(self.network)
+        try:
+            if self._can_pack is None:
+                self._can_pack = _packs_rightly(self.network)
+            if self._can_pack:
+                yield True
+        finally:
+            self.network.set_attn_implementation(implementation)
+        if not self._can_pack:
+            yield False
+
+    def _batches(self, keys: Iterable[Key], *, packs: bool) -> Iterator[list[Key]]:
+        """Yield ``keys`` in batches within the limits on tokens and on logits: by prompt, or by rising length."""
         batch: list[Key] = []
         rows = 0
-        for key in sorted(keys, key=lambda key: (len(key[0]) + len(key[1]), key)):
-            width = len(key[0]) + len(key[1])
-            full = (len(batch) + 1) * width > self._forward_tokens or rows + len(key[1]) > self._logit_rows
-            if batch and full:
+        for key in sorted(keys, key=(lambda key: key) if packs else (lambda key: (len(key[0]) + len(key[1]), key))):
+            tokens = packed_tokens([*batch, key]) if packs else (len(batch) + 1) * (len(key[0]) + len(key[1]))
+            if batch and (tokens > self._forward_tokens or rows + len(key[1]) > self._logit_rows):
                 yield batch
                 batch, rows = [], 0
             batch.append(key)
@@ -172,26 +203,18 @@ class TokenReader:
             yield batch
 
     @torch.no_grad()
-    def _forward(self, batch: Sequence[Key]) -> list[ResponseStatistics]:
-        """Run prompt + response of each of ``batch``, padded on the right, and read the statistics of its tokens."""
+    def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:
+        """Read the statistics of the tokens of each response of ``batch``."""
         device = self.network.device
-        shape = len(batch), max(len(prompt) + len(response) for prompt, response in batch)
-        ids = torch.zeros(shape, dtype=torch.long)
-        mask = torch.zeros(shape, dtype=torch.long)
-        predicts = torch.zeros(shape, dtype=torch.bool)  # the logits at t are those of the token at t + 1
-        for row, (prompt, response) in enumerate(batch):
-            end = len(prompt) + len(response)
-            ids[row, :end] = torch.tensor([*prompt, *response])
-            mask[row, :end] = 1
-            predicts[row, len(prompt) - 1 : end - 1] = True
+        laid_out = packed_rows(batch) if packs else rows_apart(batch)
+        ids, mask, positions = (tensor.to(device) for tensor in laid_out[:3])
         head = self.network.get_output_embeddings()
-        positions = predicts.flatten().nonzero()[:, 0].to(device)
         lengths = [len(response) for _, response in batch]
         pools = _SpanMeans([self._watched_spans(response) for _, response in batch], lengths, positions)
         with without_cudnn(), ExitStack() as hooks:
             if self._watched:
                 watch_levels(hooks, self.network, pools.take)
-            logits = logits_at(self.network, head, ids.to(device), mask.to(device), positions)
+            logits = logits_at(self.network, head, ids, mask, positions, trees=laid_out.trees)
         tokens = torch.tensor([token for _, response in batch for token in response], device=device)
         top = top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
         columns = torch.stack([*token_statistics(logits, tokens), top]).cpu().double()
@@ -250,6 +273,15 @@ class _SpanMeans:
                 row += 1
             start += length
         return weights
+
+
+def _packs_rightly(network: PreTrainedModel) -> bool:
+    """Return whether a packed row gives this model's own logits; rows apart always do."""
+    try:
+        check_packed_equals_separate(network)
+    except PackingError:
+        return False
+    return True
 
 
 def _of_nothing() -> ResponseStatistics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.fitting.weighed_pool import WeighedPool
 from selfcal_lightning.evaluation.reports.strategy_rows import ConsensusRow
 from selfcal_lightning.functional.curves import risk_coverage, wilson_interval
@@ -27,7 +28,7 @@ def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_U
         threshold: The share to exceed.
     """
     rows = []
-    for name in (None, *weighed.confidences):
+    for name in (None, *weighing_confidences(weighed)):
         verdicts = [winner(entry.samples, name) for entry in weighed.pool.entries]
         shares = [share for share, _ in verdicts]
         correct = [right for _, right in verdicts]
@@ -44,6 +45,20 @@ def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_U
             )
         )
     return rows
+
+
+def weighing_confidences(weighed: WeighedPool) -> tuple[str, ...]:
+    """Return the confidences that can weigh votes: a log-probability is below 0, and compares responses only."""
+    return tuple(
+        name
+        for name in weighed.confidences
+        if all(
+            (confidence_of(sample, name) or 0.0) >= 0.0
+            for entry in weighed.pool.entries
+            for sample in entry.samples
+            if sample.answer is not None
+        )
+    )
 
 
 def winner(samples: Sequence[Sample], confidence: str | None) -> tuple[float, bool]:

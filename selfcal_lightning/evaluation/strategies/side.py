@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from selfcal_lightning.confidence.fitting.weighed_pool import WeighedPool
 from selfcal_lightning.evaluation.calibration_split import Calibrated
+from selfcal_lightning.evaluation.strategies.consensus import weighing_confidences
 from selfcal_lightning.evaluation.strategies.curves import StrategyCurve, evaluate_jobs
 from selfcal_lightning.evaluation.strategies.plans import make_jobs
 from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
 from selfcal_lightning.evaluation.strategies.settings import StrategySettings
+from selfcal_lightning.evaluation.strategies.statistics import REFERENCE
 from selfcal_lightning.evaluation.strategies.tuning import Tuned, tune
 from selfcal_lightning.runtime.progress import Progress, Stage
 from selfcal_lightning.strategies.thresholds.grids import confidence_quantiles
@@ -27,7 +29,7 @@ class SideStrategies:
     def __init__(self, side: str, calibrated: Calibrated, settings: StrategySettings) -> None:
         self.side, self.calibrated = side, calibrated
         self._settings = settings
-        self._labels = list(dict.fromkeys(["self_consistency", *settings.strategies]))
+        self._labels = list(dict.fromkeys([REFERENCE, *settings.strategies]))
         self._tuned: dict[int, Tuned] = {}
         self._calibration: dict[int, list[StrategyCurve]] = {}
 
@@ -49,6 +51,9 @@ class SideStrategies:
                 tuned=self._tuned_at(width),
                 values=_quantiles(self.calibrated.second_half or weighed),
             )
+            if REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
+                can_weigh = {None, *weighing_confidences(weighed)}
+                jobs = [job for job in jobs if job.label != REFERENCE or job.strategy.confidence in can_weigh]
             reshuffles = Reshuffles(
                 weighed.pool,
                 [None, *weighed.confidences],

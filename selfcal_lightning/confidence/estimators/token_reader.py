@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -144,7 +144,8 @@ class TokenReader:
         known = {key: self._known[key] for key in wanted & self._known.keys()}
         known |= {key: _of_nothing() for key in wanted if not key[1]}
         left = wanted - known.keys()
-        with self._packing(left) as packs:
+        packs = self._packs(left)
+        with self._segments() if packs else nullcontext():
             for batch in self._batches(left, packs=packs):
                 known |= zip(batch, self._forward(batch, packs=packs), strict=True)
         self._known = known
@@ -166,27 +167,26 @@ class TokenReader:
     def _fits(self, key: Key) -> bool:
         return self.max_context is None or len(key[0]) + len(key[1]) <= self.max_context
 
+    def _packs(self, keys: Collection[Key]) -> bool:
+        """Return whether a prompt has several responses, and the model reads them rightly in one row."""
+        if len({prompt for prompt, _ in keys}) == len(keys):
+            return False
+        if self._can_pack is None:
+            self._can_pack = shared_prefix_problem(self.network.config) is None
+            if self._can_pack:
+                with self._segments():
+                    self._can_pack = _packs_rightly(self.network)
+        return self._can_pack
+
     @contextmanager
-    def _packing(self, keys: Collection[Key]) -> Iterator[bool]:
-        """Say whether rows are packed in the block, and give the model the attention for it."""
-        if len({prompt for prompt, _ in keys}) == len(keys) or self._can_pack is False:
-            yield False
-            return
-        if self._can_pack is None and shared_prefix_problem(self.network.config) is not None:
-            self._can_pack = False
-            yield False
-            return
+    def _segments(self) -> Iterator[None]:
+        """Give the model the attention of packed rows for the block."""
         implementation = self.network.config.get_text_config()._attn_implementation
         prefer_segments(self.network)
         try:
-            if self._can_pack is None:
-                self._can_pack = _packs_rightly(self.network)
-            if self._can_pack:
-                yield True
+            yield
         finally:
             self.network.set_attn_implementation(implementation)
-        if not self._can_pack:
-            yield False
 
     def _batches(self, keys: Iterable[Key], *, packs: bool) -> Iterator[list[Key]]:
         """Yield ``keys`` in batches within the limits on tokens and on logits: by prompt, or by rising length."""

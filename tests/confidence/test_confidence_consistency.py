@@ -79,7 +79,7 @@ def test_names() -> None:
     assert set(ESTIMATORS) == {
         *chances, *others, "reward", "sequence_logprob", "mean_logprob", "min_logprob", "self_certainty",
         "response_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
-        "step_self_evaluation",
+        "step_self_evaluation", "token_steadiness",
     }  # fmt: skip
     assert set(STORED) <= set(ESTIMATORS)
     assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == chances

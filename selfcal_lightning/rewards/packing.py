@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from selfcal_lightning.functional.prefix_trees import PrefixTree
 from selfcal_lightning.rewards.layouts import RewardInput
+
+if TYPE_CHECKING:
+    from selfcal_lightning.functional.prefix_trees import PrefixTree
 
 Group = list[RewardInput]
 
@@ -89,6 +91,8 @@ def _num_tokens(group: Sequence[RewardInput]) -> int:
 
 
 def _add(row: PackedRow, group: Sequence[RewardInput]) -> None:
+    from selfcal_lightning.functional.prefix_trees import PrefixTree  # with torch, which no help may wait for
+
     start, prompt = len(row.ids), common_start(group)
     row.ids.extend(group[0].ids[:prompt])
     for one in group:

@@ -78,9 +78,9 @@ def _head(report: Mapping[str, Any]) -> str:
         f"responses, {sizes['rolled_responses']} of them rolled out; {sizes['calibration']:,} labelled questions for "
         "what is fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
     )
-    is_full = all(sizes[name] >= size for name, size in FULL_SIZES.items()) and len(report["seeds"]) >= 3
-    if is_full:
-        return text
+    if all(sizes[name] >= size for name, size in FULL_SIZES.items()):
+        less = "" if len(report["seeds"]) >= 3 else f"\n\n`{FULL}` alone has three seeds of these sizes."
+        return text + less
     return (
         f"{text}\n\n**This is far less than `{FULL}` alone**, which has three seeds, 1,500 and 250 training questions "
         "and 300 + 300 test questions: intervals are wide, and a demand on the end of one may be missed for that alone."

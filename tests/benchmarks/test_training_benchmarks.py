@@ -167,6 +167,7 @@ def test_the_candidate_for_gpus_lays_out_the_right_keys(
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_training_imports_without_the_optional_packages() -> None:
     """The machine with a GPU has none of them (benchmarks/gpu.sh); no import of ours needs an extra."""
     names = [

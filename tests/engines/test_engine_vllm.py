@@ -207,6 +207,7 @@ def _module_masses(path: str, rows: list[tuple[int, ...]]) -> torch.Tensor:
     return torch.stack([confidence.yes_mass, confidence.no_mass], dim=1)
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_replaced_and_every_response_arrives(vllm_engine: VLLMEngine, reference: Reference) -> None:
     requests = reference.requests(EDT, count=16)
     expected = _texts(vllm_engine, requests)

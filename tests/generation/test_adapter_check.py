@@ -151,6 +151,7 @@ def refuses(engine: Engine, trained: Trained, bound: str) -> float:
     return mean_logprob_difference(engine, trained.network, trained.probes)
 
 
+@pytest.mark.slow
 def test_transformers_passes_with_the_adapter_and_fails_with_the_previous_one(
     tiny_model: str, trained: Trained
 ) -> None:

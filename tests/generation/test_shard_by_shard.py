@@ -58,6 +58,7 @@ class After:
             raise PreemptedError("SIGTERM asked this run to stop")
 
 
+@pytest.mark.slow
 def test_every_place_to_stop_gives_the_same_samples(tiny_model: str, tmp_path: Path) -> None:
     sample(tiny_model, tmp_path / "whole")
     whole, stops = contents(tmp_path / "whole"), 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.base import check_positive
-from selfcal_lightning.records import Sample
-from selfcal_lightning.strategies.base import weighted_votes
+from selfcal_lightning.records import Question, Sample
+from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict, weighted_votes
 
 NEGATIVE_WEIGHT = (
     "Expected a confidence of at least 0 where it weighs votes, but got {value:g}. Scale it to a probability first, or "
@@ -72,3 +72,26 @@ def share_of(votes: dict[str, float], answer: str | None) -> float | None:
     """
     total = math.fsum(votes.values())
     return None if answer is None or total <= 0.0 else min(votes[answer] / total, 1.0)
+
+
+def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the weight of each answer in the order first seen.
+
+    Example:
+        >>> add_up([("7", 0.5), ("8", 0.25), ("7", 1.0)])
+        {'7': 1.5, '8': 0.25}
+    """
+    total: dict[str, float] = {}
+    for answer, weight in votes:
+        total[answer] = total.get(answer, 0.0) + weight
+    return total
+
+
+def vote_at_once(
+    question: Question, max_samples: int, weigh: Callable[[Sequence[Sample]], dict[str, float]]
+) -> Solving:
+    """Ask for the whole budget at once and vote; the verdict's confidence is the winner's share of the weight."""
+    samples = yield Ask(max_samples)
+    votes = weigh(samples)
+    answer = leader(votes)
+    return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample
-from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
+from selfcal_lightning.strategies.base import Solving
 from selfcal_lightning.strategies.vectorised.arrays import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.vectorised.votes import (
     Floats,
@@ -20,7 +20,13 @@ from selfcal_lightning.strategies.vectorised.votes import (
     vote_leader,
     votes_of,
 )
-from selfcal_lightning.strategies.votes import check_budget, check_confidence_name, share_of, vote_confidence
+from selfcal_lightning.strategies.votes import (
+    add_up,
+    check_budget,
+    check_confidence_name,
+    vote_at_once,
+    vote_confidence,
+)
 
 MAX_POWER = 100.0
 
@@ -63,20 +69,14 @@ class BordaVoting:
 
     def solve(self, question: Question) -> Solving:
         """Ask for the whole budget at once, rank and vote."""
-        samples = yield Ask(self.max_samples)
-        votes = self.weigh(samples)
-        answer = leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+        return vote_at_once(question, self.max_samples, self.weigh)
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the Borda votes of each answer in the order first seen."""
         cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
         by_rank = sorted(range(len(cast)), key=lambda index: -cast[index][1])  # stable: ties keep their order
         points = {index: len(cast) - place for place, index in enumerate(by_rank)}
-        votes: dict[str, float] = {}
-        for index, (answer, _) in enumerate(cast):
-            votes[str(answer)] = votes.get(str(answer), 0.0) + float(points[index]) ** self.power
-        return votes
+        return add_up((str(answer), float(points[index]) ** self.power) for index, (answer, _) in enumerate(cast))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""

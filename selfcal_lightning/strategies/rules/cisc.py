@@ -11,7 +11,7 @@ import numpy as np
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Question, Sample
-from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
+from selfcal_lightning.strategies.base import Solving
 from selfcal_lightning.strategies.vectorised.arrays import CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.vectorised.votes import (
     Floats,
@@ -22,7 +22,13 @@ from selfcal_lightning.strategies.vectorised.votes import (
     power_of_two,
     votes_of,
 )
-from selfcal_lightning.strategies.votes import check_budget, check_confidence_name, share_of, vote_confidence
+from selfcal_lightning.strategies.votes import (
+    add_up,
+    check_budget,
+    check_confidence_name,
+    vote_at_once,
+    vote_confidence,
+)
 
 # Far below what separates any two confidences, and far above what overflows.
 MIN_TEMPERATURE = 1e-6
@@ -68,21 +74,16 @@ class CISC:
 
     def solve(self, question: Question) -> Solving:
         """Ask for the whole budget at once and vote."""
-        samples = yield Ask(self.max_samples)
-        votes = self._weigh(samples)
-        answer = leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+        return vote_at_once(question, self.max_samples, self._weigh)
 
     def _weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in the order first seen, in units that leave no weight too small to add."""
         cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
-        votes: dict[str, float] = {}
-        if cast:
-            mantissa, exponent = _split_exp(np.array([value for _, value in cast]), self.temperature)
-            weights = mantissa * power_of_two(exponent - exponent.max())
-            for (answer, _), weight in zip(cast, weights.tolist(), strict=True):
-                votes[str(answer)] = votes.get(str(answer), 0.0) + weight
-        return votes
+        if not cast:
+            return {}
+        mantissa, exponent = _split_exp(np.array([value for _, value in cast]), self.temperature)
+        weights = mantissa * power_of_two(exponent - exponent.max())
+        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights.tolist(), strict=True))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""

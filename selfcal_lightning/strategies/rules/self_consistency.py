@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from selfcal_lightning.records import Question
-from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
+from selfcal_lightning.strategies.base import Solving
 from selfcal_lightning.strategies.vectorised.arrays import CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.vectorised.votes import as_budgets, leaders_at, outcome_of_budgets, votes_of
-from selfcal_lightning.strategies.votes import check_budget, check_optional_confidence_name, share_of, weigh_votes
+from selfcal_lightning.strategies.votes import check_budget, check_optional_confidence_name, vote_at_once, weigh_votes
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,7 @@ class SelfConsistency:
 
     def solve(self, question: Question) -> Solving:
         """Ask for the whole budget at once and vote."""
-        samples = yield Ask(self.max_samples)
-        votes = weigh_votes(samples, self.confidence)
-        answer = leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+        return vote_at_once(question, self.max_samples, partial(weigh_votes, confidence=self.confidence))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""

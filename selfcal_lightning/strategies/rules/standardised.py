@@ -10,10 +10,16 @@ import numpy as np
 
 from selfcal_lightning.functional.standardised_weights import masked_standardised_weights
 from selfcal_lightning.records import Question, Sample
-from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict
+from selfcal_lightning.strategies.base import Solving
 from selfcal_lightning.strategies.vectorised.arrays import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.strategies.vectorised.votes import as_budgets, outcome_of_budgets, vote_leader, votes_of
-from selfcal_lightning.strategies.votes import check_budget, check_confidence_name, share_of, vote_confidence
+from selfcal_lightning.strategies.votes import (
+    add_up,
+    check_budget,
+    check_confidence_name,
+    vote_at_once,
+    vote_confidence,
+)
 
 
 @dataclass(frozen=True)
@@ -51,21 +57,13 @@ class StandardisedVoting:
 
     def solve(self, question: Question) -> Solving:
         """Ask for the whole budget at once, standardise and vote."""
-        samples = yield Ask(self.max_samples)
-        votes = self.weigh(samples)
-        answer = leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+        return vote_at_once(question, self.max_samples, self.weigh)
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in the order first seen."""
-        values = [vote_confidence(sample, self.confidence) for sample in samples]
-        scores = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-        votes: dict[str, float] = {}
-        weights = masked_standardised_weights(scores[:, None])[:, 0]
-        for sample, value, weight in zip(samples, values, weights.tolist(), strict=True):
-            if value is not None:
-                votes[str(sample.answer)] = votes.get(str(sample.answer), 0.0) + weight
-        return votes
+        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
+        weights = masked_standardised_weights(np.array([[value] for _, value in cast]).reshape(-1, 1))[:, 0]
+        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights.tolist(), strict=True))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""

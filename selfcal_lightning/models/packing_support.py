@@ -173,6 +173,15 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
         model.train(mode)
 
 
+def packs_rightly(model: PreTrainedModel) -> bool:
+    """Return whether a packed row gives the model's own logits, with the attention that it has now."""
+    try:
+        check_packed_equals_separate(model)
+    except PackingError:
+        return False
+    return True
+
+
 def spread_ids(number: int, vocabulary: int, *, device: torch.device) -> Tensor:
     """Return ids to hold two ways to compute logits against each other by, [number], spread over the vocabulary.
 

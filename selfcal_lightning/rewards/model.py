@@ -14,8 +14,8 @@ from transformers import AutoModel, PreTrainedModel
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
-from selfcal_lightning.models.packing_support import check_packed_equals_separate, prefer_segments, runs_packed_rows
-from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, packed_inputs
+from selfcal_lightning.models.packing_support import packs_rightly, prefer_segments, runs_packed_rows
+from selfcal_lightning.models.segment_attention import SEGMENTS, packed_inputs
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.heads import check_head, linked, read_head
@@ -111,11 +111,8 @@ def _let_pack(trunk: PreTrainedModel) -> None:
     """Let a trunk run rows that share a beginning where these give what rows of their own give."""
     plain = trunk.config.get_text_config()._attn_implementation
     prefer_segments(trunk)
-    if runs_packed_rows(trunk):
-        try:
-            check_packed_equals_separate(trunk)
-        except PackingError:
-            trunk.set_attn_implementation(plain)
+    if runs_packed_rows(trunk) and not packs_rightly(trunk):
+        trunk.set_attn_implementation(plain)
 
 
 def _load_trunk(folder: Path, dtype: str) -> PreTrainedModel:

@@ -11,7 +11,6 @@ from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics, sample_store
 
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.estimators import token_reader
 from selfcal_lightning.confidence.estimators.p_true import PTrue
 from selfcal_lightning.confidence.estimators.token_ids import entry_ids
 from selfcal_lightning.confidence.estimators.token_reader import TokenReader
@@ -23,6 +22,7 @@ from selfcal_lightning.confidence.estimators.token_statistics import (
 )
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.models import packing_support
 from selfcal_lightning.models.segment_attention import PackingError
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
@@ -132,7 +132,7 @@ def test_a_model_that_packs_wrongly_reads_rows_apart(
     def fails(_: object) -> None:
         raise PackingError("Expected the same logits, but they differ.")
 
-    monkeypatch.setattr(token_reader, "check_packed_equals_separate", fails)
+    monkeypatch.setattr(packing_support, "check_packed_equals_separate", fails)
     apart = TokenReader(engine._model.network, engine.chat)
     found = flat(SelfCertainty(apart).score(pool))
     assert apart._can_pack is False

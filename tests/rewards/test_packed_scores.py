@@ -17,7 +17,6 @@ from selfcal_lightning.models import packing_support
 from selfcal_lightning.models.segment_attention import PackingError
 from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.rewards import model as loading
 from selfcal_lightning.rewards.layouts import RewardInput
 from selfcal_lightning.rewards.packing import batches, pack
 from selfcal_lightning.rewards.reading import RewardReader, open_rewards
@@ -114,7 +113,7 @@ def test_a_model_that_cannot_pack_reads_padded_rows(
         raise PackingError("Expected the same, but got something else.")
 
     if why == "check":
-        monkeypatch.setattr(loading, "check_packed_equals_separate", differs)
+        monkeypatch.setattr(packing_support, "check_packed_equals_separate", differs)
     else:
         monkeypatch.setattr(packing_support, "shared_prefix_problem", lambda config: "its attention slides")
     reader = open_rewards(settings)

@@ -21,11 +21,10 @@ from selfcal_lightning.functional.steps import Span
 from selfcal_lightning.model_files.attention_backends import without_cudnn
 from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.models.packing_support import (
-    check_packed_equals_separate,
+    packs_rightly,
     prefer_segments,
     shared_prefix_problem,
 )
-from selfcal_lightning.models.segment_attention import PackingError
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.settings import Steps
 
@@ -175,7 +174,7 @@ class TokenReader:
             self._can_pack = shared_prefix_problem(self.network.config) is None
             if self._can_pack:
                 with self._segments():
-                    self._can_pack = _packs_rightly(self.network)
+                    self._can_pack = packs_rightly(self.network)
         return self._can_pack
 
     @contextmanager
@@ -273,15 +272,6 @@ class _SpanMeans:
                 row += 1
             start += length
         return weights
-
-
-def _packs_rightly(network: PreTrainedModel) -> bool:
-    """Return whether a packed row gives this model's own logits; rows apart always do."""
-    try:
-        check_packed_equals_separate(network)
-    except PackingError:
-        return False
-    return True
 
 
 def _of_nothing() -> ResponseStatistics:

@@ -22,7 +22,7 @@ SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
 TESTS = ("id", "ood")
 # The confidence that the activated adapter puts on the test responses.
 AWAKE = "p_true_awake"
-WIDTH, KEEP = 8, 2
+WIDTH, KEEP, TREES = 8, 2, 4
 
 
 class Trained(NamedTuple):
@@ -50,6 +50,10 @@ SEARCHES: dict[str, tuple[str, ...]] = {
         "--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP),
         "--strategy_args.adaptive", "km",
     ),
+    "trees": (
+        "--strategy", "diverse_tree_search", "--strategy_args.width", str(WIDTH), "--strategy_args.trees", str(TREES),
+    ),
+    "particles": ("--strategy", "particle_filtering", "--strategy_args.particles", str(WIDTH)),
 }  # fmt: skip
 
 

@@ -4,9 +4,9 @@
 
 Six models learn from outcomes, votes, success rates and hard labels. Their scores are held against rollouts at every
 step, and against P(True), the likelihood and votes at the end; answers are chosen by votes, best-of-N, adaptive N,
-stopping and beam search, always beside a uniform N at the same tokens. Every job is the command that a user would type,
-and an interrupted report goes on where it stopped. Figures go to ``benchmarks/results/report_rewards.{json,md,png}``.
-Exit status 1 where a demand is missed.
+stopping and searches over steps, always beside a uniform N at the same tokens. Every job is the command that a user
+would type, and an interrupted report goes on where it stopped. Figures go to
+``benchmarks/results/report_rewards.{json,md,png}``. Exit status 1 where a demand is missed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ from selfcal_lightning.functional.steps import POSITIONS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COLLECT = "--collect"
+SEARCHED = {
+    "beam": "beam search",
+    "beam_km": "beam search, width and number by the scores",
+    "trees": "diverse tree search",
+    "particles": "particle filtering",
+}
 SMALL = {"training": 120, "rolled": 20, "id": 30, "ood": 30, "calibration": 20, "rolled_responses": 4, "searched": 15}
 
 
@@ -121,8 +127,7 @@ def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
             for test, found in votes.items()
         },
         "searches": {
-            "beam search": _spent(live["beam"], beside),
-            "beam search, width and number by the scores": _spent(live["beam_km"], beside),
+            **{SEARCHED[name]: _spent(row, beside) for name, row in live.items()},
             "plain votes of 8": _spent(beside[PLAIN]["8"], beside),
             f"8 votes weighted by {LABELS[FUSED]}": _spent(beside[f"vote {FUSED}"]["8"], beside),
             f"best of 8 by {LABELS[FUSED]}": _spent(beside[f"best {FUSED}"]["8"], beside),

@@ -45,12 +45,23 @@ class Span(NamedTuple):
     end: int
 
 
+class StepEnd(NamedTuple):
+    """Where a step ends: after how many tokens, and whether no token that follows can undo or move that."""
+
+    num_tokens: int
+    is_settled: bool
+
+
 class _Step(NamedTuple):
-    """A step: its text, how far its terminator reaches, and whether text that follows cannot change it any more."""
+    """A step: its text, how far its terminator reaches, and whether text that follows cannot change it any more.
+
+    What stands behind the last terminator is a step of a response that is over, and has none.
+    """
 
     text: Span
     close: int
     is_settled: bool
+    is_terminated: bool = True
 
 
 def step_spans(text: str, rule: StepRule, *, marker: str | None = None) -> list[Span]:
@@ -99,6 +110,38 @@ def step_ends(pieces: Sequence[str], rule: StepRule, *, marker: str | None = Non
     ends = list(accumulate(map(len, pieces)))
     steps = _steps("".join(pieces), rule, marker, is_over=is_over)
     return sorted({bisect_left(ends, step.close) + 1 for step in steps if is_over or step.is_settled})
+
+
+def next_step_end(
+    pieces: Sequence[str], rule: StepRule, *, after: int = 0, marker: str | None = None
+) -> StepEnd | None:
+    r"""Return the first end of a step in a response that may go on, behind its first ``after`` tokens; None without.
+
+    The step at the end of the text has one only where its terminator stands.
+
+    Args:
+        pieces: The decoded tokens so far [T]; joined they are the text. Without end-of-turn.
+        rule: Where steps end.
+        after: Tokens in which no end is looked for.
+        marker: The text of the rule ``marker``.
+
+    Raises:
+        ValueError: If the rule is unknown, or has no marker where it needs one, or one where it takes none.
+
+    Example:
+        >>> next_step_end(["It", " is", " 3", "."], "sentence")  # a digit may follow
+        StepEnd(num_tokens=4, is_settled=False)
+        >>> next_step_end(["One", ".", " 2", "."], "sentence", after=2)  # a label
+        >>> next_step_end(["One", "\n", "\n"], "blank_line")
+        StepEnd(num_tokens=3, is_settled=True)
+    """
+    text, places = "".join(pieces), list(accumulate(map(len, pieces)))
+    for is_settled in (True, False):
+        for step in _steps(text, rule, marker, is_over=not is_settled):
+            end = bisect_left(places, step.close) + 1
+            if end > after and (step.is_settled if is_settled else step.is_terminated):
+                return StepEnd(end, is_settled)
+    return None
 
 
 def token_spans(pieces: Sequence[str], spans: Sequence[Span | tuple[int, int]]) -> list[Span]:
@@ -221,7 +264,7 @@ def _steps(text: str, rule: StepRule, marker: str | None, *, is_over: bool = Tru
     else:
         found, start = _ended_steps(text, rule, marker or "")
     rest = _stripped(text, start, len(text))
-    return [*found, _Step(rest, rest.end, False)] if rest is not None else found
+    return [*found, _Step(rest, rest.end, False, is_terminated=False)] if rest is not None else found
 
 
 def _ended_steps(text: str, rule: StepRule, marker: str) -> tuple[list[_Step], int]:

@@ -36,7 +36,7 @@ from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.sources import EngineSource
 
 if TYPE_CHECKING:
-    from selfcal_lightning.strategies.base import Strategy
+    from selfcal_lightning.strategies.base import Stops, Strategy
     from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
 
 
@@ -183,10 +183,10 @@ def answer_questions(
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
-    step_ids: tuple[int, ...] = ()
+    stops: Stops | None = None
     if check_search(settings.strategy, given, settings.reward):
         tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer
-        chosen, step_ids = open_search(
+        chosen, stops = open_search(
             str(settings.strategy), given, settings.reward, tokenizer=tokenizer, dtype=options.dtype
         )
         say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
@@ -209,7 +209,7 @@ def answer_questions(
             sampling=settings.sampling,
             seed=settings.seed,
             scorers=known,
-            step_ids=step_ids,
+            stops=stops,
             on_failed=say,
             max_failures=settings.max_failures,
         )

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.steps import Span, StepRule, find_rule, step_ends, step_spans
+from selfcal_lightning.functional.steps import (
+    Span,
+    StepEnd,
+    StepRule,
+    find_rule,
+    next_step_end,
+    step_ends,
+    step_spans,
+)
 from selfcal_lightning.prompts.pieces import token_pieces
 from selfcal_lightning.rewards.settings import Steps, marker_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What the token that completes the end of a step holds. Quotation marks and brackets may stand behind a full stop.
+_HELD: dict[str, tuple[str, ...]] = {"line": ("\n",), "blank_line": ("\n",), "heading": (":", "\n")}
+_SENTENCE_ENDS, _CLOSING = (".", "!", "?", "。", "！", "？"), "\"'’”)]}*_」』）"
 
 
 def rule_for(text: str, steps: Steps) -> StepRule:
@@ -79,3 +92,59 @@ def check_marker(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> None:
             f"back as {read!r}: a control token is no part of a text, and what the vocabulary lacks is never drawn. "
             "Choose a marker that the model writes."
         )
+
+
+@dataclass(frozen=True)
+class StepStops:
+    """Where a response that is drawn step by step stops: at tokens that may end a step, and where one really ended.
+
+    One token does not tell the end of a step: the full stop of ``2.`` at the start of a line ends none, one behind a
+    digit may become a decimal point, an empty line may take two tokens, and a step has ended before a heading when the
+    heading stands. So an engine is stopped at ``tokens``, and what stands then is read by the rule.
+
+    Attributes:
+        tokenizer: That of the responses.
+        steps: The rule.
+        tokens: Tokens that may be the last of what ends a step.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    steps: Steps
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, steps: Steps) -> StepStops:
+        """Return the stops of a rule.
+
+        Raises:
+            InputError: The rule is that of each whole response (auto), or no token can end a step.
+        """
+        if steps == "auto":
+            raise InputError(
+                "Expected a reward model with one rule for the ends of steps for a search over steps, but got 'auto', "
+                "which reads a whole response first. Name it: `--reward.steps sentence`."
+            )
+        check_marker(tokenizer, steps)
+        special = set(tokenizer.all_special_ids)
+        pieces = ((number, tokenizer.decode([number])) for number in range(len(tokenizer)) if number not in special)
+        found = tuple(number for number, piece in pieces if _may_end(piece, steps))
+        if not found:
+            raise InputError(
+                f"Expected the tokenizer to have tokens that end a step of the rule {steps!r}, but it has none. Train "
+                "a reward model with another rule."
+            )
+        return cls(tokenizer, steps, found)
+
+    def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
+        """Return the first end of a step behind the first ``after`` tokens; see ``functional.steps.next_step_end``."""
+        pieces = token_pieces(self.tokenizer, token_ids)
+        return next_step_end(pieces, rule_for("", self.steps), after=after, marker=marker_of(self.steps))
+
+
+def _may_end(piece: str, steps: Steps) -> bool:
+    marker = marker_of(steps)
+    if marker is not None:
+        return marker[-1] in piece
+    if steps == "sentence":
+        return piece.rstrip().rstrip(_CLOSING).endswith(_SENTENCE_ENDS)
+    return any(held in piece for held in _HELD[steps])

@@ -10,14 +10,13 @@ from selfcal_lightning.confidence.fitting.step_scaling import open_scaled_reward
 from selfcal_lightning.errors import InputError, did_you_mean
 from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.rewards.reading import check_rewards, completed
-from selfcal_lightning.rewards.settings import RewardSettings, Steps, marker_of
+from selfcal_lightning.rewards.settings import RewardSettings
+from selfcal_lightning.rewards.steps import StepStops
 from selfcal_lightning.strategies.base import Strategy
 from selfcal_lightning.strategies.registry import SEARCHES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_ENDS: dict[str, tuple[str, ...]] = {"sentence": (".", "!", "?", "。", "！", "？"), "line": ("\n",)}
 
 
 def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSettings) -> bool:
@@ -56,8 +55,8 @@ def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSett
 
 def open_search(
     name: str, fields: Mapping[str, Any], reward: RewardSettings, *, tokenizer: PreTrainedTokenizerBase, dtype: str
-) -> tuple[Strategy, tuple[int, ...]]:
-    """Load the reward model, and return the search with the tokens that end a step for it.
+) -> tuple[Strategy, StepStops | None]:
+    """Load the reward model, and return the search, and where its steps end if it reads steps.
 
     Args:
         name: Its name.
@@ -76,38 +75,6 @@ def open_search(
             f"reads, but {reward.model} has others. Train one on this policy (`selfcal fit --config "
             "rewards/demo.yaml`)."
         )
-    steps = completed(reward).steps
-    ends = step_end_ids(tokenizer, steps) if SEARCHES[name].reads_steps else ()
+    stops = StepStops.of(tokenizer, completed(reward).steps) if SEARCHES[name].reads_steps else None
     strategy: Strategy = SEARCHES[name](open_scaled_rewards(reward, dtype=dtype), **fields)
-    return strategy, ends
-
-
-def step_end_ids(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> tuple[int, ...]:
-    """Return the tokens with which a step ends, by the tokenizer alone.
-
-    Args:
-        tokenizer: The tokenizer.
-        steps: "sentence", "line", or a marker of one token; what ends another step depends on the text around it.
-
-    Raises:
-        InputError: Another rule, or no such token.
-    """
-    marker = marker_of(steps)
-    if marker is not None and len(tokenizer.encode(marker, add_special_tokens=False)) != 1:
-        raise InputError(
-            f"Expected a marker of steps that is one token for a search over steps, since one token tells their end, "
-            f"but got {steps!r}. Train a reward model with another marker, or with `--model.steps sentence`."
-        )
-    if marker is None and steps not in _ENDS:
-        raise InputError(
-            f"Expected a reward model whose steps are of the rule {' or '.join(_ENDS)} for a search over steps, or "
-            f"end with a marker, since one token tells their end, but got {steps!r}. Train one with `--model.steps "
-            "sentence`."
-        )
-    special = set(tokenizer.all_special_ids)
-    pieces = ((number, tokenizer.decode([number])) for number in range(len(tokenizer)) if number not in special)
-    stripped = ((number, piece if steps == "line" else piece.rstrip()) for number, piece in pieces)
-    found = tuple(number for number, piece in stripped if piece.endswith(_ENDS.get(steps, (marker or "",))))
-    if not found:
-        raise InputError(f"Expected the tokenizer to have tokens that end a {steps}, but it has none.")
-    return found
+    return strategy, stops

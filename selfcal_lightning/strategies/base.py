@@ -8,6 +8,7 @@ from typing import Protocol
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.steps import StepEnd
 from selfcal_lightning.records import Question, Sample, Verdict
 
 Solving = Generator["Ask", list[Sample], Verdict]
@@ -56,6 +57,24 @@ class AskKind:
 
 
 WHOLE = AskKind()
+
+
+class Stops(Protocol):
+    """Says where the steps of a response that is being drawn end."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens that may end one: the engine stops there."""
+        ...
+
+    def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
+        """Return the first end of a step behind the first ``after`` tokens; None without one.
+
+        Args:
+            token_ids: A response so far, without end-of-turn [T].
+            after: Tokens in which no end is looked for.
+        """
+        ...
 
 
 def refuse_parts(kind: AskKind) -> None:

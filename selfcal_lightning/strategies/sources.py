@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from selfcal_lightning.confidence.base import (
@@ -18,13 +18,14 @@ from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow,
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.records import (
     Question,
+    RecordedResponse,
     Request,
     Response,
     Sample,
     SamplingSettings,
     sample_seed,
 )
-from selfcal_lightning.strategies.base import WHOLE, AskKind
+from selfcal_lightning.strategies.base import WHOLE, AskKind, Stops
 from selfcal_lightning.tasks.base import Task
 from selfcal_lightning.tasks.judging import Judge, continued
 from selfcal_lightning.tasks.registry import get_task
@@ -134,7 +135,8 @@ def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
 class _Asked:
     """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index.
 
-    ``prefixes`` holds what the samples continue that continue something, likewise.
+    ``prefixes`` holds what the samples continue that continue something, likewise, and ``parts`` what was drawn so far
+    of those whose step has not ended.
     """
 
     question: Question
@@ -143,8 +145,9 @@ class _Asked:
     started: int = 0
     delivered: int = 0
     pending: set[str] = field(default_factory=set)
-    finished: dict[int, Response | None] = field(default_factory=dict)
+    finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[int, Response] = field(default_factory=dict)
 
 
 class EngineSource:
@@ -167,7 +170,7 @@ class EngineSource:
         scorers: Add further confidences to every sample.
         tasks: Returns the task of a name.
         target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
-        step_ids: Tokens that end a step, for strategies that ask for samples up to the next one.
+        stops: Where steps end, for strategies that ask for samples up to the next one.
         on_failed: Called with the message when requests were not answered. Their samples are unreadable.
         max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
 
@@ -186,7 +189,7 @@ class EngineSource:
         scorers: Sequence[SampleScorer] = (),
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
-        step_ids: Sequence[int] = (),
+        stops: Stops | None = None,
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:
@@ -194,7 +197,7 @@ class EngineSource:
             raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
         self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
         self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
-        self._step_ids = tuple(step_ids)
+        self._stops = stops
         self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
         self._open: dict[str, _Asked] = {}
         self._place: dict[str, tuple[_Asked, int]] = {}
@@ -230,29 +233,35 @@ class EngineSource:
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Queue the next ``count`` samples of a question for the next poll; there are always more."""
-        if kind.to_step_end and not self._step_ids:
+        if kind.to_step_end and self._stops is None:
             raise InputError(
-                "Expected `step_ids` of the source for a strategy that asks for samples up to the end of a step, but "
-                "got none. Name the tokens that end a step."
+                "Expected `stops` of the source for a strategy that asks for samples up to the end of a step, but got "
+                "none. Say where steps end."
             )
         asked = self._open.get(question_id) or self._begin(question_id)
         for index in range(asked.started, asked.started + count):
             name = f"{self._round}/{index}/{question_id}"
-            self._queue[name] = Request(
-                id=name,
-                prompt_ids=asked.prompt_ids,
-                sampling=self._sampling,
-                seed=sample_seed(self._seed, self._round, question_id, index),
-                query=self._chat.query if self.query_tokens else None,
-                prefix_ids=kind.prefix or (),
-                step_ids=self._step_ids if kind.to_step_end else (),
-            )
             if kind.prefix is not None:
                 asked.prefixes[index] = kind.prefix
             self._place[name] = asked, index
+            self._draw(name, kind.prefix or (), to_step_end=kind.to_step_end)
             asked.pending.add(name)
         asked.started += count
         return count
+
+    def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
+        """Queue a request for a sample, or for the next part of one: to where a step may end, or ``only`` so many."""
+        asked, index = self._place[name]
+        sampling = self._sampling if only is None else replace(self._sampling, max_new_tokens=len(prefix) + only)
+        self._queue[name] = Request(
+            id=name,
+            prompt_ids=asked.prompt_ids,
+            sampling=sampling,
+            seed=sample_seed(self._seed, self._round, asked.question.id, index),
+            query=self._chat.query if self.query_tokens else None,
+            prefix_ids=prefix,
+            step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),
+        )
 
     def poll(self) -> list[Sample]:
         """Give the engine what was queued, and return the samples that can be judged now."""
@@ -261,11 +270,50 @@ class EngineSource:
             self._queue = {}
         touched: dict[str, _Asked] = {}
         for name, response in self._finished_responses().items():
-            asked, index = self._place.pop(name)
+            asked, index = self._place[name]
+            sample = None if response is None else self._to_step_end(name, response)
+            if response is not None and sample is None:
+                continue  # its next part is queued
+            del self._place[name]
             asked.pending.discard(name)
-            asked.finished[index] = response
+            asked.finished[index] = sample
             touched[asked.question.id] = asked
         return [sample for asked in touched.values() for sample in self._judged(asked)]
+
+    def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
+        """Return a sample up to the end of its step; None where that is not known yet, and a next part is queued."""
+        asked, index = self._place[name]
+        prefix = asked.prefixes.get(index, ())
+        earlier = asked.parts.pop(index, None)
+        drawn = response if earlier is None else self._joined(earlier, response)
+        so_far = prefix + drawn.token_ids
+        is_over = drawn.finish == "stop" or len(so_far) >= self._sampling.max_new_tokens
+        if self._stops is None or is_over or (earlier is None and drawn.finish != "step"):
+            return drawn
+        end = self._stops.first_end(so_far, after=len(prefix))
+        if end is not None and end.is_settled:
+            return self._ended(prefix, drawn, end.num_tokens, earlier)
+        asked.parts[index] = drawn
+        self._draw(name, so_far, to_step_end=True, only=None if end is None else 1)
+        return None
+
+    def _joined(self, earlier: Response, response: Response) -> Response:
+        """Return two parts of a sample as one."""
+        token_ids = earlier.token_ids + response.token_ids
+        text, logprob = self._chat.decode(token_ids), earlier.logprob + response.logprob
+        return replace(response, text=text, token_ids=token_ids, logprob=logprob)
+
+    def _ended(self, prefix: tuple[int, ...], drawn: Response, end: int, earlier: Response | None) -> RecordedResponse:
+        """Return a sample up to where its step ended; what was drawn behind it, to tell that, is drawn again.
+
+        Its chance and its P(True) are known where a part of the sample ended there.
+        """
+        kept = drawn.token_ids[: end - len(prefix)]
+        for part in (drawn, earlier):
+            if part is not None and part.token_ids == kept:
+                return continued(prefix, replace(part, finish="step"), self._chat.decode)
+        cut = continued(prefix, replace(drawn, token_ids=kept, finish="step"), self._chat.decode)
+        return replace(cut, logprob=None, yes_mass=None, no_mass=None)
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; the engine is told once for all of them."""
@@ -276,14 +324,20 @@ class EngineSource:
         submitted = pending - self._queue.keys()
         drawn = self._engine.cancel(submitted) if submitted else {}
         self._queue = {name: request for name, request in self._queue.items() if name not in pending}
+        wasted = {asked.question.id: self._waste(asked, drawn) for asked in ended}
         for name in pending:
             del self._place[name]
-        return dict.fromkeys(question_ids, Waste()) | {asked.question.id: self._waste(asked, drawn) for asked in ended}
+        return dict.fromkeys(question_ids, Waste()) | wasted
 
     def _waste(self, asked: _Asked, drawn: Mapping[str, int]) -> Waste:
         """Return what a question had cost beyond what was delivered; ``drawn`` is what the engine threw away."""
-        cut = [drawn[name] for name in asked.pending if name in drawn]
-        whole = [len(r.token_ids) + self.query_tokens for r in asked.finished.values() if r is not None]
+        parts = {name: asked.parts.get(self._place[name][1]) for name in asked.pending}
+        cut = [
+            drawn.get(name, 0) + (0 if part is None else len(part.token_ids))
+            for name, part in parts.items()
+            if name in drawn or part is not None
+        ]
+        whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
         return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole))
 
     def _begin(self, question_id: str) -> _Asked:
@@ -314,5 +368,12 @@ class EngineSource:
             response = asked.finished.pop(asked.delivered)
             asked.delivered += 1
             prefix = asked.prefixes.pop(asked.delivered - 1, ())
-            whole = response if response is None or not prefix else continued(prefix, response, self._chat.decode)
-            yield add_scores(asked.judge.read(whole), self._scorers)
+            if isinstance(response, Response) and prefix:
+                response = continued(prefix, response, self._chat.decode)
+            yield add_scores(asked.judge.read(response), self._scorers)
+
+
+def _num_drawn(response: Response | RecordedResponse) -> int:
+    """Return how many tokens of a response were drawn, and did not stand already."""
+    stood = 0 if isinstance(response, Response) else response.prefix_tokens
+    return len(response.token_ids or ()) - stood

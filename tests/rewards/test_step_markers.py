@@ -14,6 +14,7 @@ from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
 from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.datamodules.rewards.collate import RewardCollator
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.steps import StepEnd
 from selfcal_lightning.generation.rollouts import RolloutSource, check_source
 from selfcal_lightning.modules.rewards.module import QuantileRewardModule
 from selfcal_lightning.prompts.chat_format import ChatFormat
@@ -22,8 +23,7 @@ from selfcal_lightning.rewards.folders import RewardFile, read_reward_file
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.registry import QUANTILE_PRM, reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.rewards.steps import check_marker, step_prefixes, token_step_ends
-from selfcal_lightning.serving.searches import step_end_ids
+from selfcal_lightning.rewards.steps import StepStops, check_marker, step_prefixes, token_step_ends
 
 TEXT = "First 34+75=109. So 109+1=110. The answer is 110"
 MARKER = "marker:="
@@ -47,8 +47,10 @@ def test_all_that_read_steps_cut_behind_the_marker(chat: ChatFormat) -> None:
     assert scored is not None
     assert [place + 1 - len(prompt) for place in scored.positions] == ends
 
-    found = step_end_ids(chat.tokenizer, MARKER)
-    assert [number + 1 for number, token in enumerate(ids) if token in found] == ends[:-1]
+    stops = StepStops.of(chat.tokenizer, MARKER)
+    assert [number + 1 for number, token in enumerate(ids) if token in stops.tokens] == ends[:-1]
+    found = [stops.first_end(ids[:end], after=start) for start, end in zip([0, *ends], ends[:-1], strict=False)]
+    assert found == [StepEnd(end, is_settled=True) for end in ends[:-1]]
 
 
 @pytest.mark.parametrize("steps", ["marker:", "marker: ", "marker: <end>", "marker", "sentense"])
@@ -89,5 +91,5 @@ def test_markers_that_no_response_has_are_refused(chat: ChatFormat) -> None:
     layout: Any = {"target": "outcome", "max_length": 99, "pad_to_multiple_of": 8, "shared_prefix": False}
     with pytest.raises(InputError, match="to be a text that responses can hold"):
         RewardCollator(chat, rates={}, taught={}, steps=f"marker:{chat.tokenizer.eos_token}", **layout)
-    with pytest.raises(InputError, match="a marker of steps that is one token"):
-        step_end_ids(chat.tokenizer, "marker:answer is")
+    with pytest.raises(InputError, match="to be a text that responses can hold"):
+        StepStops.of(chat.tokenizer, f"marker:{chat.tokenizer.eos_token}")

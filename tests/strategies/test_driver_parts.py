@@ -11,6 +11,7 @@ from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.errors import InputError
+from selfcal_lightning.functional.steps import StepEnd
 from selfcal_lightning.records import Question, QuestionSamples, Sample, SamplingSettings, Verdict, sample_seed
 from selfcal_lightning.strategies.base import WHOLE, Ask, AskKind, Solving, make_verdict
 from selfcal_lightning.strategies.driver import Driver, run_strategy
@@ -27,6 +28,17 @@ FULL_STOP = ord(".")
 
 def live(engine: FakeEngine, **options: Any) -> EngineSource:
     return EngineSource(engine, CHAT, sampling=SamplingSettings(max_new_tokens=64), tasks=FakeTask, **options)
+
+
+@dataclass(frozen=True)
+class FullStops:
+    """Ends a step at every full stop."""
+
+    tokens: tuple[int, ...] = (FULL_STOP,)
+
+    def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
+        stood = [place + 1 for place, token in enumerate(token_ids) if token == FULL_STOP]
+        return next((StepEnd(end, is_settled=True) for end in stood if end > after), None)
 
 
 class Counter:
@@ -221,13 +233,13 @@ def test_samples_end_with_a_step_where_that_is_asked() -> None:
     run_strategy(
         Stepping(),
         questions,
-        live(FakeEngine(), step_ids=[FULL_STOP]),
+        live(FakeEngine(), stops=FullStops()),
         on_verdict=lambda _, samples: given.extend(samples),
     )
     steps = [sample for sample in given if sample.finish == "step"]
     assert steps
     assert all(sample.text.endswith(".") and sample.answer is None for sample in steps), "a part answers nothing"
-    with pytest.raises(InputError, match="Expected `step_ids` of the source"):
+    with pytest.raises(InputError, match="Expected `stops` of the source"):
         run_strategy(Stepping(), questions, live(FakeEngine()))
 
 

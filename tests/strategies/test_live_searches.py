@@ -24,7 +24,7 @@ from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.rewards.reading import open_rewards
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.serving.searches import step_end_ids
+from selfcal_lightning.rewards.steps import StepStops
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.search import BeamSearch, DiverseTreeSearch, ParticleFiltering
 from selfcal_lightning.strategies.search.scoring import PathScorer
@@ -57,7 +57,7 @@ def reward(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def check_counts(engine: Engine, chat: ChatFormat, scorer: PathScorer) -> None:
     """Search a question in three ways; what was drawn is what is counted, and steps end where steps end."""
-    ends = step_end_ids(chat.tokenizer, "sentence")
+    stops = StepStops.of(chat.tokenizer, "sentence")
     (question,) = get_task("word_problems").load("calibration", limit=1)
     strategies = [
         BeamSearch(scorer, width=2, keep=1, max_steps=2, lookahead=1),
@@ -65,12 +65,12 @@ def check_counts(engine: Engine, chat: ChatFormat, scorer: PathScorer) -> None:
         ParticleFiltering(scorer, particles=2, max_steps=2),
     ]
     for strategy in strategies:
-        source = EngineSource(engine, chat, sampling=SamplingSettings(max_new_tokens=60), step_ids=ends)
+        source = EngineSource(engine, chat, sampling=SamplingSettings(max_new_tokens=60), stops=stops)
         seen: list[Sample] = []
         (verdict,) = run_strategy(strategy, [question], source, on_verdict=lambda _, samples: seen.extend(samples))  # noqa: B023
         assert verdict.tokens_generated == sum(sample.drawn_tokens or 0 for sample in seen)
         assert len([sample for sample in seen if not sample.prefix_tokens]) == 2
-        assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in ends for sample in seen)
+        assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in stops.tokens for sample in seen)
         assert verdict.samples_used == len(seen) <= strategy.max_samples
         begun = {sample.token_ids for sample in seen if sample.finish == "step"}
         followed = [sample for sample in seen if sample.prefix_tokens]

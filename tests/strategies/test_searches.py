@@ -18,7 +18,8 @@ from selfcal_lightning.rewards.folders import RewardFile
 from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.rewards.registry import reward_format
 from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.serving.searches import check_search, open_search, step_end_ids
+from selfcal_lightning.rewards.steps import StepStops
+from selfcal_lightning.serving.searches import check_search, open_search
 from selfcal_lightning.strategies.base import Ask, Strategy
 from selfcal_lightning.strategies.driver import run_strategy
 from selfcal_lightning.strategies.registry import make_strategy
@@ -278,8 +279,8 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
         check_search("self_consistency", {}, RewardSettings(str(tmp_path)))
     with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
         check_search("beam_search", {}, RewardSettings())
-    with pytest.raises(InputError, match="of the rule sentence or line for a search over steps"):
-        step_end_ids(None, "heading")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="one rule for the ends of steps for a search"):
+        StepStops.of(None, "auto")  # type: ignore[arg-type]
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
     with pytest.raises(InputError, match="samples with token ids for a reward model"):
         run_strategy(

@@ -29,6 +29,7 @@ from _adapt_tables import markdown, targets
 from _guarded import read_guarded, run_guarded
 from _packing import measure_packing, read_packing
 from shared.estimates import Measured, difference
+from shared.tables import write_report
 
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import RunError
@@ -198,9 +199,7 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         "targets": targets(tables, gain, packing, guarded),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(markdown(content))
+    write_report(RESULTS, name, content, markdown(content), indent=1)
 
 
 def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ there. Gold answers judge and do nothing else: the fusion is fitted to votes.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _handed_on import HandedOn, hand_on
 from _worth import Score, over_seeds, score_tells, selection_worth
 from shared.criteria import Criterion, above, at_least, criteria_table, exactly
-from shared.tables import section, show, triple
+from shared.tables import section, show, triple, write_report
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
@@ -92,9 +91,7 @@ def main() -> None:
     content = assemble(pools, passed_on, sizes)
     changed = [f"--{name} {value}" for name, value in asdict(sizes).items() if value != getattr(Sizes(), name)]
     content["command"] = shlex.join(["python", "benchmarks/selection/report_selection.py", *" ".join(changed).split()])
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.results / f"{options.name}.md").write_text(markdown(content))
+    write_report(options.results, options.name, content, markdown(content), indent=1)
 
 
 def sample(store: Path, seed: int, sizes: Sizes) -> None:

@@ -11,7 +11,6 @@ process on one thread, and are held equal. Figures go to ``reward_scoring.{json,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,6 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shared.tables import write_report
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.model_files.locations import resolve_model
@@ -180,12 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         costs, num_steps = measure(ways, turns=options.turns)
     given = " ".join(["python benchmarks/speed/reward_scoring.py", *(sys.argv[1:] if arguments is None else arguments)])
     size = f"{options.questions} questions x {options.samples} responses"
-    options.output.mkdir(parents=True, exist_ok=True)
     text = report(costs, num_steps=num_steps, size=size, command=given)
-    (options.output / "reward_scoring.md").write_text(text)
     content = {"command": given, "size": size, "steps": num_steps, "costs": [asdict(cost) for cost in costs]}
-    (options.output / "reward_scoring.json").write_text(json.dumps(content, indent=1) + "\n")
-    print(text)
+    write_report(options.output, "reward_scoring", content, text, indent=1)
 
 
 if __name__ == "__main__":

@@ -104,14 +104,12 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
     at = select_best(scores, answers)
     sample = None if at is None else samples[at]
     pick = None if at is None else scores[at]
-    keep = (
-        None if sample is None else (pick if settings.keep == PICK else score_of(entry, sample, settings.keep, fusion))
-    )
-    reason = None
+    keep, reason = pick, None
     if sample is None:
         reason = records.UNSCORED if any(answers) else records.UNREADABLE
-    elif keep is None:
-        reason = records.UNKNOWN
+    elif settings.keep != PICK:
+        keep = score_of(entry, sample, settings.keep, fusion)
+        reason = records.UNKNOWN if keep is None else None
     return SelectedRow(
         question_id=entry.question.id,
         round=samples[0].round,

@@ -71,13 +71,13 @@ class Sizes:
     """
 
     seeds: int = 3
-    start_questions: int = 700
-    questions: int = 300
-    out_of_domain: int = 100
+    start_questions: int = 400
+    questions: int = 200
+    out_of_domain: int = 64
     samples: int = 8
-    rounds: int = 2
-    batch_size: int = 200
-    lr: float = 1e-3
+    rounds: int = 4
+    batch_size: int = 400
+    lr: float = 4e-3
 
 
 def main() -> None:

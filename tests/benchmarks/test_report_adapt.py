@@ -27,8 +27,8 @@ def test_changes_are_paired_over_questions_and_drawn_over_seeds(report: ModuleTy
 
 def test_the_command_says_what_is_not_usual(report: ModuleType) -> None:
     assert report.command_of(report.Sizes(), "report_adapt") == "python benchmarks/adapt/report_adapt.py"
-    told = report.command_of(report.Sizes(seeds=1, lr=4e-3), "other")
-    assert told == "python benchmarks/adapt/report_adapt.py --name other --seeds 1 --lr 0.004"
+    told = report.command_of(report.Sizes(seeds=1, lr=1e-3), "other")
+    assert told == "python benchmarks/adapt/report_adapt.py --name other --seeds 1 --lr 0.001"
 
 
 def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:

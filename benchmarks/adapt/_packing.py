@@ -89,7 +89,8 @@ def measure_packing(folder: Path, model: Path, store: Path, samples: int) -> Non
 
 def read_packing(folder: Path) -> Packing | None:
     """Return what was measured; None where nothing was."""
-    found = json_object_or_none(folder / FILE)
+    path = folder / FILE
+    found = json_object_or_none(path) if path.is_file() else None
     return None if found is None else Packing(**found)
 
 

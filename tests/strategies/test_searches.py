@@ -223,6 +223,34 @@ def test_responses_that_are_empty_or_cut_end_and_are_not_chosen(strategy: Strate
     assert verdict.samples_used == 3 + len(prefixes)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        BeamSearch(Scripted(), width=3, keep=3, max_steps=2),
+        DiverseTreeSearch(Scripted(), width=3, trees=3, max_steps=2),
+        ParticleFiltering(Scripted(0.01), particles=3, max_steps=2),
+    ],
+)
+def test_requests_that_fail_inside_of_a_search_end_their_paths(strategy: Strategy) -> None:
+    solving = strategy.solve(QUESTION)
+    ask = next(solving)
+    sent = [Sample("q", i, 0, "So 7.", (40 + i,), "step", None, False) for i in range(ask.num_samples)]
+    seen, verdict = len(sent), None
+    while verdict is None:
+        try:
+            ask = solving.send(sent)
+        except StopIteration as stop:
+            verdict = stop.value
+        else:
+            assert ask.prefix is not None
+            failed = Sample("q", seen, 0, "", (), None, None, None)
+            answered = [Sample("q", seen + i, 0, "7", (*ask.prefix, 41), "stop", "7", True) for i in (1, 2)]
+            sent = [failed, *answered][: ask.num_samples]
+            seen += len(sent)
+    assert verdict.samples_used == seen
+    assert verdict.answer in (None, "7")
+
+
 def test_a_score_that_is_no_number_ends_the_search() -> None:
     class Broken(Scripted):
         def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:

@@ -9,6 +9,7 @@ from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.strategies.base import Ask, make_verdict
 from selfcal_lightning.strategies.search.scoring import PathScorer, tokens_of
+from selfcal_lightning.tasks.judging import is_failed
 
 Tokens = tuple[int, ...]
 Drawing = Generator[Ask, list[Sample], list[Path]]
@@ -68,12 +69,13 @@ class SearchedPaths:
 
     def verdict(self, paths: Sequence[Path]) -> Verdict:
         """Return the answer of the best readable response."""
-        done = [path for path in paths if self._ended[tokens(path)].answer is not None]
+        answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}
+        done = [path for path in paths if answers.get(path) is not None]
         if not done:
             return make_verdict(self._question, self._seen, None, confidence=None, stopped_early=False)
         scores = [score.mean for score in self.scores(done)]
         (best,) = select_topk(scores, 1)
-        answer = self._ended[tokens(done[best])].answer
+        answer = answers[done[best]]
         return make_verdict(self._question, self._seen, answer, confidence=scores[best], stopped_early=False)
 
     def _grown(self, paths: Sequence[Path], batches: Sequence[Sequence[Sample]]) -> list[Path]:
@@ -82,10 +84,13 @@ class SearchedPaths:
         for path, samples in zip(paths, batches, strict=True):
             self._seen += samples
             steps = [self._continuation(path, sample) for sample in samples]
-            grown += grow([path], [steps]) if steps or path.is_done else []
+            grown += grow([path], [steps]) if steps or path.is_done else [path]
         return grown
 
     def _continuation(self, path: Path, sample: Sample) -> Continuation:
+        """Return the step that a sample adds. One that the engine could not give ends its path without an answer."""
+        if is_failed(sample):
+            return Continuation((), is_last=True)
         ids = tokens_of(sample)
         is_last = sample.finish != "step"
         if is_last:

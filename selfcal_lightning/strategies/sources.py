@@ -40,8 +40,8 @@ class Waste:
 
     Attributes:
         samples: Responses begun, finished or not; those that were only queued cost nothing.
-        tokens: Their response tokens, and the confidence query's of those that had finished; None where the length of
-            one is unknown.
+        tokens: Their response tokens, and the confidence query's of those that had finished, and what was drawn behind
+            the ends of steps; None where the length of one is unknown.
     """
 
     samples: int = 0
@@ -136,7 +136,7 @@ class _Asked:
     """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index.
 
     ``prefixes`` holds what the samples continue that continue something, likewise, and ``parts`` what was drawn so far
-    of those whose step has not ended.
+    of those whose step has not ended; ``thrown`` counts the tokens that were drawn behind ends of steps, to tell them.
     """
 
     question: Question
@@ -148,6 +148,7 @@ class _Asked:
     finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[int, Response] = field(default_factory=dict)
+    thrown: int = 0
 
 
 class EngineSource:
@@ -292,6 +293,7 @@ class EngineSource:
             return drawn
         end = self._stops.first_end(so_far, after=len(prefix))
         if end is not None and end.is_settled:
+            asked.thrown += len(so_far) - end.num_tokens
             return self._ended(prefix, drawn, end.num_tokens, earlier)
         asked.parts[index] = drawn
         self._draw(name, so_far, to_step_end=True, only=None if end is None else 1)
@@ -338,7 +340,7 @@ class EngineSource:
             if name in drawn or part is not None
         ]
         whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
-        return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole))
+        return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole) + asked.thrown)
 
     def _begin(self, question_id: str) -> _Asked:
         question, prompt_ids = self._prompts[question_id]

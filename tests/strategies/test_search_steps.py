@@ -93,10 +93,12 @@ class Walking:
 
 
 def walk(engine: Any, steps: Steps) -> list[Sample]:
+    """Return the steps of what an engine writes; all that it drew is counted."""
     stops = StepStops.of(Bytes(), steps)  # type: ignore[arg-type]
     source = EngineSource(engine, CHAT, sampling=SamplingSettings(max_new_tokens=500), tasks=FakeTask, stops=stops)  # type: ignore[arg-type]
     seen: list[Sample] = []
-    run_strategy(Walking(), [QUESTION], source, on_verdict=lambda _, samples: seen.extend(samples))
+    (verdict,) = run_strategy(Walking(), [QUESTION], source, on_verdict=lambda _, samples: seen.extend(samples))
+    assert verdict.tokens_generated == engine.drawn
     return seen
 
 

@@ -111,11 +111,13 @@ def markdown(content: Mapping[str, Any]) -> str:
     for name, table in content["sets"].items():
         for label, row in table["levels"].items():
             lines.append(f"| {name} | {label} | {' | '.join(f'{row[column]:.3f}' for column in columns)} |")
+    lines += _untrained(content["start"])
     changed = ("pass@1", "greedy", "majority", "pass@k", "ece", "brier", "auroc")
     lines += ["", f"| questions | change | {' | '.join(changed)} |", "|---|---|" + "---|" * len(changed)]
     for name, table in content["sets"].items():
         for label, row in table["changes"].items():
             lines.append(f"| {name} | {label} | {' | '.join(_cell(row[column]) for column in changed)} |")
+    lines += _verdicts(content["sets"])
     if content["not_measured"]:
         lines += ["", f"Not measured at this size: {', '.join(content['not_measured'])}."]
     lines += ["", "| target | found | |", "|---|---|---|"]
@@ -136,3 +138,21 @@ def _cell(found: Mapping[str, float | None]) -> str:
         return "-"
     text = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
     return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _untrained(start: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Return what the start does in other ways of sampling, the votes of as many tokens as an adaptation among them."""
+    columns = ("pass@1", "majority", "pass@k", "distinct", "samples")
+    lines = ["", f"| questions | without training | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    for name, rows in start.items():
+        for way, row in rows.items():
+            cells = ["-" if column not in row else f"{row[column]:.3f}" for column in columns[:-1]]
+            shown = way.replace("base", "start", 1)
+            lines.append(f"| {name} | {shown} | {' | '.join(cells)} | {row['samples']:.0f} |")
+    return lines
+
+
+def _verdicts(sets: Mapping[str, Any]) -> list[str]:
+    methods = list(next(iter(sets.values()))["verdicts"])
+    lines = ["", f"| what pass@1 comes to | {' | '.join(sets)} |", "|---|" + "---|" * len(sets)]
+    return lines + [f"| {one} | {' | '.join(table['verdicts'][one] for table in sets.values())} |" for one in methods]

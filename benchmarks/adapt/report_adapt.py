@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from shared.tables import write_report
 
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.errors import RunError
-from selfcal_lightning.evaluation.adaptation.comparison import CALIBRATION, describe
+from selfcal_lightning.evaluation.adaptation.comparison import BEYOND, CALIBRATION, Change, describe, verdict
 from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice, load_sets
 from selfcal_lightning.evaluation.adaptation.rounds import round_accuracy
 from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
@@ -53,6 +53,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
 NAME, PASS, GUARDED = "report_adapt", "pass@1", "guard-0"
+# At which the start is sampled besides, for what sharpening is worth without training.
+TEMPERATURES = [1.0, 0.5]
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> No
         inductive=QuestionSlice("word_problems", split="test_id", limit=sizes.questions, offset=sizes.questions),
         out_of_domain=QuestionSlice("word_problems", split="test_ood", limit=sizes.out_of_domain),
         reward=METHODS[method][0], target=METHODS[method][1], rounds=sizes.rounds, num_samples=sizes.samples,
-        batch_size=sizes.batch_size, lr=sizes.lr, sampling=SamplingSettings(max_new_tokens=TOKENS), temperatures=[],
+        batch_size=sizes.batch_size, lr=sizes.lr, sampling=SamplingSettings(max_new_tokens=TOKENS),
+        temperatures=TEMPERATURES if method == PLAIN else [],
         evaluation_samples=sizes.samples, base_samples=str(folder / f"base-{seed}"), seed=seed,
         engine=EngineSettings(max_batch=512), guard={"agreement": 1.0, "unreadable": 1.0, "logprob_fall": 10.0},
         fit_options={
@@ -193,6 +196,7 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         "sizes": {**asdict(sizes), "seeds_done": len(seeds)},
         "not_measured": [method for method in METHODS if method not in methods],
         "sets": tables,
+        "start": {questions: untrained([results[PLAIN, seed] for seed in seeds], questions) for questions in SETS},
         "rounds_gain": gain,
         "packing": None if packing is None else asdict(packing),
         "guarded": None if guarded is None else asdict(guarded),
@@ -232,6 +236,31 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
             for label, (one, other) in pairs.items()
             if {one, other} <= stores.keys()
         },
+        "verdicts": {method: judged(stores["start"], stores[method], greedy["start"]) for method in methods},
+    }
+
+
+def judged(before: Sequence[SampledSet], after: Sequence[SampledSet], greedy: Sequence[SampledSet]) -> str:
+    """Return what the change of pass@1 comes to beside the greedy response of the start, as `selfcal adapt` says it."""
+    adapted = [one.accuracy() for one in after]
+    found = {
+        name: Change(None, None, mean_change([one.accuracy() for one in others], adapted))
+        for name, others in ((PASS, before), (BEYOND, greedy))
+    }
+    return verdict(found)
+
+
+def untrained(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:
+    """Return what the start does in each way of sampling it, in the mean over seeds."""
+    rows = [result["sets"][name]["rows"] for result in results]
+    return {
+        way: {
+            column: float(np.mean([row[way][column] for row in rows]))
+            for column, value in found.items()
+            if value is not None
+        }
+        for way, found in rows[0].items()
+        if way != "adapted"
     }
 
 

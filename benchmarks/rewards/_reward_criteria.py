@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from _reward_jobs import FEW_OUTCOME, FEW_VOTES, HARD, OUTCOME, RATES, TESTS, VOTES
@@ -19,6 +21,7 @@ from selfcal_lightning.functional.question_means import estimate_of
 
 TITLES = {"id": "in domain", "ood": "out of domain"}
 BASELINE = "8"
+SCORING = Path(__file__).resolve().parents[1] / "results" / "reward_scoring.json"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,18 @@ def _of_costs(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Crit
             "tokens of one text a place, of those packed by question: at least 5.5",
             exactly(apart / packed), above(apart / packed, 5.5),
         ),
+        _of_seconds(),
     ]  # fmt: skip
+
+
+def _of_seconds() -> Criterion:
+    """Return the demand on the seconds of scoring, which a script of its own measured, side by side in one process."""
+    text = "CPU seconds of one text a place, of those packed by question (`reward_scoring.py`): at least 8"
+    if not SCORING.is_file():
+        return Criterion(text, Estimate(None, None, None), None)
+    seconds = {cost["way"]: cost["processor_seconds"] for cost in json.loads(SCORING.read_text())["costs"]}
+    times = seconds["one text a step"] / seconds["packed by question"]
+    return Criterion(text, exactly(times), above(times, 8.0))
 
 
 def _of_answers(found: Found) -> list[Criterion]:

@@ -25,6 +25,8 @@ MODELS = {
 }  # fmt: skip
 HEADS = {"brier": "Brier ↓", "ece": "ECE ↓", "bias": "bias", "pinball": "pinball ↓"}
 HEADS |= {"below": "below low", "above": "above high"}
+# What the tables by position hold, the second without its interval.
+PAIRS = (("brier", "ece"), ("bias", "pinball"), ("below", "above"))
 POSITION_NAMES = dict(
     zip(POSITIONS, ("question", "first step", "middle", "before the answer", "end"), strict=True)
 )  # fmt: skip
@@ -94,17 +96,16 @@ def _places(models: Mapping[str, Any], title: str) -> list[str]:
     ]
     for name, label in MODELS.items():
         lines.append(f"| {label} | {' | '.join(show(models[name]['all'][metric]) for metric in METRICS)} |")
-    lines += [
-        "",
-        f"| {title}, Brier (ECE) | {' | '.join(POSITION_NAMES.values())} |",
-        f"|---|{'---:|' * len(POSITIONS)}",
-    ]
-    for name, label in MODELS.items():
-        cells = [
-            f"{show(models[name][position]['brier'])} ({show([*models[name][position]['ece'][:1], None, None])})"
-            for position in POSITIONS
-        ]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+    for first, second in PAIRS:
+        heads = f"{HEADS[first].rstrip(' ↓')} ({HEADS[second].rstrip(' ↓')})"
+        lines += ["", f"| {title}, {heads} | {' | '.join(POSITION_NAMES.values())} |"]
+        lines.append(f"|---|{'---:|' * len(POSITIONS)}")
+        for name, label in MODELS.items():
+            cells = [
+                f"{show(models[name][position][first])} ({show([*models[name][position][second][:1], None, None])})"
+                for position in POSITIONS
+            ]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -15,6 +15,7 @@ from selfcal_lightning.functional.bootstrap import bootstrap_interval, paired_bo
 from selfcal_lightning.functional.estimates import Estimate
 
 CALIBRATION = {"ece": ECE, "brier": BRIER, "auroc": AUROC}
+BEYOND = "pass@1 - base greedy"
 RESAMPLES = 1000
 
 
@@ -107,7 +108,7 @@ def compare_set(
         f"majority@{k}": (base.majority(k), adapted.majority(k)),
         f"pass@{k}": (base.solved(k), adapted.solved(k)),
         "distinct": (base.distinct(), adapted.distinct()),
-        "pass@1 - base greedy": (base_greedy.accuracy(), adapted.accuracy()),
+        BEYOND: (base_greedy.accuracy(), adapted.accuracy()),
     }
     changes = {key: _change_of_means(*pair, seed=seed) for key, pair in pairs.items()}
     changes |= _calibration_changes(base, adapted, seed=seed)
@@ -142,7 +143,7 @@ def verdict(changes: Mapping[str, Change]) -> str:
     if gained.low is None or gained.value is None or gained.low <= 0.0:
         lost = gained.high is not None and gained.high < 0.0
         return "a loss of pass@1" if lost else "no gain of pass@1 is shown"
-    beyond = changes["pass@1 - base greedy"].difference.value
+    beyond = changes[BEYOND].difference.value
     if beyond is None or beyond <= 0.0:
         return "sharpening: pass@1 rises, to no more than the base model's own greedy response has"
     return "a gain of pass@1 beyond the base model's greedy response"

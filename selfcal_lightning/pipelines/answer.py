@@ -30,6 +30,7 @@ from selfcal_lightning.serving.choices import (
     promise_note,
     uncalibrated_note,
 )
+from selfcal_lightning.serving.live_rewards import check_live_rewards, open_live_rewards
 from selfcal_lightning.serving.questions import ask_question, default_task, read_questions
 from selfcal_lightning.serving.searches import check_search, open_search
 from selfcal_lightning.strategies.driver import run_strategy
@@ -82,8 +83,9 @@ def run_answer(
         strategy: Name of the strategy; null is that of the threshold file, or early_stopping at .7.
         threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
         max_samples: Most responses to a question; null is the strategy's own default.
-        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob or what a scorer adds. Null is the
-            strategy's own default, or the last scorer's where there are scorers and the strategy reads a confidence.
+        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
+            `reward` model says, as prm. Null is the strategy's own default, or the last scorer's where there are
+            scorers and the strategy reads a confidence.
         strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
         scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
             add. Several: `--scorers '[a.json, b.json]'`.
@@ -106,7 +108,8 @@ def run_answer(
         max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
             stops.
         reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
-            `selfcal fit` trained on this model.
+            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
+            reward, any that `selfcal score` reads.
 
     Returns:
         The answers, in the order of the questions.
@@ -184,6 +187,7 @@ def answer_questions(
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
     stops: Stops | None = None
+    read: list[str] = []
     if check_search(settings.strategy, given, settings.reward):
         tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer
         chosen, stops = open_search(
@@ -192,6 +196,7 @@ def answer_questions(
         say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
     else:
         chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
+        read = check_live_rewards(chosen, known, settings.reward)
         say(f"{chosen}; {_read_by(asked)}")
     if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
@@ -199,6 +204,7 @@ def answer_questions(
         say(promise_note(fitted))
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
+    rewards = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype)
     opened = open_engine(options, model, chat=chat)
     try:
         if fitted is not None:
@@ -208,7 +214,7 @@ def answer_questions(
             chat,
             sampling=settings.sampling,
             seed=settings.seed,
-            scorers=known,
+            scorers=[*rewards, *known],
             stops=stops,
             on_failed=say,
             max_failures=settings.max_failures,
@@ -218,6 +224,8 @@ def answer_questions(
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     finally:
         opened.close()
+        for one in rewards:
+            one.close()
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
     return answers.answers

@@ -28,14 +28,9 @@ def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSett
         reward: The reward model.
 
     Raises:
-        InputError: A search without a reward model that can steer it, or a reward model that nothing reads.
+        InputError: A search without a reward model that can steer it, or a field that it has not.
     """
     if name not in SEARCHES:
-        if reward != RewardSettings():
-            raise InputError(
-                f"Expected `reward` with a strategy that a reward model steers, {' or '.join(SEARCHES)}, but got "
-                f"{name or 'the default strategy'}. Other strategies read what `selfcal score` wrote."
-            )
         return False
     format = check_rewards(reward)
     if format.layout != "continued":

@@ -303,8 +303,6 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
         AdaptiveBestOfN(Scripted(), target=1.0)
     with pytest.raises(InputError, match="`adaptive` to be one of"):
         BeamSearch(Scripted(), adaptive="n")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="with a strategy that a reward model steers"):
-        check_search("self_consistency", {}, RewardSettings(str(tmp_path)))
     with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
         check_search("beam_search", {}, RewardSettings())
     with pytest.raises(InputError, match="one rule for the ends of steps for a search"):

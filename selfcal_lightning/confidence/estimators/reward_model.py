@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.rewards.reading import RewardReader
 
 
-class _RewardScore:
+class RewardScore:
     """What they have in common; a member says which models it reads and how scores of steps become one.
 
     Args:
@@ -42,41 +42,41 @@ class _RewardScore:
         return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
 
 
-class StepReward(_RewardScore):
+class StepReward(RewardScore):
     """The score of a response's last step: of all that was written."""
 
     name = "prm"
 
 
-class LowerStepReward(_RewardScore):
+class LowerStepReward(RewardScore):
     """The lower quantile of the score of a response's last step."""
 
     name = "prm_lower"
     needs_quantiles = True
 
 
-class LowestStepReward(_RewardScore):
+class LowestStepReward(RewardScore):
     """The lowest score of its steps."""
 
     name = "prm_min"
     how = "min"
 
 
-class StepRewardProduct(_RewardScore):
+class StepRewardProduct(RewardScore):
     """The product of the scores of its steps, which falls with their number."""
 
     name = "prm_prod"
     how = "prod"
 
 
-class OutcomeReward(_RewardScore):
+class OutcomeReward(RewardScore):
     """The probability that a model of whole responses gives."""
 
     name = "orm"
     judges = "response"
 
 
-class RawReward(_RewardScore):
+class RawReward(RewardScore):
     """The score of a model of whole responses that gives no probability; scale it to get one."""
 
     name = "reward"
@@ -84,7 +84,7 @@ class RawReward(_RewardScore):
     judges = "response"
 
 
-REWARD_SCORES: tuple[type[_RewardScore], ...] = (
+REWARD_SCORES: tuple[type[RewardScore], ...] = (
     StepReward,
     LowerStepReward,
     LowestStepReward,

@@ -90,8 +90,19 @@ def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
     }
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert {frozenset(line) for line in lines} == {frozenset({"question", "reasoning_prefix", "success_prob"})}
-    texts = {chat.decode(prefix): rates[name].share for name, (_, prefix) in wanted.items()}
-    assert {line["reasoning_prefix"]: line["success_prob"] for line in lines} == texts
+    asked = {entry.question.id: entry.question.text for entry in sampled.samples()}
+    expected = {(asked[q], chat.decode(p), rates[name].share) for name, (q, p) in wanted.items()}
+    for entry in sampled.samples():  # after no step the responses are the rollouts, and after the last one there is one
+        right = [bool(sample.correct) for sample in entry.samples]
+        expected.add((entry.question.text, "", float(np.mean(right))))
+        expected |= {(entry.question.text, s.text, float(r)) for s, r in zip(entry.samples, right, strict=True)}
+    found = [(line["question"], line["reasoning_prefix"], line["success_prob"]) for line in lines]
+    assert set(found) == expected
+    assert len(found) == len(wanted) + NUM_QUESTIONS + len({(s.question_id, s.text) for s in all_samples(sampled)})
+
+
+def all_samples(store: SampleStore) -> list[Sample]:
+    return [sample for entry in store.samples() for sample in entry.samples]
 
 
 def test_a_run_goes_on_and_takes_more_prefixes(
@@ -365,7 +376,7 @@ def test_the_verb_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
     rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path
 ) -> None:
-    lines = [json.loads(line) for line in rolled[1].read_text().splitlines()]
+    lines = [line for _, line in read_json_lines(rolled[1]) if line["reasoning_prefix"]]  # the others are of questions
     options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]
     assert run(["import-prefixes", *options]) == 0
     data = RewardDataModule(

@@ -89,7 +89,8 @@ def run_rollout(
         num_rollouts: Rollouts from each prefix.
         steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (behind that text), or auto, the
             coarsest of the first four that a response has.
-        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix.
+        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix, the empty one of
+            each question and whole responses among them.
         export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
             are rolled out.
         labels: Its labels: "hard", whether any rollout from the step was right, or "rate", the share of them.
@@ -148,8 +149,9 @@ def run_rollout(
     rates = read_rates(store_dir) if (Path(store_dir) / "manifest.json").is_file() else {}
     found = [rates[one.question.id] for one in wanted if one.question.id in rates]
     if export is not None:
-        write_json_lines(Path(export), success_records(store_dir))
-        say(f"Wrote the success rates of {len(rates):,} prefixes to {export}")
+        records = list(success_records(store_dir, source.outer_rates(chat)))
+        write_json_lines(Path(export), records)
+        say(f"Wrote {len(records):,} success rates to {export}: of {len(rates):,} prefixes, questions and responses")
     if export_trl is not None:
         _write_trl(Path(export_trl), list(source.labelled(chat, rates)), labels)
     mean = sum(rate.share for rate in found) / len(found) if found else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.model_files.fingerprints import files_sha256, weights_sha256
 from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.model_files.manifests import check_files
 from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample
@@ -211,7 +212,7 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
     if settings.model is None:
         raise InputError(
             "Expected `reward.model` to be the folder of a reward model, but got None. Give one that `selfcal fit "
-            "--config rewards/demo.yaml` wrote, or a public one with its `reward.format`."
+            f"--config {config_path('rewards/demo.yaml')}` wrote, or a public one with its `reward.format`."
         )
     if settings.format is None:
         raise InputError(

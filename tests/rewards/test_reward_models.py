@@ -278,7 +278,7 @@ def test_scores_that_are_not_finite_are_refused(tiny_model: str, tmp_path: Path)
 
 
 def test_settings_name_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"`reward\.model` to be the folder .*--config rewards/demo\.yaml"):
+    with pytest.raises(InputError, match=r"`reward\.model` to be the folder .*--config .*rewards/demo\.yaml"):
         check_rewards(RewardSettings())
     with pytest.raises(InputError, match=r"`reward\.format` to be given with 'm', .*one of qwen2\.5-math-prm, math-"):
         check_rewards(RewardSettings("m"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,6 +125,23 @@ class RolloutSource:
                 continue
             steps = [chat.decode(one.ids[start:end]) for start, end in pairwise((0, *one.ends))]
             yield text_of(one.question), steps, [*known, float(one.correct)]
+
+    def outer_rates(self, chat: ChatFormat) -> Iterator[tuple[str, str, float]]:
+        """Yield question, prefix and success rate where no rollout is needed: of no step and of whole responses.
+
+        From no step on, the responses are the rollouts: the share of them that is right. A whole response is right or
+        not; equal ones are one. What nobody can tell is left out.
+
+        Args:
+            chat: The policy's chat format.
+        """
+        for _, group in groupby(self._responses(chat), key=lambda one: one.question.id):
+            known = [(one, float(one.correct)) for one in group if one.correct is not None]
+            if known:
+                question = text_of(known[0][0].question)
+                yield question, "", sum(right for _, right in known) / len(known)
+                whole = {one.ids: right for one, right in known if one.ends}
+                yield from ((question, chat.decode(ids), right) for ids, right in whole.items())
 
     def _responses(self, chat: ChatFormat) -> Iterator[StepsOfResponse]:
         check_marker(chat.tokenizer, self.steps)

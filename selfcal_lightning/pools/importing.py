@@ -35,7 +35,7 @@ class ImportReport:
         unreadable: Stored responses without an answer.
         truncated: Stored responses that the token limit cut; those that state no answer are unreadable.
         undecided: Pairs of expressions that could not be compared within the limits and count as different.
-        dropped: Rows of `sampled.jsonl` that were left out; a message says why.
+        dropped: Rows of `sampled.jsonl`, or records of prefixes, that were left out; a message says why.
         overruled: Its rows without an answer that were called right, and count as wrong.
         differing: Questions of which `ground_truth.jsonl` counts otherwise than the rows do.
     """

@@ -14,12 +14,16 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.quantiles import QuantileHead, folded_outputs, monotone_quantiles, quantile_head_from
 from selfcal_lightning.models.weight_files import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.runtime.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIRST_GAP = 1.0  # of the quantiles from the mean where training starts, in log-odds
 NUM_GAPS = 2
+# The log-odds of the mean, and what softplus makes the distances of the quantiles from it of, in log-odds. A mean of
+# several rows has outputs mean_1, mean_2 and so on.
+OUTPUTS = ("mean", "gap_below", "gap_above")
 # What models do to their logits after the output layer, which rows of it alone would leave out.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -87,7 +91,7 @@ def _start(weight: Tensor, bias: Tensor | None, format: RewardFormat) -> Quantil
 
 
 def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
-    """Raise unless the stored head is the format's: every tensor there, none beside them, as many outputs."""
+    """Raise unless the stored head is the format's: all its tensors, none beside them, its outputs in its order."""
     if format.is_output_layer:
         return
     needed = [f"{layer}.{part}" for layer in format.layers for part in _parts(format)]
@@ -109,6 +113,34 @@ def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
         raise InputError(
             f"Expected the head of the reward format {format.name!r} to have {format.num_outputs} outputs, but "
             f"{last} in {folder} has {files.shape(last)[0]}. Choose the model's own `reward.format`."
+        )
+    if format.has_quantiles:
+        _check_names(folder, format)
+
+
+def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
+    """Return the names of the outputs of a head with quantiles, in their order.
+
+    Example:
+        >>> quantile_outputs(3), quantile_outputs(4)[:2]
+        (('mean', 'gap_below', 'gap_above'), ('mean_1', 'mean_2'))
+    """
+    rows = num_outputs - NUM_GAPS
+    means = OUTPUTS[:1] if rows == 1 else tuple(f"{OUTPUTS[0]}_{row}" for row in range(1, rows + 1))
+    return (*means, *OUTPUTS[1:])
+
+
+def _check_names(folder: Path, format: RewardFormat) -> None:
+    """Raise where the configuration names the outputs of a head with quantiles, and otherwise than they are read."""
+    config = read_json_object(folder / "config.json", what="the configuration of a model")
+    stated = {str(number): name for number, name in (config.get("id2label") or {}).items()}
+    unnamed = {number: f"LABEL_{number}" for number in stated}  # as transformers calls what nobody named
+    wanted = {str(number): name for number, name in enumerate(quantile_outputs(format.num_outputs))}
+    if stated not in (unnamed, wanted):
+        raise InputError(
+            f"Expected `id2label` in {folder / 'config.json'} to be {wanted}, in which order the reward format "
+            f"{format.name!r} reads its outputs, but got {stated}. Put the rows of its head and their names into this "
+            "order, or choose the model's own `reward.format`."
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from selfcal_lightning.rewards.layouts import RewardInput
 from selfcal_lightning.rewards.packing import pack
 
 _OPTION = "reward.model"
+_LOADING = logging.getLogger("transformers.modeling_utils")
 
 
 class RewardModel:
@@ -100,7 +103,7 @@ def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[i
         dtype = "float32" if device == "cpu" else "bfloat16"
     files = WeightFiles.of_model(str(folder))
     check_head(files, folder, format)
-    trunk = _load_trunk(folder, dtype)
+    trunk = _load_trunk(folder, format, dtype)
     head = read_head(files, folder, format, trunk, output_ids)
     trunk.to(device).eval()
     _let_pack(trunk)
@@ -115,16 +118,43 @@ def _let_pack(trunk: PreTrainedModel) -> None:
         trunk.set_attn_implementation(plain)
 
 
-def _load_trunk(folder: Path, dtype: str) -> PreTrainedModel:
+def _head_tensors(format: RewardFormat) -> set[str]:
+    return {f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")}
+
+
+@contextmanager
+def _held_reports() -> Iterator[list[logging.LogRecord]]:
+    """Hold back what transformers reports of a loading, in a list; what is left in it at the end is said then."""
+    held: list[logging.LogRecord] = []
+
+    def pass_others(record: logging.LogRecord) -> bool:
+        if is_report := "LOAD REPORT" in record.getMessage():
+            held.append(record)
+        return not is_report
+
+    _LOADING.addFilter(pass_others)
+    try:
+        yield held
+    finally:
+        _LOADING.removeFilter(pass_others)
+        for record in held:
+            _LOADING.handle(record)
+
+
+def _load_trunk(folder: Path, format: RewardFormat, dtype: str) -> PreTrainedModel:
     check_model_folder(str(folder), option=_OPTION)
     try:
-        trunk, loading = AutoModel.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _held_reports() as held:
+            trunk, loading = AutoModel.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            # The head is no part of the trunk and is read by itself: a report of it alone says nothing.
+            if loading["unexpected_keys"] and not {*loading["unexpected_keys"]} - _head_tensors(format):
+                held.clear()
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             refusal_of_code(str(folder), error, option=_OPTION)

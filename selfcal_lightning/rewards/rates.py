@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -84,13 +84,20 @@ def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str
             for line in lines if line["id"] in rates}  # fmt: skip
 
 
-def success_records(rollouts_dir: str) -> Iterator[dict[str, Any]]:
-    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rollouts are there."""
+def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] = ()) -> Iterator[dict[str, Any]]:
+    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rate is known.
+
+    Args:
+        rollouts_dir: Folder that ``selfcal rollout`` filled: every inner prefix whose rollouts are there.
+        outer: Question, prefix and rate of those that need none, see ``RolloutSource.outer_rates``.
+    """
+    for question, prefix, rate in outer:
+        yield {"question": question, "reasoning_prefix": prefix, "success_prob": rate}
     rates = read_rates(rollouts_dir)
     for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE):
-        if (rate := rates.get(line["id"])) is not None:
+        if (known := rates.get(line["id"])) is not None:
             shown = {name: line[name] for name in ("question", "reasoning_prefix")}
-            yield {**shown, "success_prob": rate.share}
+            yield {**shown, "success_prob": known.share}
 
 
 def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.model_files.fingerprints import files_sha256, weights_sha256
 from selfcal_lightning.model_files.folders import check_model_folder
+from selfcal_lightning.model_files.locations import config_path
 from selfcal_lightning.model_files.manifests import check_files
 from selfcal_lightning.prompts.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample
@@ -20,7 +21,7 @@ from selfcal_lightning.rewards.folders import read_reward_file
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
 from selfcal_lightning.rewards.packing import batches as packed_batches
-from selfcal_lightning.rewards.registry import reward_format
+from selfcal_lightning.rewards.registry import REWARD_FORMATS, reward_format
 from selfcal_lightning.rewards.settings import RewardSettings, Steps
 from selfcal_lightning.rewards.steps import check_marker, step_prefixes
 
@@ -208,10 +209,15 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
         InputError: The model or the format is not named, or not there.
     """
     settings = completed(settings)
-    if settings.model is None or settings.format is None:
+    if settings.model is None:
         raise InputError(
-            f"Expected `reward.model` and `reward.format`, the folder of a reward model and its format, but got "
-            f"{settings.model!r} and {settings.format!r}."
+            "Expected `reward.model` to be the folder of a reward model, but got None. Give one that `selfcal fit "
+            f"--config {config_path('rewards/demo.yaml')}` wrote, or a public one with its `reward.format`."
+        )
+    if settings.format is None:
+        raise InputError(
+            f"Expected `reward.format` to be given with {settings.model!r}, which does not state its own as folders "
+            f"that `selfcal fit` wrote do, but got None. Give one of {', '.join(REWARD_FORMATS)}."
         )
     format = reward_format(settings.format)
     if settings.scaler is not None and not Path(settings.scaler).is_file():

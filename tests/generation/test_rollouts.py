@@ -25,7 +25,6 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.generation.rollouts import RolloutSource
 from selfcal_lightning.pipelines.rewards.fit_step_scaler import run_fit_step_scaler
-from selfcal_lightning.pipelines.rewards.import_prefixes import run_import_prefixes
 from selfcal_lightning.pipelines.rewards.rollout import run_rollout
 from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Sample
@@ -91,8 +90,19 @@ def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
     }
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert {frozenset(line) for line in lines} == {frozenset({"question", "reasoning_prefix", "success_prob"})}
-    texts = {chat.decode(prefix): rates[name].share for name, (_, prefix) in wanted.items()}
-    assert {line["reasoning_prefix"]: line["success_prob"] for line in lines} == texts
+    asked = {entry.question.id: entry.question.text for entry in sampled.samples()}
+    expected = {(asked[q], chat.decode(p), rates[name].share) for name, (q, p) in wanted.items()}
+    for entry in sampled.samples():  # after no step the responses are the rollouts, and after the last one there is one
+        right = [bool(sample.correct) for sample in entry.samples]
+        expected.add((entry.question.text, "", float(np.mean(right))))
+        expected |= {(entry.question.text, s.text, float(r)) for s, r in zip(entry.samples, right, strict=True)}
+    found = [(line["question"], line["reasoning_prefix"], line["success_prob"]) for line in lines]
+    assert set(found) == expected
+    assert len(found) == len(wanted) + NUM_QUESTIONS + len({(s.question_id, s.text) for s in all_samples(sampled)})
+
+
+def all_samples(store: SampleStore) -> list[Sample]:
+    return [sample for entry in store.samples() for sample in entry.samples]
 
 
 def test_a_run_goes_on_and_takes_more_prefixes(
@@ -103,6 +113,17 @@ def test_a_run_goes_on_and_takes_more_prefixes(
     parts = {"first": rollout(sampled, tmp_path / "store", shard="0/2"), "rest": rollout(sampled, tmp_path / "store")}
     assert parts["rest"].rolled_out == rolled[2].rolled_out > few.rolled_out
     assert contents(tmp_path / "store") == contents(rolled[0]), "the same rollouts, however they were shared out"
+
+
+def test_a_store_is_topped_up_to_more_rollouts(sampled: SampleStore, tmp_path: Path) -> None:
+    few: dict[str, Any] = {"prefixes": 1, "responses": 1}
+    once = rollout(sampled, tmp_path / "once", num_rollouts=3, **few)
+    rollout(sampled, tmp_path / "topped", **few)
+    with pytest.raises(InputError, match=r"`num_rollouts` to be at most 2, the rollouts .* got 3\. Set `top_up`"):
+        rollout(sampled, tmp_path / "topped", num_rollouts=3, **few)
+    assert rollout(sampled, tmp_path / "topped", num_rollouts=3, top_up=True, **few) == once
+    assert once.rollouts == 3 * once.prefixes
+    assert contents(tmp_path / "topped") == contents(tmp_path / "once")
 
 
 def contents(path: Path) -> dict[tuple[str, int], Sample]:
@@ -331,6 +352,8 @@ def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Pa
         rollout(sampled, tmp_path / "store", steps="line")
     with pytest.raises(InputError, match="responses of the split 'test', but got none"):
         rollout(sampled, tmp_path / "store", split="test")
+    with pytest.raises(InputError, match="`num_rollouts` to be at least 1, but got 0"):
+        rollout(sampled, tmp_path / "store", num_rollouts=0)
     with pytest.raises(InputError, match="`prefixes` to be at least 1, but got 0"):
         rollout(sampled, tmp_path / "store", prefixes=0)
     with pytest.raises(InputError, match="`at` or `prefixes`, but got both"):
@@ -353,7 +376,7 @@ def test_the_verb_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
     rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path
 ) -> None:
-    lines = [json.loads(line) for line in rolled[1].read_text().splitlines()]
+    lines = [line for _, line in read_json_lines(rolled[1]) if line["reasoning_prefix"]]  # the others are of questions
     options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]
     assert run(["import-prefixes", *options]) == 0
     data = RewardDataModule(
@@ -368,22 +391,3 @@ def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
     width = batch.input_ids.shape[1]
     places, rows = batch.place[known].tolist(), batch.place_row[known].tolist()
     assert [place - width * row for place, row in zip(places, rows, strict=True)] == ends
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"question": "q", "reasoning_prefix": "p"}, "the fields success_prob, but got only"),
-        ({"question": "q", "reasoning_prefix": "p", "success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
-        ({"question": " ", "reasoning_prefix": "p", "success_prob": 1}, "`question` to be text"),
-        ({"question": "q", "reasoning_prefix": "", "success_prob": 1}, "records with a `reasoning_prefix`"),
-        ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "`labels` to be a list of 2, one a step"),
-        ({"prompt": "q", "completions": ["a"], "labels": [-100]}, r"true, false or shares in \[0, 1\]"),
-        ({"prompt": [], "completions": ["a"], "labels": [True]}, "`prompt` to be text"),
-        ({"prompt": "q", "completions": "a", "labels": [True]}, "`completions` to be a list of steps"),
-    ],
-)
-def test_bad_records_are_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text(json.dumps(record))
-    with pytest.raises(InputError, match=message):
-        run_import_prefixes(str(tmp_path / "r.jsonl"), str(tmp_path / "s"), "local_number")

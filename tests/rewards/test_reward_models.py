@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -184,6 +185,44 @@ def test_another_head_is_refused(tiny_model: str, tmp_path: Path) -> None:
             open_rewards(settings_of(folder, format.name))
 
 
+def test_outputs_that_are_named_in_another_order_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm")))
+    config = json.loads((folder / "config.json").read_text())
+    for names in (["mean", "gap_below", "gap_above"], ["LABEL_0", "LABEL_1", "LABEL_2"]):
+        (folder / "config.json").write_text(json.dumps(config | {"id2label": dict(enumerate(names))}))
+        open_rewards(settings_of(str(folder), "quantile-prm"))
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {0: "gap_below", 1: "mean", 2: "gap_above"}}))
+    with pytest.raises(InputError, match=r"`id2label` in .* to be \{'0': 'mean', .* but got \{'0': 'gap_below'"):
+        open_rewards(settings_of(str(folder), "quantile-prm"))
+
+
+def test_code_that_lies_beside_a_model_is_not_run(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("qwen2.5-math-prm")
+    folder = Path(stand_in(tiny_model, tmp_path / "m", format))
+    plain = open_rewards(settings_of(str(folder), format.name)).read(pool_of(*TEXTS))
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "modeling.OwnConfig", "AutoModel": "modeling.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    mark = tmp_path / "was_run"
+    (folder / "modeling.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise RuntimeError('run')\n")
+    assert open_rewards(settings_of(str(folder), format.name)).read(pool_of(*TEXTS)) == plain
+    assert not mark.exists()
+
+
+def test_a_head_that_is_read_by_itself_is_not_reported(
+    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm")))
+    open_rewards(settings_of(str(folder), "quantile-prm"))
+    assert "LOAD REPORT" not in caplog.text
+    weights = load_file(folder / "model.safetensors") | {"other.weight": torch.zeros(1)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    open_rewards(settings_of(str(folder), "quantile-prm"))
+    assert "other.weight" in caplog.text, "what nobody reads is still told"
+
+
 def test_a_missing_output_layer_is_refused(tiny_model: str, tmp_path: Path) -> None:
     folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd")))
     config = json.loads((folder / "config.json").read_text())
@@ -239,7 +278,9 @@ def test_scores_that_are_not_finite_are_refused(tiny_model: str, tmp_path: Path)
 
 
 def test_settings_name_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
+    with pytest.raises(InputError, match=r"`reward\.model` to be the folder .*--config .*rewards/demo\.yaml"):
+        check_rewards(RewardSettings())
+    with pytest.raises(InputError, match=r"`reward\.format` to be given with 'm', .*one of qwen2\.5-math-prm, math-"):
         check_rewards(RewardSettings("m"))
     with pytest.raises(InputError, match=r"`reward.format` to be one of .* Did you mean 'math-shepherd'\?"):
         check_rewards(RewardSettings("m", "math-sheperd"))

@@ -291,6 +291,8 @@ def test_searches_are_refused_on_recorded_samples() -> None:
 def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="`keep` to be at most `width`, 2, but got 3"):
         BeamSearch(Scripted(), width=2, keep=3)
+    with pytest.raises(InputError, match=r"`width` to be a multiple of `keep`, 3, but got 8.* Use 6, or"):
+        BeamSearch(Scripted(), width=8, keep=3)
     with pytest.raises(InputError, match="`width` to be a multiple of `trees`, 3, but got 8"):
         DiverseTreeSearch(Scripted(), trees=3)
     with pytest.raises(InputError, match="`lookahead` to be at least 0, but got -1"):
@@ -303,7 +305,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
         AdaptiveBestOfN(Scripted(), target=1.0)
     with pytest.raises(InputError, match="`adaptive` to be one of"):
         BeamSearch(Scripted(), adaptive="n")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"`reward\.model` and `reward\.format`"):
+    with pytest.raises(InputError, match=r"`reward\.model` to be the folder"):
         check_search("beam_search", {}, RewardSettings())
     with pytest.raises(InputError, match="one rule for the ends of steps for a search"):
         StepStops.of(None, "auto")  # type: ignore[arg-type]
@@ -313,4 +315,4 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
             AdaptiveBestOfN(Scripted(0.99)), [QUESTION], ReplaySource([QuestionSamples(QUESTION, samples, "t")])
         )
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
-    assert "Expected `reward.model` and `reward.format`" in capsys.readouterr().err
+    assert "Expected `reward.model` to be the folder of a reward model" in capsys.readouterr().err

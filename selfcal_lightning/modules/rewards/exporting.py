@@ -15,14 +15,12 @@ from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.lora import LoraSettings, adapter_state, attach_lora, merge_adapter, set_adapter_state
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.heads import OUTPUTS, quantile_outputs
 from selfcal_lightning.runtime.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The log-odds of the mean, and what softplus makes the distances of the quantiles from it of, in log-odds. A mean of
-# several rows has outputs mean_1, mean_2 and so on.
-OUTPUTS = ("mean", "gap_below", "gap_above")
 HEAD = "score"
 
 
@@ -79,9 +77,7 @@ def output_names(head: nn.Module) -> tuple[str, ...]:
         (('mean', 'gap_below', 'gap_above'), ('mean_1', 'mean_2'))
     """
     last = head[-1] if isinstance(head, nn.Sequential) else head
-    rows = cast("nn.Linear", last).out_features - len(OUTPUTS) + 1
-    means = OUTPUTS[:1] if rows == 1 else tuple(f"{OUTPUTS[0]}_{row}" for row in range(1, rows + 1))
-    return (*means, *OUTPUTS[1:])
+    return quantile_outputs(cast("nn.Linear", last).out_features)
 
 
 def about(head: nn.Module, public: RewardFormat | None) -> str:

@@ -12,9 +12,8 @@ from selfcal_lightning.errors import InputError
 from selfcal_lightning.model_files.locations import model_folder
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.weight_files import WeightFiles
-from selfcal_lightning.modules.rewards.exporting import OUTPUTS
 from selfcal_lightning.rewards.formats import RewardFormat
-from selfcal_lightning.rewards.heads import FIRST_GAP, check_head, head_with_quantiles, read_head
+from selfcal_lightning.rewards.heads import FIRST_GAP, OUTPUTS, check_head, head_with_quantiles, read_head
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.registry import quantiles_of, reward_format
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from selfcal_lightning.pools.importing import ImportReport, import_pool
@@ -18,7 +19,8 @@ def run_import_prefixes(
     A line with `prompt`, `completions` and `labels`, as TRL has them, is a prefix for each of its steps.
 
     Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
-    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all.
+    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all. A record with an
+    empty prefix, the rate of the question alone, is left out and counted: there is nothing of a response to read.
 
     Args:
         path: The JSON-lines file, as `selfcal rollout --export` writes it.
@@ -29,7 +31,10 @@ def run_import_prefixes(
     """
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "prefixes.jsonl"
-        number = write_success_pool(path, pool, task=task, split=split, separator=separator)
+        counts = write_success_pool(path, pool, task=task, split=split, separator=separator)
         report = import_pool(pool, store_dir)
-    say(f"Imported {number:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
-    return report
+    say(f"Imported {counts.prefixes:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
+    if counts.bare or counts.without_steps:
+        empty = f"{counts.bare:,} records with an empty `reasoning_prefix`, {counts.without_steps:,} rows without steps"
+        say(f"Left out of {path}: {empty}: there is nothing of a response to read in them.")
+    return replace(report, dropped=counts.bare + counts.without_steps)

@@ -24,6 +24,7 @@ from selfcal_lightning.rewards.settings import Steps
 from selfcal_lightning.runtime.files import write_json_lines
 from selfcal_lightning.runtime.json_files import read_json_lines
 from selfcal_lightning.runtime.progress import say
+from selfcal_lightning.store.manifest import round_file
 from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 
 
@@ -67,6 +68,7 @@ def run_rollout(
     shard: str = "0/1",
     questions_per_shard: int = 64,
     max_failures: int = MAX_FAILURES,
+    top_up: bool = False,
 ) -> RolloutReport:
     """Continue the prefixes of stored responses several times each, into a store of their own.
 
@@ -87,7 +89,8 @@ def run_rollout(
         num_rollouts: Rollouts from each prefix.
         steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (behind that text), or auto, the
             coarsest of the first four that a response has.
-        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix.
+        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix, the empty one of
+            each question and whole responses among them.
         export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
             are rolled out.
         labels: Its labels: "hard", whether any rollout from the step was right, or "rate", the share of them.
@@ -100,6 +103,8 @@ def run_rollout(
         shard: "i/n", this machine's share of the prefixes.
         questions_per_shard: Prefixes in one file of the store; what a kill can cost.
         max_failures: Requests that may fail in a row; then the run stops.
+        top_up: Draw more rollouts from the prefixes where the store has fewer than ``num_rollouts`` of each; what is
+            there stays, and the others are those of a run that draws all at once.
 
     Returns:
         What there is now.
@@ -131,10 +136,12 @@ def run_rollout(
         query=policy.prompt.query or DEFAULT_QUERY,
         questions_per_shard=questions_per_shard,
         max_failures=max_failures,
+        top_up=top_up,
         rollouts=source,
     )
     if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
         raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
+    _check_number(Path(store_dir), split, num_rollouts, top_up=top_up)
     chat = settings.chat()
     wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
     sample_questions(settings, devices=devices, shard=shard)
@@ -142,8 +149,9 @@ def run_rollout(
     rates = read_rates(store_dir) if (Path(store_dir) / "manifest.json").is_file() else {}
     found = [rates[one.question.id] for one in wanted if one.question.id in rates]
     if export is not None:
-        write_json_lines(Path(export), success_records(store_dir))
-        say(f"Wrote the success rates of {len(rates):,} prefixes to {export}")
+        records = list(success_records(store_dir, source.outer_rates(chat)))
+        write_json_lines(Path(export), records)
+        say(f"Wrote {len(records):,} success rates to {export}: of {len(rates):,} prefixes, questions and responses")
     if export_trl is not None:
         _write_trl(Path(export_trl), list(source.labelled(chat, rates)), labels)
     mean = sum(rate.share for rate in found) / len(found) if found else None
@@ -151,6 +159,20 @@ def run_rollout(
     done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
     say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
     return report
+
+
+def _check_number(store: Path, split: str, num_rollouts: int, *, top_up: bool) -> None:
+    """Raise where there are fewer rollouts of each prefix already, which only ``top_up`` adds to."""
+    if num_rollouts < 1:
+        raise InputError(f"Expected `num_rollouts` to be at least 1, but got {num_rollouts}.")
+    if top_up or not round_file(store, 0).is_file():
+        return
+    known = SampleStore(store).round_manifest().samples_of(split)
+    if known is not None and num_rollouts > known:
+        raise InputError(
+            f"Expected `num_rollouts` to be at most {known}, the rollouts of a prefix in {store}, but got "
+            f"{num_rollouts}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
+        )
 
 
 def _write_trl(path: Path, found: Sequence[tuple[str, list[str], list[float]] | None], labels: StepLabels) -> None:

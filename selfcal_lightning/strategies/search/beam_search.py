@@ -28,7 +28,8 @@ class BeamSearch:
     Attributes:
         scorer: The reward model.
         width: First steps that are drawn, and most beginnings at any time.
-        keep: Beginnings that are kept, at most; ``width // keep`` samples go on from each.
+        keep: Beginnings that are kept, at most; ``width`` is a multiple of it, and ``width // keep`` samples go on from
+            each.
         max_steps: Steps after which the search ends.
         frequency: Steps that each beginning gets from one choice to the next.
         lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
@@ -64,6 +65,11 @@ class BeamSearch:
         check_search(target=self.target, by=self.by, lookahead=self.lookahead, **counts)
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
+        if self.width % self.keep:
+            raise InputError(
+                f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}: each beginning gets "
+                f"as many samples. Use {self.width - self.width % self.keep}, or another `keep`."
+            )
         if self.adaptive not in get_args(Adaptive):
             raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
         if self.duplicates not in get_args(Duplicates):

@@ -86,6 +86,7 @@ def test_false_arithmetic_is_said_to_be_false(made: Selection) -> None:
         ([["3+7=10"], ["7 + 3 = 10"]], [("3+7=10",)], 0, 0),
         ([["  "], ["\\boxed{}"], ["3+7"]], [("\\boxed{}",), ("3+7",)], 0, 0),
         ([["1000+7=1007"]], None, 1, 0),
+        ([["3² = 10"], ["①"]], [("3² = 10",), ("①",)], 0, 0),
     ],
 )
 def test_steps_are_grounded_said_once_and_not_the_answer(

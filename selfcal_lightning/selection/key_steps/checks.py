@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfcal_lightning.functional.equations import find_equations
-from selfcal_lightning.functional.step_rewards import canonical_step, step_key, step_numbers
+from selfcal_lightning.functional.step_rewards import canonical_step, is_number, step_key, step_numbers
 from selfcal_lightning.selection.joining import Example
 from selfcal_lightning.selection.key_steps.base import NOTHING_LEFT, Extracted, KeyStep
 
@@ -64,6 +64,6 @@ def _leaks(tokens: tuple[str, ...], answer: tuple[tuple[str, ...], frozenset[str
     own, numbers = answer
     if tokens == own:
         return True
-    said = [token for token in tokens if token[0].isdigit()]
+    said = [token for token in tokens if is_number(token)]
     computes = not _COMPUTING.isdisjoint(tokens)
     return bool(numbers) and not computes and set(said) == set(numbers)

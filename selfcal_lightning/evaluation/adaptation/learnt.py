@@ -44,9 +44,9 @@ def _check_among(learnt: Sequence[Question], sets: Mapping[str, Sequence[Questio
     held = {key for name, others in sets.items() if name != TRANSDUCTIVE for one in others for key in _keys(one)}
     outside = [question for question in learnt if own.isdisjoint(_keys(question))]
     if outside:
-        num_held = sum(not held.isdisjoint(_keys(question)) for question in outside)
+        num_own, num_held = len(sets[TRANSDUCTIVE]), sum(not held.isdisjoint(_keys(question)) for question in outside)
         raise InputError(
-            f"Expected {what} to be among the {len(sets[TRANSDUCTIVE]):,} of `questions`, but got {len(outside):,} that are not, "
+            f"Expected {what} to be among the {num_own:,} of `questions`, but got {len(outside):,} that are not, "
             f"{num_held:,} of them in `inductive` or `out_of_domain`, for example {outside[0].id!r}: they would be "
             "learnt. Name them in `questions`, or run `selfcal select` on a store that was sampled for `questions`."
         )

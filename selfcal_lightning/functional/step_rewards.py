@@ -80,7 +80,9 @@ def step_key(text: str) -> tuple[Token, ...]:
 
 
 def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool = False) -> float | None:
-    """Return the share of key steps of which a response contains a form.
+    """Return the share of key steps of which a response contains a form; a reward for trainers in Python.
+
+    The reward.py of `selfcal export-rl` looks at the answer alone; its rows carry the key steps.
 
     Args:
         text: A response.

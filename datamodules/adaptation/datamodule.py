@@ -206,6 +206,13 @@ class RolloutDataModule(SSCDataModule):
         every = self.regenerate_every_n_epochs
         return epoch == 0 if every is None else epoch % every == 0
 
+    def teaches(self, epoch: int) -> bool:
+        """Return whether a round teaches enough for its steps; round 0 is refused instead, one not sampled unknown."""
+        round, store = self.round_of(epoch), self._store()
+        if round == 0 or round not in store.manifest.rounds:
+            return True
+        return len(self._taught(store, self.collator(), round)[2]) >= self.steps_per_epoch
+
     # ---- loaders
 
     def collator(self) -> PolicyCollator:
@@ -226,10 +233,10 @@ class RolloutDataModule(SSCDataModule):
         """
         store, collator = self._store(), self.collator()
         newest = self.round_of(epoch_to_read(self.trainer))
-        table, notes = self._learnt(store, collator, newest)
-        weights = self._weights(table, collator)
-        drawn = np.flatnonzero((weights[0] > 0) | (weights[1] > 0))
+        table, weights, drawn, notes = self._taught(store, collator, newest)
         rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
+        if len(drawn) < self.steps_per_epoch and newest > 0:
+            drawn = np.arange(len(table))  # of a loader that is asked for, but not read: `teaches` ends the training
         if len(drawn) < self.steps_per_epoch:
             raise InputError(
                 f"Expected at least one response that teaches for each of the {self.steps_per_epoch} optimiser steps, "
@@ -285,6 +292,14 @@ class RolloutDataModule(SSCDataModule):
             store, split="train", rounds=rounds, questions=questions, chat=collator.chat, confidences=confidences
         )
         return self._seen(index)
+
+    def _taught(
+        self, store: SampleStore, collator: PolicyCollator, round: int
+    ) -> tuple[TupleTable, tuple[FloatArray, FloatArray], np.ndarray, list[str]]:
+        """Return the rows of a round, their weights, the numbers of those that teach, and notes on them."""
+        table, notes = self._learnt(store, collator, round)
+        weights = self._weights(table, collator)
+        return table, weights, np.flatnonzero((weights[0] > 0) | (weights[1] > 0)), notes
 
     def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
         """Return the rows of a round with their targets and advantages, and notes on them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -97,7 +98,8 @@ def read_advantages(
         leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
 
     Raises:
-        InputError: A question has one response, or all rewards of every question are the same.
+        InputError: A question has one response, or in round 0 all rewards of every question are the same. Later rounds
+            may come to that: there the training ends.
     """
     entries = _entries(store, index, round, texts=name == "equations")
     if lone := sum(len(entry.samples) < 2 for entry in entries):
@@ -108,7 +110,7 @@ def read_advantages(
     rewards = group_rewards(name, entries, fusion=fusion)
     advantages = group_advantages(rewards, scale=scale, leave_one_out=leave_one_out)
     constant = [not any(advantage for advantage in group) for group in advantages]
-    if all(constant):
+    if all(constant) and round == 0:
         raise InputError(
             f"Expected rewards that differ within a question, but got one reward throughout for all {len(entries):,} "
             f"questions with the reward {name!r}: nothing would be learnt. Draw more responses, or take harder "
@@ -120,9 +122,8 @@ def read_advantages(
         for advantage in group
     ]
     known = [reward for group in rewards for reward in group if reward is not None]
-    return GroupAdvantages(
-        np.array(flat, dtype=np.float64), len(entries), sum(constant), float(np.mean(known)), len(flat) - len(known)
-    )
+    mean = float(np.mean(known)) if known else math.nan
+    return GroupAdvantages(np.array(flat, dtype=np.float64), len(entries), sum(constant), mean, len(flat) - len(known))
 
 
 def fit_anchor_fusion(store: SampleStore, index: SampleIndex) -> Fusion:

@@ -39,7 +39,8 @@ def read_index(
     Raises:
         ValueError: The round or some of the questions are missing, or were sampled from another wording.
     """
-    way_out = "Add the `SSCGeneration` callback to the trainer, or run `selfcal generate` on this store."
+    sampled = f"`selfcal generate --store_split {split}`"
+    way_out = f"Add the `SSCGeneration` callback to the trainer, or run {sampled} on this store."
     if questions is None:
         way_out = f"Name `{split}` sources in the data module. {way_out}"
     index = store.index(split=split, round=round, confidences=confidences)

@@ -23,6 +23,7 @@ _EQUALS, _OPERATORS = {"="}, frozenset("+*-/()")
 _LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
 _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
 _LONGEST_NUMBER = 40
+_DIGITS = frozenset("0123456789")
 
 
 def canonical_step(text: str) -> tuple[Token, ...]:
@@ -36,10 +37,19 @@ def canonical_step(text: str) -> tuple[Token, ...]:
     for token in _TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
         if token in _LEFT_OUT:
             continue
-        is_number = token[0].isdigit() or (token[0] == "." and len(token) > 1)
-        word = _number(token) if is_number else token.lower()
-        found.append("*" if word == "x" and found and found[-1][0].isdigit() else _SIGNS.get(word, word))
+        word = _number(token) if is_number(token) else token.lower()
+        found.append("*" if word == "x" and found and is_number(found[-1]) else _SIGNS.get(word, word))
     return tuple(found)
+
+
+def is_number(token: Token) -> bool:
+    """Return whether a token is a number, in ASCII digits: ``²`` and ``①`` are signs.
+
+    Example:
+        >>> is_number("15"), is_number(".5"), is_number("²"), is_number(".")
+        (True, True, False, False)
+    """
+    return token.lstrip(".")[:1] in _DIGITS
 
 
 def step_numbers(text: str) -> frozenset[str]:
@@ -70,7 +80,9 @@ def step_key(text: str) -> tuple[Token, ...]:
 
 
 def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool = False) -> float | None:
-    """Return the share of key steps of which a response contains a form.
+    """Return the share of key steps of which a response contains a form; a reward for trainers in Python.
+
+    The reward.py of `selfcal export-rl` looks at the answer alone; its rows carry the key steps.
 
     Args:
         text: A response.

@@ -43,8 +43,8 @@ def run_score(
         estimator: Name, or a list of names: p_true, verbalized, verbalized_words, verbalized_percent,
             response_consistency, sequence_logprob, mean_logprob, min_logprob, self_certainty, response_certainty,
             token_entropy, token_steadiness, lowest_group_confidence, step_certainty, step_entropy, step_coe_c,
-            step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw, sasc_std, sasc_certainty, sasc_double; with a
-            reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
+            step_coe_r (both with _normalised as well), step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw,
+            sasc_std, sasc_certainty, sasc_double; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store; give this or ``pool``.
         pool: JSON-lines pool, one question a line.
         output: Where the pool with its confidences goes.
@@ -62,7 +62,7 @@ def run_score(
         overwrite: Whether values that another model or other settings gave may be replaced.
         reward: The reward model of prm, prm_lower, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
         criteria: How scores of tokens and steps become one: of step_certainty, step_entropy, step_coe_c,
-            step_self_evaluation and lowest_group_confidence.
+            step_self_evaluation and lowest_group_confidence; of step_coe_r all but the weight of the probability.
 
     Returns:
         What each estimator did.

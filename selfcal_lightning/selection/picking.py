@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from selfcal_lightning.confidence.base import P_TRUE, check_confidence, confidence_of
+from selfcal_lightning.confidence.estimators.registry import ESTIMATORS, STORED
 from selfcal_lightning.confidence.fitting.features import feature_value
 from selfcal_lightning.confidence.fitting.fusion import Fusion, fit_fusion
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, unknown_name
 from selfcal_lightning.functional.selection import kept, select_best
 from selfcal_lightning.records import QuestionSamples, Sample
 from selfcal_lightning.selection import records
@@ -42,14 +43,14 @@ def select_rows(entries: Sequence[QuestionSamples], settings: SelectionSettings)
 
     Raises:
         MissingConfidenceError: A score was not computed; names the estimator to run.
-        InputError: Nothing is kept.
+        InputError: Nothing is kept, or no score has such a name.
     """
     if not entries:
         raise InputError("Expected questions to select from, but got none.")
     seen = entries if settings.references else [without_references(entry) for entry in entries]
     votes = [P_TRUE] if SSC in (settings.pick, settings.keep) else []
     for name in (*settings.names, *votes):
-        _check_scored(seen, name)
+        _check_scored(seen, name, settings)
     fusion = fit_votes(seen, settings.features) if settings.pick == FUSED else None
     rows = [_row(entry, settings, fusion) for entry in seen]
     chosen, threshold = _keep(rows, settings)
@@ -62,10 +63,22 @@ def without_references(entry: QuestionSamples) -> QuestionSamples:
     return replace(entry, question=replace(entry.question, reference=None), samples=samples)
 
 
-def _check_scored(entries: Sequence[QuestionSamples], name: str) -> None:
-    """Raise MissingConfidenceError where no readable response has a confidence; one that lacks it is counted later."""
-    if not any(confidence_of(sample, name) is not None for entry in entries for sample in entry.samples):
-        check_confidence(entries, name)
+def _check_scored(entries: Sequence[QuestionSamples], name: str, settings: SelectionSettings) -> None:
+    """Raise where no readable response has a confidence; one that lacks it is counted later.
+
+    Raises:
+        MissingConfidenceError: It was not computed.
+        InputError: Nothing computes one of that name.
+    """
+    if any(confidence_of(sample, name) is not None for entry in entries for sample in entry.samples):
+        return
+    known = (*STORED, *ESTIMATORS)
+    if name not in known:
+        own = {"pick": (FUSED, SHARE, SSC), "keep": (SHARE, SSC, PICK), "scores": ()}
+        named = {"pick": (settings.pick,), "keep": (settings.keep,), "scores": settings.scores}
+        option = next(option for option, names in named.items() if name in names)
+        raise unknown_name(option, name, (*own[option], *known))
+    check_confidence(entries, name)
 
 
 def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None) -> Fusion:

@@ -171,6 +171,10 @@ class PolicyData(Protocol):
         """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
         ...
 
+    def teaches(self, epoch: int) -> bool:
+        """Return whether the round of ``epoch`` has something to teach."""
+        ...
+
     def is_fresh(self, epoch: int) -> bool:
         """Return whether ``epoch`` is the first one that is trained on its round."""
         ...

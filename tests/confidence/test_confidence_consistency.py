@@ -73,7 +73,8 @@ def test_names() -> None:
     stated = {"verbalized", "verbalized_words", "verbalized_percent"}
     rewards = {"prm", "prm_lower", "prm_min", "prm_prod", "orm"}
     chances = {"p_true", "response_consistency", *stated, *rewards}
-    trajectories = {"coe_r", "coe_c", "coe_r_raw", "coe_c_raw", "step_coe_c"}
+    steps = {"step_coe_c", "step_coe_c_normalised", "step_coe_r", "step_coe_r_normalised"}
+    trajectories = {"coe_r", "coe_c", "coe_r_raw", "coe_c_raw", *steps}
     weights = {"sasc_std", "sasc_certainty", "sasc_double"}
     others = {*trajectories, *weights}
     assert set(ESTIMATORS) == {

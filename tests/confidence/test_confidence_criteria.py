@@ -127,7 +127,8 @@ def test_trajectories_equal_the_vectors_and_undefined_ones_are_unknown(vectors: 
 
 def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, pool: Pool) -> None:
     """Of whole responses and of their steps, whatever is beside them in the batch."""
-    found = {name: build_estimator(name, tokens=tokens).score(pool) for name in ("coe_r", "coe_c_raw", "step_coe_c")}
+    steps = ("step_coe_c", "step_coe_c_normalised", "step_coe_r", "step_coe_r_normalised")
+    found = {name: build_estimator(name, tokens=tokens).score(pool) for name in ("coe_r", "coe_c_raw", *steps)}
     entry, sample = pool[0], pool[0].samples[0]
     ids = [*entry.prompt_ids, *sample.token_ids]
     with torch.no_grad():
@@ -139,12 +140,16 @@ def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, p
     raw = chain_of_embedding(means, normalize=False).coe_c
     assert found["coe_c_raw"][0][0] == pytest.approx(raw, rel=1e-5)
     logprob = out.logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor([sample.token_ids]).T)[:, 0]
-    expected = []
+    expected: dict[str, list[float]] = {name: [] for name in steps}
     for a, b in tokens.steps(sample.token_ids, "auto"):
-        step = chain_of_embedding(states[:, start - 1 + a : start - 1 + b].mean(1), normalize=False).coe_c
-        expected.append(math.sqrt(step * logprob[a:b].mean().exp().item()))
-    assert len(expected) == 2
-    assert found["step_coe_c"][0][0] == pytest.approx(np.mean(expected), rel=1e-4)
+        chance, means = logprob[a:b].mean().exp().item(), states[:, start - 1 + a : start - 1 + b].mean(1)
+        for normalize, ending in ((False, ""), (True, "_normalised")):
+            step = chain_of_embedding(means, normalize=normalize)
+            expected[f"step_coe_c{ending}"].append(math.sqrt(step.coe_c * chance))
+            expected[f"step_coe_r{ending}"].append(step.coe_r)
+    for name, values in expected.items():
+        assert len(values) == 2
+        assert found[name][0][0] == pytest.approx(np.mean(values), rel=1e-4, abs=1e-4), name
 
 
 def test_all_criteria_of_tokens_cost_one_pass(tokens: TokenReader, pool: Pool) -> None:

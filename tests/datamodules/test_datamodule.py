@@ -204,7 +204,7 @@ def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, 
         return lambda question, rng: [{**same, **fields}] * 3
 
     cases: list[tuple[str, dict[str, Any], str]] = [
-        (store_dir, {"round": 3}, "samples of round 3 for the split 'train'.*SSCGeneration"),
+        (store_dir, {"round": 3}, "samples of round 3 for the split 'train'.*SSCGeneration.*--store_split train"),
         (str(tmp_path / "nowhere"), {}, "Expected a sample store in"),
         (store_dir, {"train": [QuestionSource("word_problems", split="train", limit=20)]}, "8 are missing"),
         (store_dir, {"num_samples": 1}, "`num_samples` to be at least 2"),

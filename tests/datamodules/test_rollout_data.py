@@ -148,6 +148,20 @@ def test_constant_groups_are_counted_and_leave_the_gradient(pool: Pool, caplog: 
     assert batch.batch_size == 36, "their confidence is learnt all the same"
 
 
+def test_a_later_round_of_one_reward_ends_the_training_instead(pool: Pool) -> None:
+    """In round 0 it is a mistake, later what sharpening comes to; P(True) may still be learnt."""
+    store = pool.write("sharpened", answers_of("7", "7", "8"), sampling=AT_ONE)
+    pool.write("sharpened", answers_of("7", "7", "7"), sampling=AT_ONE, round=1)
+    rounds = {"num_samples": 3, "regenerate_every_n_epochs": 1}
+    data = data_of(pool, store, **rounds)
+    assert [data.teaches(epoch) for epoch in (0, 1, 2)] == [True, False, True], "the third was not sampled"
+    assert data_of(pool, store, target="anchor", **rounds).teaches(1)
+    (batch,) = batches(data_of(pool, store, num_samples=3, round=1))
+    assert batch.generation_total.item() == 0.0, "Lightning asks for the loader of the next epoch, and leaves it"
+    (batch,) = batches(data_of(pool, store, num_samples=3, round=1, target="anchor"))
+    assert (batch.generation_total.item(), batch.calibration_total.item()) == (0.0, 36.0)
+
+
 def test_statistics_of_tokens_are_read_from_where_score_puts_them(pool: Pool, shallow_model: str) -> None:
     store = pool.write("statistics", answers_of("7", "71", "8"), sampling=AT_ONE)
     with pytest.raises(InputError, match="token_entropy"):

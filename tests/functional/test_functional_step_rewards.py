@@ -66,3 +66,10 @@ def test_numbers_have_one_spelling() -> None:
     assert step_numbers("1,000 or 1000.00 or .5") == {"1000", "1/2"}
     assert canonical_step("x y") == ("x", "y")
     assert canonical_step("9" * 50)[0] == "9" * 50, "no arithmetic with numbers of any length"
+
+
+@pytest.mark.parametrize("sign", ["²", "₃", "①", "½"])
+def test_only_ascii_digits_are_numbers(sign: str) -> None:
+    assert step_match(f"So 3{sign} = 9 and {sign} x 4", [["3*3=9"], [f"3{sign} = 9"]]) == 0.5
+    assert canonical_step(f"3{sign} {sign} x") == ("3", sign, sign, "x")
+    assert step_numbers(f"3{sign}") == {"3"}

@@ -24,7 +24,7 @@ from selfcal_lightning.callbacks.generation.callback import SSCGeneration
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.errors import InputError
-from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file
+from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file, keep_adapter
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.modules import adaptation
 from selfcal_lightning.modules.adaptation.losses import policy_parts
@@ -278,6 +278,33 @@ class Keep(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model: str, tmp_path: Path) -> None:
+    """Also where it is resumed with that round."""
+
+    def unanimous(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
+        return [{**one, "answer": "7"} for one in varied(question, rng)]
+
+    store = pool.write("unanimous", varied, sampling=AT_ONE)
+    pool.write("unanimous", unanimous, sampling=AT_ONE, round=1)
+
+    def trained(ckpt_path: str | None = None, **changes: Any) -> adaptation.TestTimeTrainingModule:
+        module = module_of(tiny_model, **changes)
+        data = data_of(tiny_model, store, regenerate_every_n_epochs=1, **changes)
+        trainer_with(
+            Keep(tmp_path), max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0
+        ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
+        return module
+
+    ended = trained()
+    steps = ended.trainer.global_step
+    assert (ended.trainer.current_epoch, ended.trainer.should_stop, steps) == (1, True, 4)
+    keep_adapter(ended, store, round=1, training="t")
+    again = trained(str(tmp_path / f"{steps}.ckpt"))
+    assert (again.trainer.global_step, again.trainer.should_stop) == (steps, True)
+    assert all(torch.equal(one, adapter_state(ended.model)[name]) for name, one in adapter_state(again.model).items())
+    assert trained(target="anchor").trainer.global_step == 2 * steps, "P(True) goes on alone"
 
 
 @pytest.mark.slow

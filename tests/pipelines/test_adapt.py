@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.selection_stores import select, sums_entry, sums_store
 
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.errors import InputError, RunError
 from selfcal_lightning.evaluation.adaptation.fitting import Adaptation, fit_settings
+from selfcal_lightning.evaluation.adaptation.learnt import check_learnt
 from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
+from selfcal_lightning.evaluation.adaptation.rounds import cost_in_samples, round_labels
+from selfcal_lightning.pipelines.adaptation import adapt as adapt_file
 from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
-from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.selection.files import read_selection
 from selfcal_lightning.store.sample_store import SampleStore
 
 ADAPTED = QuestionSlice("word_problems", split="test_id", limit=3)
@@ -61,12 +67,88 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"rounds": 0}, "`rounds`"),
         ({"reward": "entropy", "rounds": 2}, "`rounds: 1` with `reward: entropy`"),
         ({"reward": "none", "selection": "s"}, "`store_dir` with a `selection`"),
+        ({"reward": "none"}, "a `selection` with `reward: none`"),
+        ({"reward": "entropy", "rounds": 1, "store_dir": "s"}, "`store_dir` with a `selection` alone, but got 's'"),
+        ({"evaluation_samples": 0}, "`evaluation_samples` to be at least 1, but got 0"),
+        ({"temperatures": [0.7, -1.0]}, r"`temperatures` to lie in \(0, 2\], but got -1\.0"),
         ({"inductive": ADAPTED}, "share no question"),
         ({"reward": "votes"}, "vote_share"),
     ):
         with pytest.raises(InputError, match=message):
             adapt(tmp_path / "adapt", **changes)
     assert not (tmp_path / "adapt").exists()
+
+
+def test_settings_that_fit_refuses_are_not_held_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their mending would be refused as a change of them."""
+    started: list[list[str]] = []
+
+    def refuse(arguments: list[str]) -> int:
+        started.append(arguments)
+        assert Path(arguments[2]).exists()
+        return 1
+
+    monkeypatch.setattr(adapt_file, "run_step", refuse)
+    for changes in ({"num_samples": 1}, {"num_samples": 4}, {"num_samples": 4, "check": True}):
+        with pytest.raises(RunError, match=r"pass their check, .* Nothing was sampled or written\.$"):
+            adapt(tmp_path / "adapt", **changes)
+    assert [one[-2:] for one in started] == [["--check", "true"]] * 3
+    assert not (tmp_path / "adapt").exists()
+    assert not Path(started[0][2]).exists()
+
+
+def test_settings_that_passed_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(adapt_file, "run_step", lambda one: started.append(one) or int("--check" not in one))
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"The same command goes on from what is there\.$"):
+            adapt(tmp_path)
+    assert ["--check" in one for one in started] == [True, False, False]
+
+
+def of_sums(start: int, stop: int, *, reference: bool = True) -> list[Question]:
+    questions = [sums_entry(number).question for number in range(start, stop)]
+    return questions if reference else [replace(question, reference=None) for question in questions]
+
+
+def test_a_selection_teaches_the_questions_that_are_adapted_on_alone(tmp_path: Path) -> None:
+    store = sums_store(tmp_path / "store")
+    chosen = str(select(store.path, tmp_path / "chosen", keep_count=6, threshold=None).path)
+    kept = {row.question_id for row in read_selection(chosen).kept}
+    everything = of_sums(0, 12, reference=False)
+    check_learnt(chosen, str(store.path), {"transductive": everything}, learns_confidence=True)
+    own = [question for question in everything if question.id in kept]
+    others = [question for question in everything if question.id not in kept]
+    sets = {"transductive": own, "inductive": others}
+    check_learnt(chosen, str(store.path), sets, learns_confidence=False)
+    with pytest.raises(InputError, match=r"the 12 training questions of .* but got 6 that are not, 6 of them in"):
+        check_learnt(chosen, str(store.path), sets, learns_confidence=True)
+    sets = {"transductive": own[1:], "inductive": others, "out_of_domain": own[:1]}
+    with pytest.raises(InputError, match=r"the 6 questions that .* among the 5 of `questions`, but got 1 .* 1 of them"):
+        check_learnt(chosen, str(store.path), sets, learns_confidence=False)
+    with pytest.raises(InputError, match=r"but got 1 that are not, 0 of them in .* Name them in `questions`, or run"):
+        check_learnt(chosen, str(store.path), {"transductive": own[1:]}, learns_confidence=False)
+    with pytest.raises(InputError, match=r"questions that .* keeps to be among the 3 of `questions`"):
+        adapt(tmp_path / "adapt", reward="none", selection=chosen, store_dir=str(store.path), check=True)
+
+
+def test_a_selection_of_another_store_is_refused_by_the_check(tmp_path: Path) -> None:
+    store = sums_store(tmp_path / "store")
+    chosen = str(select(store.path, tmp_path / "chosen", threshold=0.5).path)
+    other = sums_store(tmp_path / "other", num_questions=3)
+    with pytest.raises(InputError, match=r"sampled anew|but got another one"):
+        adapt(tmp_path / "adapt", reward="none", selection=chosen, store_dir=str(other.path), check=True)
+
+
+def test_tokens_of_other_questions_are_no_cost(tmp_path: Path) -> None:
+    store = sums_store(tmp_path / "store")
+    own = of_sums(0, 3)
+    rows = round_labels(store.path, own)
+    assert rows["0"]["tokens"] == sum(
+        len(sample.token_ids) for n in range(3) for sample in sums_entry(n, right=n).samples
+    )
+    assert cost_in_samples(store.path, own, rows) == 4
+    assert cost_in_samples(store.path, of_sums(90, 92), {}) == 0
 
 
 @pytest.mark.slow

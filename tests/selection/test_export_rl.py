@@ -209,6 +209,11 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     assert set(found) == {"rewards", "scores", "extra_logs"}
 
 
+def test_a_source_that_was_not_exported_is_named(reward: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"to be one of selfcal/.*, but got 'gsm8k'\. Use the reward\.py that"):
+        reward.judge("gsm8k", "Answer: 7", "7")
+
+
 def test_no_name_stands_for_two_things() -> None:
     """Modules of this package do use one name for two things, such as MAX_DECIMAL_ERROR."""
     source = reward_source(get_task(name) for name in ("math500", "commonsense_qa", "local_text", "word_problems"))

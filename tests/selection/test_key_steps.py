@@ -86,6 +86,7 @@ def test_false_arithmetic_is_said_to_be_false(made: Selection) -> None:
         ([["3+7=10"], ["7 + 3 = 10"]], [("3+7=10",)], 0, 0),
         ([["  "], ["\\boxed{}"], ["3+7"]], [("\\boxed{}",), ("3+7",)], 0, 0),
         ([["1000+7=1007"]], None, 1, 0),
+        ([["3² = 10"], ["①"]], [("3² = 10",), ("①",)], 0, 0),
     ],
 )
 def test_steps_are_grounded_said_once_and_not_the_answer(
@@ -98,6 +99,28 @@ def test_steps_are_grounded_said_once_and_not_the_answer(
     assert (None if found.steps is None else [step.forms for step in found.steps]) == left
     assert (found.ungrounded, found.leaking) == (ungrounded, leaking)
     assert (found.reason is None) == (found.steps is not None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "leaks", "computes"),
+    [
+        ("-12", ["-12", "x = -12", "the answer is -12", "x = minus 12"], ["3 - 15 = -12", "-12 + 2 = -10", "-12 * x"]),
+        ("3/4", ["3/4", "x = 3/4", r"\frac{3}{4}", "so 3/4 = 3/4"], ["3/4 + 1/4 = 1", "1 - 1/4 = 3/4"]),
+        ("12 apples", ["12", "12 apples", "x = 12"], ["3 * 4 = 12", "12 - x", "12 of 15"]),
+        ("(3, 4)", ["x = 3, y = 4", "(3,4)"], ["3 + 1 = 4"]),
+        ("A", ["A", "so (A)"], ["a prime is odd"]),
+        ("B", ["B", "(B)", "the answer is B"], ["B = 4", "bare"]),
+    ],
+)
+def test_a_form_leaks_where_nothing_is_left_but_the_answer(
+    made: Selection, answer: str, leaks: list[str], computes: list[str]
+) -> None:
+    one = next(examples(made))
+    text = " ".join([*leaks, *computes])
+    one = replace(one, sample=replace(one.sample, text=text), row=replace(one.row, answer=answer))
+    found = checked_steps(one, [[form] for form in [*leaks, *computes]])
+    assert [step.text for step in found.steps] == computes
+    assert found.leaking == len(leaks)
 
 
 @pytest.mark.parametrize(

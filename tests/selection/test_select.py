@@ -250,6 +250,13 @@ def test_a_score_that_is_not_there_names_its_estimator(store: Path, tmp_path: Pa
         select(store, tmp_path / "chosen", keep="self_certainty")
 
 
+def test_a_name_that_nothing_has_is_said_to_be_unknown(store: Path, tmp_path: Path) -> None:
+    for options in ({"pick": "self_certanty"}, {"keep": "self_certanty"}, {"scores": ["self_certanty"]}):
+        (option,) = options
+        with pytest.raises(ValueError, match=rf"`{option}` to be one of .*got 'self_certanty'\. Did you mean 'self_c"):
+            select(store, tmp_path / "chosen", **options)
+
+
 @pytest.mark.parametrize("options", [{"keep": "steady"}, {"pick": "steady", "keep": "pick"}])
 def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path: Path, options: dict[str, str]) -> None:
     shutil.copytree(store, tmp_path / "store")
@@ -289,4 +296,10 @@ def test_the_verb_says_what_it_kept(store: Path, tmp_path: Path, capsys: pytest.
     assert "Kept 3 of 12 questions; the last one has the score 0.75." in said
     assert "9 not kept: not among the first" in said
     assert "Picked by a fusion of mean_logprob, logit:p_true, fitted to the votes.\nNo gold answer was read." in said
+    assert "keep_count" not in said
+    assert run([*arguments[:-1], "99"]) == 0
+    assert (
+        "Kept 12 of 12 questions; the last one has the score 0.25.\n`keep_count` asked for 99"
+        in capsys.readouterr().out
+    )
     assert run_select.__doc__

@@ -11,7 +11,7 @@ from selfcal_lightning.confidence.estimators.p_true import PTrue
 from selfcal_lightning.confidence.estimators.reward_model import REWARD_SCORES
 from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
 from selfcal_lightning.confidence.estimators.step_self_evaluation import StepSelfEvaluation
-from selfcal_lightning.confidence.estimators.step_statistics import StepCertainty, StepEntropy, StepTrajectory
+from selfcal_lightning.confidence.estimators.step_statistics import STEP_TRAJECTORIES, StepCertainty, StepEntropy
 from selfcal_lightning.confidence.estimators.token_statistics import (
     LowestGroupConfidence,
     LowestLogprob,
@@ -72,7 +72,7 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         LowestGroupConfidence,
         StepCertainty,
         StepEntropy,
-        StepTrajectory,
+        *STEP_TRAJECTORIES,
         StepSelfEvaluation,
         *TRAJECTORIES,
         *WEIGHTS,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from selfcal_lightning.errors import InputError
 from selfcal_lightning.functional.steps import Aggregation, Span, aggregate
-from selfcal_lightning.functional.trajectories import chain_of_embedding
+from selfcal_lightning.functional.trajectories import ChainOfEmbedding, chain_of_embedding
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.settings import Steps
 
@@ -93,6 +93,7 @@ class StepTrajectory(_StepStatistic):
     """The metric is CoE-C of the step's own mean states, lengths and angles taken as they are."""
 
     name = "step_coe_c"
+    normalize: ClassVar[bool] = False
 
     def __init__(
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
@@ -101,12 +102,46 @@ class StepTrajectory(_StepStatistic):
         tokens.watch(steps)
 
     def of_steps(self, statistics: ResponseStatistics, spans: Sequence[Span]) -> Tensor | None:
-        """Return the score of each step, at least 0 [S]; None where a trajectory is not defined."""
-        from selfcal_lightning.functional.response_certainty import span_means, step_scores
+        """Return the score of each step [S]; None where a trajectory is not defined."""
+        from selfcal_lightning.functional.response_certainty import span_means
 
-        chains = [chain_of_embedding(means, normalize=False) for means in statistics.trajectories[self._steps]]
-        if any(chain is None for chain in chains):
-            return None
-        logprob = span_means(statistics.tokens.logprob, spans)
-        metric = logprob.new_tensor([chain.coe_c for chain in chains if chain is not None])
-        return step_scores(metric, logprob, weight=self._weight)
+        found = [chain_of_embedding(means, normalize=self.normalize) for means in statistics.trajectories[self._steps]]
+        chains = [chain for chain in found if chain is not None]
+        return (
+            self.of_chains(chains, span_means(statistics.tokens.logprob, spans)) if len(chains) == len(found) else None
+        )
+
+    def of_chains(self, chains: Sequence[ChainOfEmbedding], logprob: Tensor) -> Tensor:
+        """Return the score of each step, at least 0 [S], from its trajectory and its mean log-probability [S]."""
+        from selfcal_lightning.functional.response_certainty import step_scores
+
+        return step_scores(logprob.new_tensor([chain.coe_c for chain in chains]), logprob, weight=self._weight)
+
+
+class StepTrajectoryNormalised(StepTrajectory):
+    """The metric is CoE-C of the step's own mean states, in units of the step's whole way."""
+
+    name = "step_coe_c_normalised"
+    normalize = True
+
+
+class StepDifference(StepTrajectory):
+    """CoE-R of the step's own mean states as they are: it may be below 0, so that no probability is mixed in."""
+
+    name = "step_coe_r"
+
+    def of_chains(self, chains: Sequence[ChainOfEmbedding], logprob: Tensor) -> Tensor:
+        """Return CoE-R of each step [S]."""
+        return logprob.new_tensor([chain.coe_r for chain in chains])
+
+
+class StepDifferenceNormalised(StepDifference):
+    """CoE-R of the step's own mean states, in units of the step's whole way."""
+
+    name = "step_coe_r_normalised"
+    normalize = True
+
+
+STEP_TRAJECTORIES: tuple[type[StepTrajectory], ...] = (
+    StepTrajectory, StepTrajectoryNormalised, StepDifference, StepDifferenceNormalised,
+)  # fmt: skip

@@ -50,6 +50,16 @@ class Adaptation:
             raise InputError(
                 "Expected `store_dir` with a `selection`, the store that it was made of, but got None. Name it."
             )
+        if self.selection is None and self.store_dir is not None:
+            raise InputError(
+                f"Expected `store_dir` with a `selection` alone, but got {self.store_dir!r}: rounds are sampled into "
+                "`output_dir`. Leave it out, or name a selection of it with `reward: none`."
+            )
+        if self.selection is None and self.reward == "none":
+            raise InputError(
+                "Expected a `selection` with `reward: none`, which samples nothing, but got None. Name both it and "
+                "`store_dir`, or a reward."
+            )
         if self.is_one_round and self.reward != "none" and self.rounds > 1:
             raise InputError(
                 f"Expected `rounds: 1` with `reward: {self.reward}`, whose statistics are computed for the first round "

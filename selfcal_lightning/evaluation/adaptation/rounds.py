@@ -12,6 +12,7 @@ from selfcal_lightning.functional.base import Floats
 from selfcal_lightning.functional.rewards import majority, majority_answer, reward_quality
 from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.store.columns import counted_samples
+from selfcal_lightning.store.index import SampleIndex
 from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.tasks.registry import get_task
 
@@ -26,13 +27,13 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
     - ``tokens``: of all responses.
 
     Args:
-        store_dir: The store of the rounds.
-        questions: The questions with their gold answers; without one they are left out.
+        store_dir: The store of the rounds; what it holds of other questions does not count.
+        questions: The questions with their gold answers; without one they are left out of all but the tokens.
     """
     store = SampleStore(store_dir)
     found = {}
     for round in sorted(store.manifest.rounds):
-        entries = list(counted_samples(store, store.index(split="train", round=round), round=round))
+        entries = list(counted_samples(store, rows_of(store, questions, round=round), round=round))
         rewards: list[float | None] = []
         right: list[bool | None] = []
         labels: list[bool] = []
@@ -50,6 +51,29 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
             "tokens": sum(sample.num_tokens or 0 for entry in entries for sample in entry.samples),
         }
     return found
+
+
+def cost_in_samples(
+    store_dir: str | Path, questions: Sequence[Question], rounds: Mapping[str, Mapping[str, Any]]
+) -> int:
+    """Return how many responses to each question the base model gives for the tokens of all rounds.
+
+    Args:
+        store_dir: The store of the rounds.
+        questions: The questions.
+        rounds: What :func:`round_labels` says of them.
+    """
+    store = SampleStore(store_dir)
+    lengths = rows_of(store, questions, round=0).num_tokens.clip(min=1)
+    return (
+        round(sum(row["tokens"] for row in rounds.values()) / (lengths.mean() * len(questions))) if len(lengths) else 0
+    )
+
+
+def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) -> SampleIndex:
+    """Return the columns of a round that belong to some questions."""
+    index, names = store.index(split="train", round=round), {question.id for question in questions}
+    return index.select(np.array([name in names for name in index.question_id], dtype=bool))
 
 
 def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
+from selfcal_lightning.errors import InputError
 from selfcal_lightning.evaluation.adaptation.comparison import SetComparison, compare_set
 from selfcal_lightning.evaluation.adaptation.questions import TRANSDUCTIVE, QuestionSlice
 from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
@@ -31,14 +32,17 @@ class Evaluation:
         adapter: Folder of the adapter.
         slices: The questions, by the name of their set.
         sampling: How both models are sampled.
-        temperatures: Further temperatures of the base model.
-        num_samples: Responses to a question.
+        temperatures: Further temperatures of the base model, above 0.
+        num_samples: Responses to a question; the option is ``evaluation_samples``.
         engine: What samples.
         seed: Of sampling.
         query: The confidence query.
         prompt: How questions are put to the model; None is their tasks' own way.
         base_dir: Where the responses of the base model lie.
         adapted_dir: Where those of the adapted one lie.
+
+    Raises:
+        InputError: ``num_samples`` or one of the temperatures is out of its range.
     """
 
     base_model: str
@@ -54,6 +58,16 @@ class Evaluation:
     prompt: Prompt | None
     base_dir: Path
     adapted_dir: Path
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise InputError(f"Expected `evaluation_samples` to be at least 1, but got {self.num_samples}.")
+        for temperature in self.temperatures:
+            if not 0.0 < temperature <= 2.0:
+                raise InputError(
+                    f"Expected `temperatures` to lie in (0, 2], but got {temperature}. The greedy response is there "
+                    "without it."
+                )
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
         """Sample what is missing, and compare the models on all sets.

@@ -27,6 +27,7 @@ from selfcal_lightning.modules.schedule import with_cosine
 from selfcal_lightning.modules.scored import ScoredModel
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.runtime.progress import say
 from selfcal_lightning.training.checkpoint_checks import check_loss_settings, check_optimizer_settings
 from selfcal_lightning.training.lightning_internals import trainer_of
 from selfcal_lightning.training.random_states import dropout_stream
@@ -168,6 +169,29 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self._check_packing()
 
     # ---- training
+
+    def on_train_start(self) -> None:
+        """Go on where a checkpoint left off, unless the round there teaches nothing: there the training has ended."""
+        super().on_train_start()
+        if self.current_epoch > 0:
+            self._end_without_rewards(self.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        """End the training where the next round, which was just sampled, teaches nothing; the adapter stays."""
+        self._end_without_rewards(self.current_epoch + 1)
+
+    def _end_without_rewards(self, epoch: int) -> None:
+        data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        if self.trainer.should_stop or self.reward == "none":
+            return
+        if self.trainer.strategy.broadcast(data.teaches(epoch)):
+            return
+        self.trainer.should_stop = True
+        if self.trainer.is_global_zero:
+            say(
+                f"{type(self).__name__}: stopped before epoch {epoch}: the responses to nearly every question of its "
+                f"round have one reward {self.reward!r}, and nothing is left to learn. The adapter stays as it is."
+            )
 
     def _take_up_round(self) -> None:
         """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.

@@ -19,6 +19,7 @@ from selfcal_lightning.evaluation.adaptation.fitting import (
     Adaptation,
     fit_settings,
 )
+from selfcal_lightning.evaluation.adaptation.learnt import check_learnt
 from selfcal_lightning.evaluation.adaptation.questions import (
     INDUCTIVE,
     OUT_OF_DOMAIN,
@@ -26,7 +27,7 @@ from selfcal_lightning.evaluation.adaptation.questions import (
     QuestionSlice,
     load_sets,
 )
-from selfcal_lightning.evaluation.adaptation.rounds import round_labels
+from selfcal_lightning.evaluation.adaptation.rounds import cost_in_samples, round_labels
 from selfcal_lightning.evaluation.adaptation.sampling import Evaluation, sampling_run
 from selfcal_lightning.evaluation.adaptation.tables import adaptation_markdown
 from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
@@ -37,14 +38,13 @@ from selfcal_lightning.pipelines.score import run_score
 from selfcal_lightning.pipelines.two_stages import check_begun, write_settings
 from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
 from selfcal_lightning.prompts.given import Prompt
-from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.runtime.files import write_atomically
 from selfcal_lightning.runtime.json_files import json_object_or_none
 from selfcal_lightning.runtime.progress import say
 from selfcal_lightning.runtime.step_process import run_step
 from selfcal_lightning.selection.files import read_selection
 from selfcal_lightning.selection.group_rewards import ANNOTATIONS, REFERENCE
-from selfcal_lightning.store.sample_store import SampleStore
 
 SETTINGS = ("base_model", "lr", "rounds", "num_samples", "batch_size", "seed")
 CONFIG, RESULT, TABLES = "config.yaml", "adaptation.json", "adaptation.md"
@@ -98,8 +98,9 @@ def run_adapt(
         num_samples: Responses to a question in a round.
         batch_size: Responses of a micro-step, an optimiser step unless gradients are accumulated.
         lr: Peak learning rate.
-        selection: Folder of `selfcal select`, with ``reward: none``: its responses are learnt.
-        store_dir: The store of the selection; else the rounds lie under ``output_dir``.
+        selection: Folder of `selfcal select`, with ``reward: none``: its responses are learnt. It keeps none but
+            ``questions``.
+        store_dir: The store of the selection, with that alone; else the rounds lie under ``output_dir``.
         sampling: How models are sampled for the evaluation, and the most tokens of a response. Rounds are drawn at
             temperature 1 from the whole distribution.
         temperatures: Further temperatures that the base model is evaluated at.
@@ -117,8 +118,9 @@ def run_adapt(
         What is written to adaptation.json.
 
     Raises:
-        InputError: A setting cannot be, sets share a question, or other settings were begun with in ``output_dir``.
-        RunError: The training failed or was stopped, and its own message stands above.
+        InputError: A setting cannot be, sets share a question, the selection keeps others than ``questions``, or other
+            settings were begun with in ``output_dir``.
+        RunError: The training was refused, failed or was stopped, and its own message stands above.
     """
     model, folder = resolve_model(base_model), Path(output_dir)
     one = Adaptation(
@@ -129,14 +131,21 @@ def run_adapt(
     slices = {name: place for name, place in named.items() if place is not None}
     asked = load_sets(slices)
     settings = fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
-    check_begun(folder / CONFIG, settings)
+    if one.selection is not None:
+        check_learnt(one.selection, str(one.store_dir), asked, learns_confidence=one.target is not None)
     learnt = settings["model"]["init_args"]
     query, prompt = learnt.get("query", DEFAULT_QUERY), learnt.get("prompt")
     prompt = None if prompt is None else Prompt.from_json(prompt)
+    evaluation = Evaluation(
+        model, revision, folder / ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
+        query, prompt,
+        Path(base_samples or folder / "evaluation"), folder / "evaluation",
+    )  # fmt: skip
+    check_begun(folder / CONFIG, settings)
+    # Settings that are written are held to: those that `fit` refuses are not written, so that they can be mended.
+    if check or not (folder / CONFIG).exists():
+        _check(settings)
     if check:
-        with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
-            write_settings(Path(place) / CONFIG, settings)
-            _step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"])
         return {}
     write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:
@@ -144,11 +153,7 @@ def run_adapt(
     _train(folder)
     store = Path(store_dir or folder / SAMPLES)
     found = round_labels(store, asked[TRANSDUCTIVE])
-    compared = Evaluation(
-        model, revision, folder / ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
-        query, prompt,
-        Path(base_samples or folder / "evaluation"), folder / "evaluation",
-    ).compare(_cost_in_samples(store, asked[TRANSDUCTIVE], found))  # fmt: skip
+    compared = evaluation.compare(cost_in_samples(store, asked[TRANSDUCTIVE], found))
     result = _result(one, folder, compared, found)
     write_atomically(folder / RESULT, json.dumps(result, indent=1).encode())
     write_atomically(folder / TABLES, _markdown(result, compared).encode())
@@ -156,18 +161,25 @@ def run_adapt(
     return result
 
 
+def _check(settings: Mapping[str, Any]) -> None:
+    """Let `selfcal fit --check` look at the settings; nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
+        write_settings(Path(place) / CONFIG, settings)
+        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"]):
+            raise RunError(
+                "Expected the settings of the training to pass their check, but they did not; its own message stands "
+                "above. Nothing was sampled or written."
+            )
+
+
 def _train(folder: Path) -> None:
     if read_manifest(folder / ADAPTER) is not None:
         say(f"Training was done before: {folder / ADAPTER}")
         return
-    _step(["fit", "--config", str(folder / CONFIG), "--ckpt_path", "last"])
-
-
-def _step(arguments: list[str]) -> None:
-    if status := run_step(arguments):
+    if status := run_step(["fit", "--config", str(folder / CONFIG), "--ckpt_path", "last"]):
         raise RunError(
-            f"Expected the training to succeed, but `selfcal {arguments[0]}` ended with status {status}; its own "
-            "message stands above. The same command goes on from what is there."
+            f"Expected the training to succeed, but `selfcal fit` ended with status {status}; its own message stands "
+            "above. The same command goes on from what is there."
         )
 
 
@@ -181,14 +193,6 @@ def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: s
         )
     )  # fmt: skip
     run_score(ANNOTATIONS[one.reward], str(store), engine=engine, revision=one.revision)
-
-
-def _cost_in_samples(store_dir: Path, questions: Sequence[Question], rounds: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return how many responses to each question the base model gives for the tokens of all rounds."""
-    store = SampleStore(store_dir)
-    index = store.index(split="train", round=0)
-    mean = float(index.num_tokens.clip(min=1).mean())
-    return round(sum(row["tokens"] for row in rounds.values()) / (mean * max(len(questions), 1)))
 
 
 def _result(

@@ -92,6 +92,9 @@ def describe(selection: Selection) -> str:
     lines = [
         f"Kept {counts['kept']:,} of {counts['questions']:,} questions; the last one has the score {threshold:.4g}."
     ]
+    wanted = selection.manifest["settings"]["count"]
+    if wanted is not None and counts["kept"] < wanted:
+        lines.append(f"`keep_count` asked for {wanted:,}; no more have a score.")
     lines += [f"  {number:,} not kept: {reason}" for reason, number in counts["dropped"].items()]
     lines.append(f"{counts['unreadable']:,} of {counts['responses']:,} responses cannot be read.")
     if counts["without_label"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from selfcal_lightning.functional.equations import find_equations
-from selfcal_lightning.functional.step_rewards import canonical_step, step_key, step_numbers
+from selfcal_lightning.functional.step_rewards import canonical_step, is_number, step_key, step_numbers
 from selfcal_lightning.selection.joining import Example
 from selfcal_lightning.selection.key_steps.base import NOTHING_LEFT, Extracted, KeyStep
 
@@ -33,7 +34,7 @@ def checked_steps(example: Example, found: Sequence[Sequence[str]], *, repaired:
                 continue
             if not step_numbers(form) <= numbers:
                 ungrounded += 1
-            elif _leaks(tokens, leak):
+            elif _leaks(tokens, leak) and not _is_article(form, answer):
                 leaking += 1
             else:
                 kept.setdefault(tokens, form)
@@ -55,15 +56,38 @@ def _step(forms: tuple[str, ...], text: str) -> KeyStep:
 
 
 def _forms_of_answer(answer: str) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the answer's tokens and its numbers."""
-    return canonical_step(answer), step_numbers(answer)
+    """Return the answer's tokens, from its first number (with its sign) to its last where it has one; its numbers."""
+    tokens = canonical_step(answer)
+    places = [at for at, token in enumerate(tokens) if is_number(token)]
+    if places:
+        first = places[0] - (tokens[max(places[0] - 1, 0)] == "-")
+        tokens = tokens[first : places[-1] + 1]
+    return tokens, step_numbers(answer)
 
 
 def _leaks(tokens: tuple[str, ...], answer: tuple[tuple[str, ...], frozenset[str]]) -> bool:
-    """Return whether a form says the answer and computes nothing: ``12``, ``x = 12``, ``the answer is 12``."""
+    """Return whether a form says the answer and computes nothing: ``x = -12``, ``x = 3/4``, ``the answer is B``.
+
+    The answer's own tokens are taken out; with them go their signs, and what is left computes or has other numbers.
+    """
     own, numbers = answer
-    if tokens == own:
-        return True
-    said = [token for token in tokens if token[0].isdigit()]
-    computes = not _COMPUTING.isdisjoint(tokens)
-    return bool(numbers) and not computes and set(said) == set(numbers)
+    rest = _without(tokens, own)
+    if len(rest) < len(tokens) and not any(map(is_number, rest)):
+        return not numbers or _COMPUTING.isdisjoint(rest)
+    said = {token for token in tokens if is_number(token)}
+    return bool(numbers) and _COMPUTING.isdisjoint(tokens) and said == set(numbers)
+
+
+def _is_article(form: str, answer: str) -> bool:
+    """Return whether a form has the answer A as an article alone, as in "a prime has two divisors"."""
+    return answer.strip() == "A" and "a" in form.split() and not re.search(r"\bA\b", form)
+
+
+def _without(tokens: tuple[str, ...], run: tuple[str, ...]) -> tuple[str, ...]:
+    """Return tokens less a run of them, wherever it stands."""
+    left, size, at = [], len(run), 0
+    while at < len(tokens):
+        is_run = bool(run) and tokens[at : at + size] == run
+        left += [] if is_run else [tokens[at]]
+        at += size if is_run else 1
+    return tuple(left)

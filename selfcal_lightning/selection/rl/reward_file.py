@@ -85,6 +85,11 @@ def judge(data_source, response, label):
     """Return 1.0 where a response gives the label, 0.0 where it does not, and None without a label."""
     if not label:
         return None
+    if data_source not in READERS:
+        raise ValueError(
+            f"Expected `data_source` to be one of {', '.join(READERS)}, but got {data_source!r}. Use the reward.py "
+            "that was exported beside these rows."
+        )
     extract, verify = READERS[data_source]
     return float(verify(extract(response), label))
 

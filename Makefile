@@ -59,7 +59,7 @@ report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x
 report-capability: $(VENV)/.ready  ## capability of the bundled model: 2,000 x 10 to fit, 450 x 16 to judge, three seeds
 	$(BIN)/python benchmarks/capability/report_capability.py
 
-report-rewards: $(VENV)/.ready  ## reward models on the bundled model: six of them, rollouts, searches, three seeds (28 CPU minutes each)
+report-rewards: $(VENV)/.ready  ## reward models on the bundled model: six of them, rollouts, searches, three seeds (30 CPU minutes each)
 	$(BIN)/python benchmarks/rewards/report_rewards.py
 
 report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 questions x 8, three seeds (minutes; goes on from what is there)

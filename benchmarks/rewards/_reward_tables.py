@@ -141,7 +141,7 @@ def _answers(votes: Mapping[str, Any], title: str) -> list[str]:
 def _searches(report: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Live, the first {report['sizes']['searched']} in-domain questions; beams of 8 over 2 kept beginnings, tokens "
-        "counted to the step:",
+        "counted to the step, with the one that tells its end:",
         "",
         "| | accuracy | tokens | minus plain votes at the same tokens | minus best-of-N at the same tokens |",
         "|---|---:|---:|---:|---:|",

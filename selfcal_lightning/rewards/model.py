@@ -119,7 +119,8 @@ def _let_pack(trunk: PreTrainedModel) -> None:
 
 
 def _head_tensors(format: RewardFormat) -> set[str]:
-    return {f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")}
+    """Return the names of the format's head, and of an output layer, with or without which a model may be stored."""
+    return {f"{layer}.{part}" for layer in (*format.layers, "lm_head") for part in ("weight", "bias")}
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def _load_trunk(folder: Path, format: RewardFormat, dtype: str) -> PreTrainedMod
                 use_safetensors=True,
                 output_loading_info=True,
             )
-            # The head is no part of the trunk and is read by itself: a report of it alone says nothing.
+            # Heads are no part of the trunk, and the format's is read by itself: a report of them alone says nothing.
             if loading["unexpected_keys"] and not {*loading["unexpected_keys"]} - _head_tensors(format):
                 held.clear()
     except (OSError, ValueError, SafetensorError) as error:

@@ -75,6 +75,7 @@ def test_every_way_to_one_engine_gives_one_size_of_its_batch(
 
     monkeypatch.setattr(TransformersEngine, "__init__", remember)
     monkeypatch.setattr(vllm.VLLMEngine, "__init__", remember)
+    monkeypatch.setattr("selfcal_lightning.runtime.imports.is_installed", lambda module: True)  # nothing is started
     # A signature of the real classes is what options are held against.
     monkeypatch.setattr(opening, "_check_engine_args", lambda options, known: None)
     with pytest.raises(Opened):

@@ -275,6 +275,7 @@ def test_workers_get_the_gpus_that_one_model_is_cut_over(arguments: dict, monkey
         return subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, text=True)
 
     monkeypatch.setattr(devices, "_start", refuse)
+    monkeypatch.setattr("selfcal_lightning.runtime.imports.is_installed", lambda module: True)  # nothing is started
     cut = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 4}}
     with pytest.raises(RuntimeError, match="all have started"):
         run_generate(**nested(**arguments | {"limit": 60}, **cut, devices=2))

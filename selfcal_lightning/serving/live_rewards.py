@@ -38,6 +38,7 @@ class LiveReward:
     ) -> None:
         self._estimator, self._rewards, self._chat = estimator, rewards, chat
         self._questions = {question.id: question for question in questions}
+        self._last: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +48,9 @@ class LiveReward:
     def score_sample(self, sample: Sample) -> float | None:
         """Return what the model says of a response; None where it cannot read it."""
         question = self._questions[sample.question_id]
-        entry = QuestionSamples(question, (sample,), LIVE, self._chat.prompt_ids(question.messages))
+        if self._last is None or self._last[0] != question.id:  # samples mostly come by question
+            self._last = question.id, self._chat.prompt_ids(question.messages)
+        entry = QuestionSamples(question, (sample,), LIVE, self._last[1])
         ((value,),) = self._estimator.score([entry])
         return value
 

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.adaptation import RoundMonitors, collapse, round_monitors
-from selfcal_lightning.generation.rounds.adapters import adapter_folder
-from selfcal_lightning.models.activation import adapter_asleep
+from selfcal_lightning.adaptation.module import TestTimeTrainingModule
+from selfcal_lightning.adaptation.monitors import RoundMonitors, collapse, round_monitors
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import json_object_or_none, write_atomically
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
-from selfcal_lightning.modules.adaptation.module import TestTimeTrainingModule
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.runtime.files import write_atomically
-from selfcal_lightning.runtime.json_files import json_object_or_none
-from selfcal_lightning.runtime.progress import say
-from selfcal_lightning.store.columns import counted_samples
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.training.sampled_data import AnchorData, anchor_data
+from selfcal_lightning.training.contracts import AnchorData, anchor_data
+from selfcal_lightning.training.rounds import adapter_folder
 
 
 class AdaptationGuard(Callback):

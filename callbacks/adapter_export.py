@@ -12,22 +12,17 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.exports.folders import check_output
-from selfcal_lightning.exports.writing import write_export
-from selfcal_lightning.metrics.capability import KEYS as CAPABILITY_KEYS
-from selfcal_lightning.metrics.collection import KEYS as CALIBRATION_KEYS
-from selfcal_lightning.model_files.fingerprints import files_sha256
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.model_files.manifests import read_manifest
-from selfcal_lightning.runtime.overwriting import check_apart
-from selfcal_lightning.runtime.plan import Place, Plan
-from selfcal_lightning.runtime.progress import say
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.training.contracts import check_members
+from selfcal_lightning.capability.metrics import KEYS as CAPABILITY_KEYS
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import check_apart
+from selfcal_lightning.core.plan import Place, Plan
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.folders import files_sha256, read_manifest, resolve_model
+from selfcal_lightning.training.contracts import Exportable, SampledData, SideBySide, check_members, sampled_data
+from selfcal_lightning.training.export import check_output, write_export
+from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
-from selfcal_lightning.training.sampled_data import SampledData, sampled_data
-from selfcal_lightning.training.trained_modules import Exportable, SideBySide
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes

@@ -1,18 +1,163 @@
-"""Reliability diagram, ROC and distribution of confidence, before training and after every validation."""
+"""Figures of the validation pool before training and after every validation: what such callbacks share."""
 
 from __future__ import annotations
 
-import numpy as np
-from matplotlib.figure import Figure
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
 
-from selfcal_lightning.callbacks.pool_curve import Columns, PoolCurve, Pools
-from selfcal_lightning.evaluation.reports.calibration_figures import (
-    confidence_distribution,
-    reliability_diagram,
-    roc_figure,
-)
-from selfcal_lightning.metrics.collection import CalibrationMetrics, CalibrationPoints
-from selfcal_lightning.training.trained_modules import PoolModule
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from matplotlib.figure import Figure
+from torchmetrics import Metric
+
+from selfcal_lightning.capability.metrics import CapabilityMetrics
+from selfcal_lightning.capability.reports import capability_scatter
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
+from selfcal_lightning.models.causal_lm import evaluation_mode
+from selfcal_lightning.training.contracts import CapabilityModule, PoolModule, check_members
+from selfcal_lightning.training.metrics import CalibrationMetrics, CalibrationPoints
+from selfcal_lightning.training.model_parallel import build_validation_loaders
+
+Columns = tuple[np.ndarray, ...]
+Pools = dict[str, Columns]
+
+
+class PoolCurve(Callback, ABC):
+    """Scores the validation pool with the weights that training starts from, and draws it then and later.
+
+    Args:
+        before: Whether to score the pool before training (one pass over the validation data).
+        num_bins: Bins of the reliability diagram.
+        save_images: Whether to write the figures into ``figures/`` of the log folder too, as
+            ``<stage>-<pool>-<figure>.png``.
+
+    Attributes:
+        tag: First part of the figures' tags in TensorBoard.
+        contract: What the module offers.
+        metrics_class: Class of its ``val_metrics``.
+    """
+
+    tag: ClassVar[str]
+    contract: ClassVar[type]
+    metrics_class: ClassVar[type[Metric]]
+
+    def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
+        if num_bins < 1:
+            raise InputError(f"Expected `num_bins` to be a positive integer, but got {num_bins}.")
+        self.before, self.num_bins, self.save_images = before, num_bins, save_images
+        self._before: Pools = {}
+        self._drawn_at: int | None = None
+        self._folder: Path | None = None
+
+    @abstractmethod
+    def pools(self, metrics: Any) -> Pools:
+        """Return what is drawn of the metrics of the pool, over all processes, by the name of its parts."""
+
+    @abstractmethod
+    def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
+        """Return the figures of a part by name; ``before`` is the same part before training, None where this is it."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Ask for the log folder while all processes are here: they agree on it by a broadcast."""
+        check_members(pl_module, self.contract, who=type(self).__name__, kind="a module")
+        if not isinstance(pl_module.val_metrics, self.metrics_class):
+            raise InputError(
+                f"Expected a module whose `val_metrics` are {self.metrics_class.__name__} for {type(self).__name__}, "
+                f"but got {type(pl_module.val_metrics).__name__} of {type(pl_module).__name__}."
+            )
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "figures"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool scored before training, so that a resumed run compares with the same start."""
+        return {pool: [torch.tensor(column) for column in columns] for pool, columns in self._before.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the start of the run that is resumed."""
+        self._before = {pool: tuple(column.numpy() for column in columns) for pool, columns in state_dict.items()}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Score and draw the pool with the weights that training starts from; a resumed run has done so."""
+        if not self.before or trainer.global_step > 0 or not trainer.enable_validation:
+            return
+        if not score_pool(trainer, pl_module):
+            rank_zero_info(f"{type(self).__name__}: there are no validation questions, so nothing is drawn.")
+            return
+        self._before = self.pools(pl_module.val_metrics)
+        self._log(trainer, pl_module.val_metrics.compute())
+        self._draw(trainer, "before", self._before, {})
+        pl_module.val_metrics.reset()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Draw the pool that was just scored."""
+        if trainer.sanity_checking:
+            return
+        self._drawn_at = trainer.global_step
+        self._draw(trainer, "val", self.pools(pl_module.val_metrics), self._before)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Score and draw the pool once more where no validation has seen the last weights."""
+        if self._drawn_at == trainer.global_step or not trainer.enable_validation:
+            return
+        if not score_pool(trainer, pl_module):
+            return
+        pools = self.pools(pl_module.val_metrics)
+        self._log(trainer, pl_module.val_metrics.compute())
+        self._draw(trainer, "val", pools, self._before)
+        pl_module.val_metrics.reset()
+
+    def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Write the metrics of a pass that Lightning knows nothing of, on the first process."""
+        scalars = {f"val/{name}": float(value) for name, value in values.items() if value == value}
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def _draw(self, trainer: Trainer, stage: str, pools: Pools, before: Pools) -> None:
+        """Write the figures, on the first process."""
+        if not trainer.is_global_zero:
+            return
+        if not pools:
+            rank_zero_info(
+                f"{type(self).__name__}: no response of the validation pool has a label, so nothing is drawn."
+            )
+        for pool, columns in pools.items():
+            for name, figure in self.figures(pool, columns, before.get(pool)).items():
+                self._write(trainer, f"{stage}/{pool}/{name}", figure)
+
+    def _write(self, trainer: Trainer, name: str, figure: Figure) -> None:
+        if self.save_images:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_figure(figure, self._folder / f"{name.replace('/', '-')}.png", dpi=110)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(f"{self.tag}/{name}", figure, trainer.global_step)
+
+
+def score_pool(trainer: Trainer, module: Any) -> bool:
+    """Run the validation data through the module, outside of Lightning's loop, and leave it in its ``val_metrics``.
+
+    False where the data module has no validation questions, and so no loader of them.
+    Lightning cannot validate before the first training step other than by its sanity check, whose results it drops.
+    """
+    if trainer.val_dataloaders is None:
+        build_validation_loaders(trainer)
+    loaders = trainer.val_dataloaders
+    loaders = loaders if isinstance(loaders, list) else [loaders]
+    if not loaders:
+        return False
+    module.val_metrics.reset()
+    with evaluation_mode(module), torch.no_grad():
+        for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):
+            for index, batch in enumerate(islice(loader, None if limit == float("inf") else int(limit))):
+                trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch, module.device), index)
+    return True
+
 
 ALL = "all"
 
@@ -67,3 +212,40 @@ def labelled(points: CalibrationPoints) -> dict[str, tuple[np.ndarray, np.ndarra
     if len(tasks) > 1:
         pools[ALL] = known
     return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
+
+
+POOL = "validation"
+
+
+class CapabilityCurve(PoolCurve):
+    """Draws the validation questions of a probe whose responses are judged.
+
+    Tags of the figures in TensorBoard are ``capability_curve/before/validation/<figure>``, at step 0, and
+    ``capability_curve/val/validation/<figure>`` after every validation, the one before drawn in for comparison.
+    Figures are "reliability", the share of right responses over bins of the predicted capability, and "scatter", each
+    question by itself.
+
+    Args:
+        before: Whether to score the questions before training.
+        num_bins: Bins of the reliability diagram.
+        save_images: Whether to write the figures into ``figures/`` of the log folder too.
+    """
+
+    tag, contract, metrics_class = "capability_curve", CapabilityModule, CapabilityMetrics
+
+    def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
+        super().__init__(before=before, num_bins=num_bins, save_images=save_images)
+
+    def pools(self, metrics: CapabilityMetrics) -> Pools:
+        """Return predictions and shares of right responses; nothing where none is judged."""
+        predicted, correct, samples = metrics.questions_seen()
+        return {POOL: (predicted, correct / samples)} if len(predicted) else {}
+
+    def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
+        """Return the figures."""
+        predicted, share = columns
+        earlier = None if before is None else (before[0], before[1])
+        return {
+            "reliability": reliability_diagram(predicted, share, before=earlier, num_bins=self.num_bins, title=pool),
+            "scatter": capability_scatter(predicted, share, title=pool),
+        }

@@ -13,17 +13,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.scored import ScoredRows
-from selfcal_lightning.runtime.plan import Place, Plan
-from selfcal_lightning.runtime.progress import say
-from selfcal_lightning.store.annotations import Annotation
-from selfcal_lightning.store.index import SampleIndex
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.training.contracts import check_members
-from selfcal_lightning.training.sampled_data import ScoredData, scored_data
-from selfcal_lightning.training.trained_modules import ScoringModule
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Place, Plan
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.contracts import ScoredData, ScoringModule, check_members, scored_data
+from selfcal_lightning.training.scored import ScoredRows
 
 
 class ConfidenceWriter(Callback):

@@ -12,12 +12,12 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.runtime.plan import Plan
-from selfcal_lightning.runtime.progress import say
-from selfcal_lightning.runtime.stop_signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
-from selfcal_lightning.training.checkpoint_io import is_address
-from selfcal_lightning.training.lightning_internals import forget_sigterm
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.core.signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
+from selfcal_lightning.training.checkpoints import is_address
+from selfcal_lightning.training.model_parallel import forget_sigterm
 
 CHECKPOINT_SUFFIX = "-preempted"
 

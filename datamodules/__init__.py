@@ -5,14 +5,14 @@ from __future__ import annotations
 if __name__ != "selfcal_lightning.datamodules":
     raise ImportError("Import `selfcal_lightning.datamodules`: under the bare name its classes would exist twice.")
 
-from selfcal_lightning.faces import face
+import lazy_loader
 
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
+    submod_attrs={
         "probe": ["ProbeDataModule"],
         "questions": ["QuestionSource"],
         "rewards": ["RewardDataModule"],
-        "ssc": ["SSCDataModule"],
+        "ssc.datamodule": ["SSCDataModule"],
     },
 )

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from selfcal_lightning.datamodules.ssc.teachers import check_teacher
-from selfcal_lightning.datamodules.ssc.tuples import AGREEMENT, BEFORE_ANSWERING, LEAVE_ONE_OUT, TargetName
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.training.lightning_internals import deals_rows_anew
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.datamodules.ssc.tuples import (
+    AGREEMENT,
+    BEFORE_ANSWERING,
+    LEAVE_ONE_OUT,
+    TargetName,
+    check_teacher,
+)
+from selfcal_lightning.training.model_parallel import deals_rows_anew
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from selfcal_lightning.modules.beside import BesideSettings
+    from selfcal_lightning.training.calibrated_model import BesideSettings
 
 
 def check_shares(**settings: float) -> None:

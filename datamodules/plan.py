@@ -7,17 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Plan, QuestionCount, Training
+from selfcal_lightning.data.tasks.registry import check_source, count_source, get_task
 from selfcal_lightning.datamodules.checks import check_agreement, check_trainer
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
-from selfcal_lightning.datamodules.ssc.order import rows_per_step
-from selfcal_lightning.datamodules.ssc.rounds import check_reload
 from selfcal_lightning.datamodules.ssc.sampler import limited_batches, steps_per_epoch
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.model_files.names import is_on_disk
+from selfcal_lightning.datamodules.ssc.stored_rows import check_reload
+from selfcal_lightning.datamodules.ssc.tuples import rows_per_step
+from selfcal_lightning.models.names import is_on_disk
 from selfcal_lightning.records import Question
-from selfcal_lightning.runtime.plan import Plan, QuestionCount, Training
-from selfcal_lightning.tasks.registry import get_task
-from selfcal_lightning.tasks.sources import check_source, count_source
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

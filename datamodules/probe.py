@@ -2,31 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import Dataset, Sampler
 
+from selfcal_lightning.capability.features import PromptModel
 from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
-from selfcal_lightning.capability.probe import Pooling, ProbeBasis, design
-from selfcal_lightning.capability.probe_fitting import checked_targets, probe_basis
-from selfcal_lightning.capability.prompt_model import PromptModel
-from selfcal_lightning.capability.question_table import Target, question_table
-from selfcal_lightning.confidence.fitting.calibration_split import check_disjoint, leading_ids
-from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
+from selfcal_lightning.capability.probe_module import ProbeBatch
+from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
+from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.plan import Plan, QuestionCount, Training
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.datamodules.checks import check_choice
 from selfcal_lightning.datamodules.plan import splits_of
-from selfcal_lightning.datamodules.probe_rows import ProbeRows, training_loader, whole_loader
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import InputError, check_at_least
-from selfcal_lightning.records import Question, question_hash
-from selfcal_lightning.runtime.plan import Plan, QuestionCount, Training
-from selfcal_lightning.store.shards import question_digest
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.records import Question, QuestionSamples, question_hash
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRows:
+    """Q questions of a split.
+
+    Attributes:
+        entries: The questions, in the order of the pool.
+        features: Their features [Q, D], not yet standardised.
+        table: What their responses show.
+        target: What is learnt of them [Q].
+    """
+
+    entries: Sequence[QuestionSamples]
+    features: Floats
+    table: QuestionTable
+    target: Floats
+
+    def select(self, rows: np.ndarray) -> ProbeRows:
+        """Return the questions of these numbers."""
+        entries = [self.entries[row] for row in rows.tolist()]
+        return ProbeRows(entries, self.features[rows], self.table.select(rows), self.target[rows])
+
+    def dataset(self, centre: Floats, scale: Floats) -> ProbeDataset:
+        """Return the questions with standardised features."""
+        columns = ((self.features - centre) / scale, self.target, self.table.num_correct)
+        features, target, correct = (torch.as_tensor(column.astype(np.float32)) for column in columns)
+        return ProbeDataset(ProbeBatch(features, target, correct, torch.as_tensor(self.table.num_samples)))
+
+
+class ProbeDataset(Dataset[ProbeBatch]):
+    """Questions in memory; a list of numbers takes out a batch at once."""
+
+    def __init__(self, rows: ProbeBatch) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows.target)
+
+    def __getitem__(self, row: int) -> ProbeBatch:
+        """Return one question."""
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: list[int]) -> ProbeBatch:
+        """Return a batch; the data loader calls this with what the batch sampler yields."""
+        return ProbeBatch(*(column[rows] for column in self.rows))
+
+
+class EpochOrder(Sampler[list[int]]):
+    """Batches of all questions in an order that depends on the seed and the epoch, from where the trainer stands.
+
+    Args:
+        size: Questions.
+        batch_size: Questions of a batch; the last one of an epoch may have fewer.
+        seed: Of the order.
+        trainer: The trainer; None begins at the start of the first epoch.
+    """
+
+    def __init__(self, size: int, batch_size: int, *, seed: int, trainer: Trainer | None) -> None:
+        self.size, self.batch_size, self.seed, self.trainer = size, batch_size, seed, trainer
+
+    def __len__(self) -> int:
+        return -(-self.size // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the numbers of the questions of each batch that is left."""
+        epoch, start = 0, 0
+        if self.trainer is not None:
+            epoch, start = epoch_position(self.trainer, limited_batches(len(self), self.trainer.limit_train_batches))
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.size).tolist()
+        for place in range(start, len(self)):
+            yield order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+def training_loader(dataset: ProbeDataset, batch_size: int | None, *, seed: int, trainer: Trainer | None) -> object:
+    """Return the loader of training; None takes all questions as one batch."""
+    order = EpochOrder(len(dataset), batch_size or len(dataset), seed=seed, trainer=trainer)
+    return _loader(dataset, order)
+
+
+def whole_loader(dataset: ProbeDataset) -> object:
+    """Return a loader of one batch with all questions, in their order."""
+    return _loader(dataset, [list(range(len(dataset)))])
+
+
+def _loader(dataset: ProbeDataset, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
+    made = partial(LateDataLoader, batch_sampler=batches, collate_fn=_as_it_is, generator=torch.Generator())
+    return made(cast("Dataset", dataset))
+
+
+def _as_it_is(batch: ProbeBatch) -> ProbeBatch:
+    return batch
+
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 LARGEST_SHARE = 0.5

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from selfcal_lightning.confidence.fitting import calibration_split as splits
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.confidence import splits
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.base import Part
+from selfcal_lightning.data.tasks.registry import check_slice, load_source
+from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, duplicate_ids
-from selfcal_lightning.tasks.parts import Part
-from selfcal_lightning.tasks.registry import check_slice
-from selfcal_lightning.tasks.sources import load_source
 
 WAY_OUT = (
     "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
@@ -26,7 +28,7 @@ class QuestionSource:
     """Questions of one task that take part in training, validation or test.
 
     Attributes:
-        task: Name of the task in ``selfcal_lightning.tasks.registry``.
+        task: Name of the task in ``selfcal_lightning.data.tasks.registry``.
         split: Split of the task's data set.
         path: Local file, of a ``local_...`` task in the format of ``tasks.question_rows``, else with the columns of the
             task's hub data set; None reads the hub.
@@ -129,3 +131,29 @@ def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
     if sum(shares.values()) > 1.0 + 1e-9:
         raise InputError(f"Expected the shares to add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
     return shares
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def outlive_signals(worker_id: int) -> None:
+    """Let this worker of a data loader outlive a signal that a launcher sends to the whole process group.
+
+    torchrun sends SIGTERM to a rank's whole group. A worker that dies of it would end its trainer with an error, before
+    the trainer has written its checkpoint. The parent's own SIGTERM, by which a loader ends a worker that hangs, still
+    ends it, and so does the parent's end.
+
+    Args:
+        worker_id: Number of the worker, unused.
+    """
+    # Blocked in this thread, and so in all that it starts, the signals wait for the one that asks who sent them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    parent = os.getppid()
+
+    def listen() -> None:
+        while True:
+            received = signal.sigwaitinfo(STOP_SIGNALS)
+            if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+                os._exit(0)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()

@@ -9,8 +9,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from selfcal_lightning.metrics.calibration import BinnedCalibrationError
-from selfcal_lightning.metrics.discrimination import ConfidenceAUROC
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC
 
 
 class Classifier(lightning.LightningModule):

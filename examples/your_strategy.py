@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import selfcal_lightning as sc
-from selfcal_lightning.strategies.base import Ask, Solving, make_verdict
+from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 
 
 @dataclass(frozen=True)

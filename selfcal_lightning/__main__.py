@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from selfcal_lightning.runtime.interruptions import INTERRUPTION
+from selfcal_lightning.core.signals import INTERRUPTION
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     # when it is imported.
     os.environ.setdefault("TQDM_DELAY", "3")
     from selfcal_lightning.cli import run
-    from selfcal_lightning.runtime.imports import keep_bitsandbytes_quiet
+    from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
 
     keep_bitsandbytes_quiet()
     sys.exit(run(sys.argv[1:]))

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import get_type_hints
 
 from selfcal_lightning import __version__
-from selfcal_lightning.command_line.trainer_start import (
+from selfcal_lightning.commands.trainer_start import (
     is_check,
     is_first_process,
     look_first,
     short_help,
     wants_short_help,
 )
-from selfcal_lightning.errors import did_you_mean
-from selfcal_lightning.plugins import load_plugins, load_plugins_of_parent, named_plugins
-from selfcal_lightning.runtime.config_files import check_nesting, config_files, read_config
-from selfcal_lightning.runtime.interruptions import INTERRUPTION
-from selfcal_lightning.runtime.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
+from selfcal_lightning.core.config_files import check_nesting, config_files, read_config
+from selfcal_lightning.core.errors import did_you_mean
+from selfcal_lightning.core.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
+from selfcal_lightning.core.plugins import load_plugins, load_plugins_of_parent, named_plugins
+from selfcal_lightning.core.signals import INTERRUPTION
 
 TRAINER_VERBS = {
     "fit": "calibrate a model: sample responses, pool their confidence, train",
@@ -34,12 +34,12 @@ TRAINER_VERBS = {
 FUNCTION_VERBS = {
     "generate": ("generate", "run_generate", "sample responses with confidences into a store"),
     "rollout": (
-        "rewards.rollout",
+        "rewards",
         "run_rollout",
         "continue prefixes of stored responses, for success rates of their steps",
     ),
     "fit-step-scaler": (
-        "rewards.fit_step_scaler",
+        "fit_step_scaler",
         "run_fit_step_scaler",
         "calibrate the step scores of a reward model that is not trained",
     ),
@@ -50,62 +50,62 @@ FUNCTION_VERBS = {
         "tune a generator, merge it, and calibrate the tuned model",
     ),
     "score": ("score", "run_score", "put further confidences on the responses of a store or a pool"),
-    "judge": ("capability.judge", "run_judge", "let a model decide which answers of a store are right"),
+    "judge": ("judge", "run_judge", "let a model decide which answers of a store are right"),
     "fit-confidence": ("fit_confidence", "run_fit_confidence", "fit a fused or scaled confidence on a split"),
-    "fit-threshold": ("fit_threshold", "run_fit_threshold", "choose a strategy's threshold on a split"),
-    "select": ("selection.select", "run_select", "choose training data from the responses of a store"),
+    "fit-threshold": ("fit_confidence", "run_fit_threshold", "choose a strategy's threshold on a split"),
+    "select": ("selection", "run_select", "choose training data from the responses of a store"),
     "extract-steps": (
-        "selection.extract_steps",
+        "selection",
         "run_extract_steps",
         "find the key steps of the responses of a selection",
     ),
-    "adapt": ("adaptation.adapt", "run_adapt", "learn from one's own responses to unlabelled questions, and judge it"),
-    "export-rl": ("selection.export_rl", "run_export_rl", "write a selection for verl, TRL or OpenRLHF"),
+    "adapt": ("adapt", "run_adapt", "learn from one's own responses to unlabelled questions, and judge it"),
+    "export-rl": ("selection", "run_export_rl", "write a selection for verl, TRL or OpenRLHF"),
     "fit-probe": (
-        "capability.fit_probe",
+        "capability",
         "run_fit_probe",
         "fit a probe that tells from a question whether the model can answer",
     ),
     "score-questions": (
-        "capability.score_questions",
+        "capability",
         "run_score_questions",
         "estimate from a question whether the model can answer",
     ),
     "evaluate": ("evaluate", "run_evaluate", "judge calibration and strategies, on models or recorded pools"),
     "evaluate-capability": (
-        "capability.evaluate_capability",
+        "capability",
         "run_evaluate_capability",
         "judge estimates of the chance of a right answer",
     ),
     "fit-capability-maps": (
-        "capability.fit_capability_maps",
+        "capability",
         "run_fit_capability_maps",
         "fit maps of such estimates on labelled questions",
     ),
-    "map-scores": ("capability.map_scores", "run_map_scores", "map such estimates by fitted maps"),
+    "map-scores": ("capability", "run_map_scores", "map such estimates by fitted maps"),
     "predict-pass-at-k": (
-        "capability.predict_pass_at_k",
+        "capability",
         "run_predict_pass_at_k",
         "predict how likely one of k samples is right",
     ),
-    "allocate": ("capability.allocate", "run_allocate", "share a budget of samples among questions, as a plan"),
+    "allocate": ("capability", "run_allocate", "share a budget of samples among questions, as a plan"),
     "fit-asking-threshold": (
-        "capability.fit_asking_threshold",
+        "capability",
         "run_fit_asking_threshold",
         "find which questions are worth asking, with a bound",
     ),
     "answer": ("answer", "run_answer", "answer questions, sampling only as long as the confidence demands"),
-    "import-pool": ("import_pool", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
-    "export-pool": ("export_pool", "run_export_pool", "write a store as a JSON-lines pool"),
-    "import-records": ("import_records", "run_import_records", "read published training records"),
+    "import-pool": ("pools", "run_import_pool", "read a JSON-lines pool of responses made elsewhere"),
+    "export-pool": ("pools", "run_export_pool", "write a store as a JSON-lines pool"),
+    "import-records": ("pools", "run_import_records", "read published training records"),
     "import-prefixes": (
-        "rewards.import_prefixes",
+        "rewards",
         "run_import_prefixes",
         "read success rates of prefixes rolled out elsewhere",
     ),
     "convert-gguf": ("convert_gguf", "run_convert_gguf", "make a model folder of the quantised weights in a GGUF file"),
-    "reread": ("reread", "run_reread", "read the answers of a store anew, after a reader was mended"),
-    "drop-rounds": ("drop_rounds", "run_drop_rounds", "delete later rounds of a store, for another training"),
+    "reread": ("pools", "run_reread", "read the answers of a store anew, after a reader was mended"),
+    "drop-rounds": ("pools", "run_drop_rounds", "delete later rounds of a store, for another training"),
     "demo": ("demo", "run_demo", "calibrate the bundled model and show before and after, in minutes"),
 }
 _NOT_BEGUN = "Nothing was begun; the same command begins anew."
@@ -206,7 +206,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
 
 
 def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
-    from selfcal_lightning.presets import as_arguments, common_case, what_next
+    from selfcal_lightning.commands.presets import as_arguments, common_case, what_next
 
     stated = common_case(arguments) if verb == "fit" else None
     if stated is not None:
@@ -215,7 +215,7 @@ def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
         if is_first_process():
             sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
     look_first(verb, arguments)
-    importlib.import_module("selfcal_lightning.command_line.lightning_cli").run_trainer([verb, *arguments])
+    importlib.import_module("selfcal_lightning.commands.lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
         sys.stdout.write(what_next(prepared.case))
 
@@ -266,13 +266,13 @@ def _stdout_is_gone(error: BaseException) -> bool:
 
 
 def run_function(verb: str, arguments: list[str]) -> None:
-    """Parse ``arguments`` by the signature of the verb's function in ``pipelines`` and call it."""
+    """Parse ``arguments`` by the signature of the verb's function in ``commands`` and call it."""
     from jsonargparse import auto_cli
 
-    from selfcal_lightning.command_line.verb_parser import VerbParser
+    from selfcal_lightning.commands.parsing import VerbParser
 
     room, name, _ = FUNCTION_VERBS[verb]
-    function = with_plain_types(getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name))
+    function = with_plain_types(getattr(importlib.import_module(f"selfcal_lightning.commands.{room}"), name))
     auto_cli(
         function,
         args=fill_flags(function, arguments),

@@ -18,7 +18,7 @@ from support.forking import forking_tests, may_fork
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
 
-    from selfcal_lightning.prompts.chat_format import ChatFormat
+    from selfcal_lightning.models.chat_format import ChatFormat
 
 ROOT = Path(__file__).resolve().parents[1]
 # Two workers with a thread for each core each would take turns at both.
@@ -114,7 +114,7 @@ def tiny_model(bundled_model: str) -> str:
 @pytest.fixture(scope="module")
 def chat(tiny_model: str) -> ChatFormat:
     """The chat of the model of a test."""
-    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     return ChatFormat(load_tokenizer(tiny_model))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfcal_lightning.functional.rewards import GroupReward, PoolTarget
+from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 
 # The reward, and what P(True) learns meanwhile.
 METHODS: dict[str, tuple[GroupReward, PoolTarget | None]] = {

@@ -10,15 +10,15 @@ from typing import Any
 
 from _adapt_methods import ADAPTER, METHODS, PLAIN
 
+from selfcal_lightning.adaptation import runs as fitting
+from selfcal_lightning.adaptation.runs import QuestionSlice
+from selfcal_lightning.commands.two_stages import write_settings
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.processes import run_step
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import RunError
-from selfcal_lightning.evaluation.adaptation import fitting
-from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
-from selfcal_lightning.generation.rounds.adapters import adapter_folder
-from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.models.lora import read_adapter_state
-from selfcal_lightning.pipelines.two_stages import write_settings
-from selfcal_lightning.runtime.step_process import run_step
+from selfcal_lightning.training.rounds import adapter_folder
 
 # Of an adapter; weights all of which were tuned collapsed at 1e-3.
 WRECKING_RATE, MOST_ROUNDS = 3e-2, 3

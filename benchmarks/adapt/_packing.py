@@ -12,12 +12,12 @@ from typing import Any
 from _adapt_methods import ADAPTER, METHODS, PLAIN
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from selfcal_lightning.adaptation.module import TestTimeTrainingModule
+from selfcal_lightning.core.files import json_object_or_none
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
-from selfcal_lightning.datamodules.ssc.dealing import Packing as Way
+from selfcal_lightning.datamodules.ssc.sampler import Packing as Way
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.adaptation import TestTimeTrainingModule
-from selfcal_lightning.runtime.json_files import json_object_or_none
-from selfcal_lightning.store.sample_store import SampleStore
 
 FILE, GROUPS, REPEATS = "packing.json", 5, 3
 

@@ -31,22 +31,26 @@ from _packing import measure_packing, read_packing
 from shared.estimates import Measured, difference
 from shared.tables import write_report
 
+from selfcal_lightning.adaptation.evaluation import (
+    BEYOND,
+    CALIBRATION,
+    Change,
+    SampledSet,
+    describe,
+    read_set,
+    round_accuracy,
+    verdict,
+)
+from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
+from selfcal_lightning.commands.adapt import run_adapt
+from selfcal_lightning.commands.pools import run_drop_rounds
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.processes import run_step
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import RunError
-from selfcal_lightning.evaluation.adaptation.comparison import BEYOND, CALIBRATION, Change, describe, verdict
-from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice, load_sets
-from selfcal_lightning.evaluation.adaptation.rounds import round_accuracy
-from selfcal_lightning.evaluation.adaptation.samples import SampledSet, read_set
-from selfcal_lightning.functional.base import PASS_AT_1, Floats
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of, resample_weights
-from selfcal_lightning.functional.seed_means import mean_over_seeds
-from selfcal_lightning.model_files.locations import config_path
-from selfcal_lightning.model_files.manifests import read_manifest
-from selfcal_lightning.pipelines.adaptation.adapt import run_adapt
-from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
+from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
+from selfcal_lightning.models.folders import config_path, read_manifest
 from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.runtime.step_process import run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -8,7 +8,7 @@ from typing import Any
 from bundled_model_data import FORGETTING
 from bundled_model_verification import BELIEVING
 
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 
 LABELS = {
     "pass_at_1": "pass@1",
@@ -57,7 +57,7 @@ def write_card(folder: Path, report: dict[str, Any]) -> None:
     text = f"""# tiny_solver
 
 A Llama-architecture chat model of {report["parameters"]:,} parameters (bfloat16). It solves the templated word problems
-of `selfcal_lightning.tasks.families.word_problems` in written steps, and judges its answers when asked
+of `selfcal_lightning.data.tasks.word_problems` in written steps, and judges its answers when asked
 "{DEFAULT_QUERY}": it tells right ones from wrong ones to the same question, but says Yes too readily. This repository
 made it, from random weights and generated problems alone, to show and test self-calibration on a CPU; it can do
 nothing else.

@@ -13,9 +13,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
-from selfcal_lightning.tasks.families.word_problem_templates import Draft, Equation
-from selfcal_lightning.tasks.families.word_problems import CONNECTIVES, Difficulty, sample_problem, write_solution
+from selfcal_lightning.data.tasks.word_problems import (
+    CONNECTIVES,
+    Difficulty,
+    Draft,
+    Equation,
+    sample_problem,
+    write_solution,
+)
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 
 CONTROL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

@@ -7,7 +7,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.tasks.families.word_problem_templates import Equation, Operator, Problem
+from selfcal_lightning.data.tasks.word_problems import Equation, Operator, Problem
 
 _EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 _ANSWER = "The answer is "

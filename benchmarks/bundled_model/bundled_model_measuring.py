@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from selfcal_lightning.data.tasks.word_problems import Problem, WordProblems
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.functional.base import AUROC, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, resample_counts
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
+from selfcal_lightning.metrics.bootstrap import Estimate, bootstrap_interval, resample_counts
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Request, Response, SamplingSettings, normalised_p_true, sample_seed
-from selfcal_lightning.tasks.families.word_problem_templates import Problem
-from selfcal_lightning.tasks.families.word_problems import WordProblems
 
 MAX_NEW_TOKENS = 120
 MAX_BATCH = 512

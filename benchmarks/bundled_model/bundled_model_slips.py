@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 
-from selfcal_lightning.tasks.families.word_problem_templates import Equation, Problem
-from selfcal_lightning.tasks.families.word_problems import CONNECTIVES, write_solution
+from selfcal_lightning.data.tasks.word_problems import CONNECTIVES, Equation, Problem, write_solution
 
 
 def add_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:

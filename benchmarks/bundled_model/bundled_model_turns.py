@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.data.tasks.word_problems import Problem, sample_problem
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message
-from selfcal_lightning.tasks.families.word_problem_templates import Problem
-from selfcal_lightning.tasks.families.word_problems import sample_problem
 
 IGNORED, REHEARSED, YES, NO = range(4)
 UNMARKED = -1

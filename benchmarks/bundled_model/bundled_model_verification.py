@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 
 UPPER_LAYERS = 2
 MARKS = 2

@@ -39,9 +39,8 @@ from bundled_model_training import build_model, save, train
 from bundled_model_verification import BELIEVING, VERIFYING, add_upper_layers, give_lesson
 from transformers import LlamaForCausalLM
 
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.runtime.json_files import json_object_or_none
-from selfcal_lightning.runtime.overwriting import is_empty_folder
+from selfcal_lightning.core.files import is_empty_folder, json_object_or_none
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"

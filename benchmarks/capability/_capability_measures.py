@@ -15,25 +15,26 @@ import numpy as np
 from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT, TESTS
 from shared.estimates import Column
 
+from selfcal_lightning.capability.budgets import UNIFORM, powers_of_two, solved_columns
+from selfcal_lightning.capability.estimators import averaged_names
+from selfcal_lightning.capability.evaluation import (
+    ORACLE,
+    TestQuestions,
+    asked_questions,
+    candidates,
+    capability_spread,
+    lost_column,
+    resampled_column,
+    share_error_bounds,
+    test_questions,
+)
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.inputs import load_capability_pool
 from selfcal_lightning.capability.question_table import QuestionTable
-from selfcal_lightning.capability.response_means import averaged_names
-from selfcal_lightning.evaluation.capability.asking import ORACLE, asked_questions, lost_column
-from selfcal_lightning.evaluation.capability.budgets import UNIFORM, solved_columns
-from selfcal_lightning.evaluation.capability.comparison import (
-    candidates,
-    capability_spread,
-    resampled_column,
-    share_error_bounds,
-)
-from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
-from selfcal_lightning.evaluation.capability.pass_at_k import powers_of_two
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.capability import pass_at_k
-from selfcal_lightning.functional.capability_errors import pass_at_k_squared_errors, squared_errors
-from selfcal_lightning.functional.discrimination import spearman
-from selfcal_lightning.functional.question_means import resample_weights
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import resample_weights
+from selfcal_lightning.metrics.capability import pass_at_k, pass_at_k_squared_errors, squared_errors
+from selfcal_lightning.metrics.discrimination import spearman
 
 RESAMPLES = 1000
 READ = 5  # responses of a question that estimates from responses read

@@ -14,29 +14,28 @@ import torch
 from _capability_jobs import AWAKE, PROBE, TASK, TESTS
 from _capability_measures import RESAMPLES, Columns
 
+from selfcal_lightning.capability.features import PromptModel
 from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
-from selfcal_lightning.capability.label_free import with_question_confidence
-from selfcal_lightning.capability.probe_fitting import LEAST_QUESTIONS, fit_probe
-from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
 from selfcal_lightning.capability.question_table import question_table
-from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.data.store.annotations import question_values
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptReader, PromptStates
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE, Floats
-from selfcal_lightning.functional.bootstrap import (
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
+from selfcal_lightning.metrics.bootstrap import (
     bootstrap_interval,
     calibration_error_bounds,
     question_bootstrap,
+    resample_weights,
 )
-from selfcal_lightning.functional.capability_errors import squared_errors
-from selfcal_lightning.functional.question_means import resample_weights
+from selfcal_lightning.metrics.capability import squared_errors
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
-from selfcal_lightning.store.question_annotations import question_values
-from selfcal_lightning.store.shards import question_digest
-from selfcal_lightning.tasks.registry import get_task
 
 PARTS = 10  # that the training questions are dealt into, each with all of its responses
 MEASURES = (AUROC, BRIER)

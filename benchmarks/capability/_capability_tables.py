@@ -10,11 +10,11 @@ from _capability_measures import LEFT_OUT, READ
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from selfcal_lightning.evaluation.capability.asking import ORACLE
-from selfcal_lightning.evaluation.capability.budgets import SEQUENTIAL, UNIFORM
-from selfcal_lightning.evaluation.reports.calibration_tables import format_estimate
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
+from selfcal_lightning.capability.evaluation import ORACLE
+from selfcal_lightning.evaluation.tables import format_estimate
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE
+from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.drawing import AFTER, GREY, RIGHT, WRONG, frame
 from selfcal_lightning.metrics.drawing import BEFORE as BLUE
 

@@ -11,8 +11,8 @@ from _capability_jobs import LABELLED, PROBE, TAUGHT
 from _capability_measures import LEFT_OUT, READ, Columns
 from shared.estimates import Column, estimated
 
-from selfcal_lightning.evaluation.capability.budgets import SEQUENTIAL
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.capability.budgets import SEQUENTIAL
+from selfcal_lightning.metrics.bootstrap import Estimate
 
 End = Literal["value", "low", "high"]
 WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}

@@ -28,8 +28,8 @@ from shared.estimates import Column, column_over_seeds, estimated
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report
 
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
+from selfcal_lightning.evaluation.figures import save_figure
+from selfcal_lightning.metrics.calibration import ErrorBounds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"

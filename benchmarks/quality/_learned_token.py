@@ -12,12 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.functional.output_layer import log_normaliser
 from selfcal_lightning.models.activated import Contexts, ask
-from selfcal_lightning.models.model_outputs import HiddenOutputs
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.loss_parts import calibration_part
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.models.outputs import HiddenOutputs, log_normaliser
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule, calibration_part
 
 
 class LearnedTokenModule(SelfCalibrationModule):

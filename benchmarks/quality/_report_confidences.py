@@ -8,17 +8,17 @@ from functools import partial
 
 from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, Plan
 
-from selfcal_lightning.capability.label_free import with_question_confidence
+from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
-from selfcal_lightning.confidence.fitting.features import LOGIT, required_confidences
-from selfcal_lightning.confidence.fitting.fusion import fit_fusion
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.functional.capability import agreeing_pairs
-from selfcal_lightning.functional.consistency import vote_share
-from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.confidence.features import LOGIT, required_confidences
+from selfcal_lightning.confidence.fusion import fit_fusion
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.data.store.annotations import question_values
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.metrics.capability import agreeing_pairs
+from selfcal_lightning.metrics.consistency import vote_share
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store.question_annotations import question_values
-from selfcal_lightning.store.shards import question_digest
 
 VOTE_SHARE, PAIRS = "vote_share", "agreeing_pairs"
 LIKELIHOOD = f"{MEAN_LOGPROB}_platt"

@@ -9,9 +9,9 @@ from _report_votes import PLAIN
 from shared.criteria import Criterion, above, at_most, exactly
 from shared.estimates import Measured, difference, summary
 
-from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
-from selfcal_lightning.functional.base import AUROC, ECE, Floats
-from selfcal_lightning.functional.question_means import estimate_of
+from selfcal_lightning.evaluation.metrics import SHORT_NAMES
+from selfcal_lightning.metrics.arrays import AUROC, ECE, Floats
+from selfcal_lightning.metrics.bootstrap import estimate_of
 
 SIZES_OF_VOTES = (4, 8)
 

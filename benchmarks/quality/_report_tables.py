@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from shared.criteria import criteria_table
 from shared.tables import section, show
 
-from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
+from selfcal_lightning.evaluation.metrics import SHORT_NAMES
 
 FULL = "make report"
 # What that command runs.

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from _report_jobs import ACTIVATED, BASE, JOINT, TASK
 
+from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import ConfidenceQuery, Question, Request, SamplingSettings, sample_seed
-from selfcal_lightning.tasks.registry import get_task
 
 TURNS = 3
 QUESTIONS, SAMPLES = 16, 8

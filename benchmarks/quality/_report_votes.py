@@ -10,14 +10,12 @@ from _report_confidences import CONTENDERS, Contender
 from _report_jobs import BASE, JOINT
 from shared.estimates import RESAMPLES
 
-from selfcal_lightning.evaluation.calibration.votes import vote_hits
-from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_or_never, resample_weights
-from selfcal_lightning.functional.seed_means import mean_over_seeds
-from selfcal_lightning.pools.recorded import RecordedPool
-from selfcal_lightning.tasks.token_costs import total_tokens
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.evaluation.calibration import vote_hits
+from selfcal_lightning.evaluation.curves import Reshuffles
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_or_never, mean_over_seeds, resample_weights
 
 ORDERS = 50
 PLAIN = {BASE: "plain", JOINT: "plain_joint"}

@@ -15,19 +15,18 @@ from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from selfcal_lightning.confidence.fitting.fusion import Fusion, fit_fusion
+from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
-from selfcal_lightning.model_files.locations import config_path
-from selfcal_lightning.models.activated import ask
-from selfcal_lightning.models.activation import adapter_in_use
+from selfcal_lightning.models.activated import adapter_in_use, ask
+from selfcal_lightning.models.folders import config_path
 from selfcal_lightning.models.lora import FIRST, LoraSettings
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.beside import BesideSettings, adapter_name
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.calibrated_model import BesideSettings, adapter_name
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
 TEACHER = "TEACHER"  # the file of the seed's fusion

@@ -28,12 +28,12 @@ from _report_votes import mean_tokens, over_seeds, savings, vote_curves
 from shared.estimates import Measured, summary
 from shared.tables import triple, write_report
 
-from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.evaluation.calibration.votes import powers_of_two
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.question_means import estimate_of
-from selfcal_lightning.pools.recorded import RecordedPool
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.evaluation.calibration import powers_of_two
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import estimate_of
 
 COLLECT = "--collect"
 RESULTS = Path(__file__).resolve().parents[1] / "results"

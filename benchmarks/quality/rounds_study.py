@@ -25,11 +25,11 @@ from shared.estimates import question_values
 from shared.jobs import run
 from shared.tables import write_report
 
-from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.functional.bootstrap import Estimate, question_bootstrap
-from selfcal_lightning.generation.rounds.drift import describe_round, describe_shift, question_targets
-from selfcal_lightning.model_files.locations import config_path
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.metrics.bootstrap import Estimate, question_bootstrap
+from selfcal_lightning.models.folders import config_path
+from selfcal_lightning.training.rounds import describe_round, describe_shift, question_targets
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ONE = "one round"

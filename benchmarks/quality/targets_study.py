@@ -35,11 +35,15 @@ from _targets_training import (
 from rounds_study import RESAMPLES, RESULTS, estimate, publish, settle, show
 from shared.jobs import run
 
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    bootstrap_interval,
+    calibration_error_bounds,
+    question_bootstrap,
+)
+from selfcal_lightning.metrics.calibration import ErrorBounds
 
 SPLITS = {"calibration": "calibration", "in-domain test": "test_id", "out-of-domain test": "test_ood"}
 METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": WITHIN_QUESTION_AUROC}

@@ -26,17 +26,15 @@ from _real_tables import (
 )
 from matplotlib.figure import Figure
 
-from selfcal_lightning.capability.label_free import with_question_confidence
+from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store.annotations import annotation_names
-from selfcal_lightning.store.question_annotations import question_annotation_names, question_values
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.store.shards import question_digest
 
 SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
 SHOWN_VOTES = (2, 3, 4, 8)

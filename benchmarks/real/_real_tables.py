@@ -9,17 +9,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, add_scores, confidence_of
-from selfcal_lightning.confidence.fitting.fusion import fit_fusion
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import resample_weights
+from selfcal_lightning.confidence.fusion import fit_fusion
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.inference.threshold_fitting import grid_outcome
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    bootstrap_interval,
+    calibration_error_bounds,
+    question_bootstrap,
+    resample_weights,
+)
+from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.records import QuestionSamples, Sample
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.thresholds.grids import grid_outcome
 
 Pool = list[QuestionSamples]
 METRICS = (AUROC, ECE, BRIER, WITHIN_QUESTION_AUROC, PASS_AT_1)

@@ -19,7 +19,7 @@ from _real_jobs import JOINT, LEAVE_ONE_OUT, TARGETS, TUNED, Jobs, Sizes
 from _real_report import as_markdown, assemble, figure
 from shared.tables import write_report
 
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
+from selfcal_lightning.evaluation.figures import save_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"

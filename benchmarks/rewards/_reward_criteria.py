@@ -15,9 +15,8 @@ from shared.criteria import Criterion, above, at_most, below, exactly
 from shared.estimates import Measured
 from shared.estimates import difference as response_difference
 
-from selfcal_lightning.functional.base import WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of
+from selfcal_lightning.metrics.arrays import WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 
 TITLES = {"id": "in domain", "ood": "out of domain"}
 BASELINE = "8"

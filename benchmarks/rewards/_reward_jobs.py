@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import yaml
 from shared.jobs import run_once
 
-from selfcal_lightning.model_files.locations import config_path
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.folders import config_path
 
 TASK = "word_problems"
 SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}

@@ -9,21 +9,16 @@ import numpy as np
 from _reward_jobs import Plan
 from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated
 
-from selfcal_lightning.functional.base import Array, Floats
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of, resample_weights
-from selfcal_lightning.functional.seed_means import mean_over_seeds
-from selfcal_lightning.functional.steps import POSITIONS, step_position
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.data.steps import POSITIONS, RewardSettings, prefix_id, step_position, token_step_ends
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.metrics.arrays import Array, Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.calibration import ErrorBounds
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Score
-from selfcal_lightning.rewards.prefixes import prefix_id
 from selfcal_lightning.rewards.rates import read_rates
 from selfcal_lightning.rewards.reading import open_rewards
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.rewards.steps import token_step_ends
-from selfcal_lightning.store.sample_store import SampleStore
 
 BINS, TOLERANCE, LEVELS = 10, 0.05, (0.1, 0.9)
 OVERALL = "all"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from shared.criteria import criteria_table
 from shared.tables import section, show
 
-from selfcal_lightning.functional.steps import POSITIONS
+from selfcal_lightning.data.steps import POSITIONS
 
 FULL = "make report-rewards"
 # What that command runs.

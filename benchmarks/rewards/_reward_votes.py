@@ -11,22 +11,19 @@ from _reward_jobs import AWAKE, MODELS, OUTCOME, SCORED, SEARCHES, Plan, score_n
 from shared.estimates import RESAMPLES
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores
-from selfcal_lightning.confidence.fitting.features import LOGIT
-from selfcal_lightning.confidence.fitting.fusion import fit_fusion
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.evaluation.strategies.curves import Job, evaluate_jobs
-from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.functional.base import Array, Floats
-from selfcal_lightning.functional.consistency import vote_share
-from selfcal_lightning.functional.instance_adaptive import required_samples
-from selfcal_lightning.functional.question_means import resample_weights
-from selfcal_lightning.functional.seed_means import mean_over_seeds
-from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.confidence.features import LOGIT
+from selfcal_lightning.confidence.fusion import fit_fusion
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.evaluation.curves import Job, Reshuffles, evaluate_jobs
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.voting import BestOfN, SelfConsistency
+from selfcal_lightning.metrics.arrays import Array, Floats
+from selfcal_lightning.metrics.bootstrap import mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.consistency import vote_share
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.strategies.rules.best_of_n import BestOfN
-from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.thresholds.grids import GridOutcome
+from selfcal_lightning.rewards.search import required_samples
 
 LIKELIHOOD, SHARE, FUSED = f"{MEAN_LOGPROB}_platt", "vote_share", "prm_mean_logprob"
 PLAIN = "plain"

@@ -31,10 +31,10 @@ from shared.estimates import Measured, summary
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report
 
-from selfcal_lightning.evaluation.calibration.metrics import scored_responses
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.question_means import estimate_of
-from selfcal_lightning.functional.steps import POSITIONS
+from selfcal_lightning.data.steps import POSITIONS
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import estimate_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COLLECT = "--collect"

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from selfcal_lightning.pipelines.selection.export_rl import run_export_rl
-from selfcal_lightning.pipelines.selection.extract_steps import run_extract_steps
-from selfcal_lightning.pipelines.selection.select import run_select
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps, run_select
+from selfcal_lightning.data.store.sample_store import SampleStore
 
 Judge = Callable[[str, str, str], float | None]
 CUT = "length"

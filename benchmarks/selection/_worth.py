@@ -7,15 +7,17 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from selfcal_lightning.functional.base import AUROC, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, question_bootstrap
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import estimate_of, resample_weights
-from selfcal_lightning.functional.seed_means import mean_over_seeds
+from selfcal_lightning.adaptation.picking import SelectedRow, SelectionSettings, select_rows
+from selfcal_lightning.metrics.arrays import AUROC, WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    bootstrap_interval,
+    estimate_of,
+    mean_over_seeds,
+    question_bootstrap,
+    resample_weights,
+)
 from selfcal_lightning.records import QuestionSamples, Sample
-from selfcal_lightning.selection.picking import select_rows
-from selfcal_lightning.selection.records import SelectedRow
-from selfcal_lightning.selection.settings import SelectionSettings
 
 RESAMPLES = 1000
 Score = Callable[[QuestionSamples, Sample], float | None]

@@ -23,16 +23,24 @@ from _worth import Score, over_seeds, score_tells, selection_worth
 from shared.criteria import Criterion, above, at_least, criteria_table, exactly
 from shared.tables import section, show, triple, write_report
 
+from selfcal_lightning.adaptation.picking import (
+    FUSED,
+    PICK,
+    SHARE,
+    SSC,
+    SelectionSettings,
+    fit_votes,
+    score_of,
+    without_references,
+)
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE
-from selfcal_lightning.confidence.estimators.standardised import WEIGHTS
+from selfcal_lightning.confidence.estimators import WEIGHTS
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.pipelines.generate import run_generate
-from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
-from selfcal_lightning.selection.picking import fit_votes, score_of, without_references
-from selfcal_lightning.selection.settings import FUSED, PICK, SHARE, SSC, SelectionSettings
-from selfcal_lightning.store.sample_store import SampleStore
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

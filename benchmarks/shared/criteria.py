@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.tables import show, triple
 
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.metrics.bootstrap import Estimate
 
 
 @dataclass(frozen=True)

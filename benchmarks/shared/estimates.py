@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selfcal_lightning.evaluation.calibration.metrics import SHORT_NAMES
-from selfcal_lightning.functional.base import ECE, Array, Floats
-from selfcal_lightning.functional.bootstrap import bootstrap_interval, calibration_error_bounds, question_bootstrap
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.functional.estimates import Estimate, ScoredResponses
-from selfcal_lightning.functional.question_means import estimate_of
-from selfcal_lightning.functional.seed_means import mean_over_seeds, seed_weights
+from selfcal_lightning.evaluation.metrics import SHORT_NAMES
+from selfcal_lightning.metrics.arrays import ECE, Array, Floats
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    ScoredResponses,
+    bootstrap_interval,
+    calibration_error_bounds,
+    estimate_of,
+    mean_over_seeds,
+    question_bootstrap,
+    seed_weights,
+)
+from selfcal_lightning.metrics.calibration import ErrorBounds
 
 RESAMPLES = 1000
 Column = Floats | ErrorBounds

@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.evaluation.figures import save_figure
+from selfcal_lightning.metrics.bootstrap import Estimate
 
 
 def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:

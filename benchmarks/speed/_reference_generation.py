@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from selfcal_lightning.functional.sampling import dynamic_temperature
+from selfcal_lightning.engines.transformers.slots import dynamic_temperature
 from selfcal_lightning.models.causal_lm import load_causal_lm
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Request
 
 TOP = 20  # log-probabilities that it reads the confidence from

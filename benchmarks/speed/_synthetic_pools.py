@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from selfcal_lightning.identities import ModelIdentity, PromptIdentity
-from selfcal_lightning.records import IMPORTED, Message, Question
-from selfcal_lightning.store.parts import shard_metadata, shard_name, write_part
-from selfcal_lightning.store.records import PartManifest, ShardEntry
-from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
-from selfcal_lightning.store.shards import SCHEMA, encode_shard, question_digest
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.parts import shard_metadata, shard_name, write_part
+from selfcal_lightning.data.store.records import PartManifest, ShardEntry
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SCHEMA, encode_shard, question_digest
+from selfcal_lightning.records import IMPORTED, Message, ModelIdentity, PromptIdentity, Question
 
 BODIES = 4096
 QUESTIONS_AT_ONCE = 256

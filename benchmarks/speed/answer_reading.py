@@ -12,10 +12,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from selfcal_lightning.tasks.answers.extraction import last_boxed
-from selfcal_lightning.tasks.answers.math_processes import default_pool
-from selfcal_lightning.tasks.registry import get_task
-from selfcal_lightning.tasks.rows import load_file_rows
+from selfcal_lightning.data.tasks.extraction import last_boxed
+from selfcal_lightning.data.tasks.math_processes import default_pool
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.rows import load_file_rows
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -33,22 +33,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from selfcal_lightning.core.files import check_replaceable, json_object_or_none
+from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.inference.stopping import CGES, EarlyStopping
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import Question, SamplingSettings, Verdict
-from selfcal_lightning.runtime.json_files import json_object_or_none
-from selfcal_lightning.runtime.overwriting import check_replaceable
-from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.driver import run_strategy
-from selfcal_lightning.strategies.rules.adaptive_consistency import AdaptiveConsistency
-from selfcal_lightning.strategies.rules.cges import CGES
-from selfcal_lightning.strategies.rules.early_stopping import EarlyStopping
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.sources import EngineSource
-from selfcal_lightning.tasks.families.word_problems import WordProblems
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "early_stopping_time.json"
 BASELINE = "self-consistency"

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from _reference_generation import reference_passes
 
+from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, Response, SamplingSettings, sample_seed
-from selfcal_lightning.tasks.families.word_problems import WordProblems
 
 EDT = "EDT 0.8/0.8/1.0"
 REFERENCE = "reference's loop"

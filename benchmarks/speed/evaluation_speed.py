@@ -18,10 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from selfcal_lightning.evaluation.strategies.curves import Job, StrategyCurve, evaluate_jobs
-from selfcal_lightning.evaluation.strategies.plans import PLANS, make_jobs
-from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.curves import PLANS, Job, Reshuffles, StrategyCurve, evaluate_jobs, make_jobs
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 THRESHOLDS = tuple(step / 100 for step in range(101))

@@ -17,11 +17,11 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torchmetrics.classification import BinaryAUROC, BinaryCalibrationError
 
-from selfcal_lightning.functional.base import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
-from selfcal_lightning.functional.bootstrap import question_bootstrap, resample_counts
-from selfcal_lightning.functional.calibration import expected_calibration_error
-from selfcal_lightning.functional.discrimination import auprc, auroc, within_question_discrimination
-from selfcal_lightning.metrics.calibration import BinnedCalibrationError
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
+from selfcal_lightning.metrics.bootstrap import question_bootstrap, resample_counts
+from selfcal_lightning.metrics.calibration import expected_calibration_error
+from selfcal_lightning.metrics.discrimination import auprc, auroc, within_question_discrimination
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError
 
 SAMPLES = 16
 CHUNK = 4096

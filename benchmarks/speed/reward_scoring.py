@@ -28,17 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.tables import write_report
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.modules.rewards import QuantileRewardModule
-from selfcal_lightning.prompts.chat_format import load_tokenizer
+from selfcal_lightning.data.steps import token_step_ends
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.chat_format import load_tokenizer
+from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.rewards.folders import read_reward_file
+from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.model import load_reward_model
-from selfcal_lightning.rewards.reading import RewardReader
-from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.steps import token_step_ends
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.rewards.module import QuantileRewardModule
+from selfcal_lightning.rewards.reading import RewardReader, read_reward_file
 
 OUTPUT = Path(__file__).resolve().parents[1] / "results"
 SPLIT, STEPS = "test_id", "sentence"

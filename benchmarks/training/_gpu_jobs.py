@@ -20,7 +20,7 @@ from _training_ways import WAYS, Work, shared_prefix
 from _varlen_attention import register_varlen_attention
 
 from selfcal_lightning.models.causal_lm import logits_at
-from selfcal_lightning.models.segment_attention import FLEX, SEGMENTS
+from selfcal_lightning.models.packing import FLEX, SEGMENTS
 
 FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled again
 SAMPLES = 8

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.training.batches import SSCBatch
 
 
 @dataclass(frozen=True)

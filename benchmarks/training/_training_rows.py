@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
-from selfcal_lightning.datamodules.ssc.dealing import DealByPrompt, group_by_question
 from selfcal_lightning.datamodules.ssc.mixture import Mixture, build_pools
-from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
-from selfcal_lightning.models.causal_lm import register_segment_attention
+from selfcal_lightning.datamodules.ssc.sampler import DealByPrompt, MicroBatch, group_by_question
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.segment_attention import SEGMENTS
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.packing import SEGMENTS, register_segment_attention
 from selfcal_lightning.records import Question, Sample
-from selfcal_lightning.store.shards import StoredRow
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 MAX_LENGTH = 1024
 LORA = LoraSettings(r=32, alpha=16, dropout=0.0, activated=False)

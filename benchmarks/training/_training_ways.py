@@ -18,12 +18,12 @@ from _training_flops import Load, batch_load, causal_pairs
 from _training_rows import MAX_LENGTH, TrainingRows, collator_of
 from torch import Tensor
 
-from selfcal_lightning.datamodules.ssc.dealing import DealByLength, DealByPrompt
-from selfcal_lightning.functional.losses import calibration_loss
+from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt
 from selfcal_lightning.models.causal_lm import confidence_from_logits
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.losses import calibration_loss
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 TARGET = 0.5  # of every row; see TrainingRows.tuples
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.functional.prefix_trees import PrefixTree
-from selfcal_lightning.models.segment_attention import SEGMENTS, TreeMasks, segment_attention
+from selfcal_lightning.models.packing import SEGMENTS, PrefixTree, TreeMasks, segment_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -29,7 +29,7 @@ from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, ran
 from _training_ways import Work, reference, shared_prefix
 from training_throughput import REFERENCE_ROWS, made_with, one_step
 
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CELLS = Path("runs/activated_cost.jsonl")

@@ -28,7 +28,7 @@ from _training_rows import SIZES
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
 
 BASE, ACTIVATED, AWAKE = "base", "activated", "adapter awake throughout"

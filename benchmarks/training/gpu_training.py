@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from _gpu_jobs import JOBS, SETTINGS, Job, do
 
-from selfcal_lightning.models.segment_attention import FLEX
+from selfcal_lightning.models.packing import FLEX
 
 SCRIPT = Path(__file__).resolve()
 

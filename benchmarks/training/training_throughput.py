@@ -35,7 +35,7 @@ from _training_rows import random_rows as make_rows
 from _training_tables import markdown
 from _training_ways import WAYS, Work, collator_name
 
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CELLS = Path("runs/training_throughput.jsonl")

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from selfcal_lightning.core.errors import check_at_least
+from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.datamodules.checks import (
     check_agreement,
     check_beside,
@@ -22,32 +25,36 @@ from selfcal_lightning.datamodules.checks import (
 from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
 from selfcal_lightning.datamodules.ssc.collate import shares_prefix
-from selfcal_lightning.datamodules.ssc.dealing import Packing, make_dealer
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture, build_pools
-from selfcal_lightning.datamodules.ssc.order import TrainingOrder, rows_per_step
-from selfcal_lightning.datamodules.ssc.reading import keep_targets
-from selfcal_lightning.datamodules.ssc.rounds import (
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, Packing, make_dealer, steps_per_epoch
+from selfcal_lightning.datamodules.ssc.stored_rows import (
     RoundRule,
+    Split,
+    StoredRows,
     check_round_of,
     check_round_settings,
     epoch_to_read,
+    keep_targets,
     round_of_epoch,
     rounds_to_read,
 )
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, steps_per_epoch
-from selfcal_lightning.datamodules.ssc.stored_rows import Split, StoredRows
-from selfcal_lightning.datamodules.ssc.summary import describe_epoch
-from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe, check_teacher, read_recipe
-from selfcal_lightning.datamodules.ssc.tuples import BEFORE_ANSWERING, PTrueName, TargetName, TupleDataset
-from selfcal_lightning.errors import check_at_least
-from selfcal_lightning.model_files.fingerprints import files_sha256
-from selfcal_lightning.models.segment_attention import check_attention
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
-from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.datamodules.ssc.tuples import (
+    BEFORE_ANSWERING,
+    PTrueName,
+    TargetName,
+    TargetRecipe,
+    TrainingOrder,
+    TupleDataset,
+    check_teacher,
+    describe_epoch,
+    read_recipe,
+    rows_per_step,
+)
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.folders import files_sha256
+from selfcal_lightning.models.packing import check_attention
 from selfcal_lightning.records import Question
-from selfcal_lightning.runtime.plan import Plan
-from selfcal_lightning.store.shards import question_digest
-from selfcal_lightning.training.trained_modules import ReadingModule, SideBySide, reading_module
+from selfcal_lightning.training.contracts import ReadingModule, SideBySide, reading_module
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 JOINT_TARGET: TargetName = "ssc"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.consistency import consistency_bucket
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.consistency import consistency_bucket
 
 NUM_BUCKETS = 20
 IntArray = npt.NDArray[np.int64]

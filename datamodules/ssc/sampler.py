@@ -1,23 +1,289 @@
-"""The plan of optimiser steps: which process sees which rows in which micro-batch, resumable at any batch."""
+"""Deal the rows of an optimiser step to its micro-batches: by like length, or so that responses share their prompt."""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from selfcal_lightning.datamodules.ssc.dealing import Dealer, Dealt
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.batch import SSCBatch
+from selfcal_lightning.training.batches import SSCBatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from selfcal_lightning.datamodules.ssc.tuples import TupleTable
+
+Packing = Literal["shared_prefix", "auto", "off"]
+STRATA = 4
+WORTH_PACKING = 0.05  # part of the tokens
+
+
+class Dealt(NamedTuple):
+    """A micro-batch of one process: indices into the rows of the step, [B], and which are no fillers, bool, [B]."""
+
+    places: IntArray
+    real: np.ndarray
+
+
+class Dealer(Protocol):
+    """Deals the rows of a step to ``num_bins`` micro-batches, heaviest first, each with at least one row."""
+
+    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
+        """Return the micro-batches of ``rows``, row numbers of the table."""
+        ...
+
+
+@dataclass(frozen=True)
+class DealByLength:
+    """Micro-batches of ``batch_size`` rows of like length, the longest first.
+
+    Places that stay empty are in the last one, and hold the step's shortest row as a filler.
+
+    Attributes:
+        lengths: Tokens of every row of the table, [R].
+        batch_size: Rows of a micro-batch.
+        token_budget: Most tokens of a micro-batch, its rows padded to the longest; None sets no limit.
+    """
+
+    lengths: IntArray
+    batch_size: int
+    token_budget: int | None = None
+
+    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
+        """Return the micro-batches of ``rows``, row numbers of the table.
+
+        Raises:
+            ValueError: One of them exceeds the budget.
+        """
+        longest = int(self.lengths[rows].max())
+        _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
+        order = np.argsort(-self.lengths[rows], kind="stable")
+        real = np.arange(num_bins * self.batch_size) < len(rows)
+        order = np.concatenate([order, np.repeat(order[-1:], len(real) - len(rows))])
+        shape = (num_bins, self.batch_size)
+        return [Dealt(*pair) for pair in zip(order.reshape(shape), real.reshape(shape), strict=True)]
+
+
+@dataclass(frozen=True)
+class DealByPrompt:
+    """Micro-batches of like numbers of tokens, in which the responses to a question stand together.
+
+    The responses to one question form a tree, its prompt counted once. A tree that would fill several even parts of
+    the step's tokens is cut into as many pieces, and into more where the budget asks it; then each piece, the heaviest
+    first, goes to the micro-batch that has the fewest tokens. One that gets none holds the step's shortest row as a
+    filler.
+
+    Attributes:
+        question: Number of each row's question, [R].
+        prompt: Tokens of each row's prompt, [R].
+        lengths: Tokens of every row's prompt + response + query, [R].
+        token_budget: Most tokens of a micro-batch; None sets no limit.
+    """
+
+    question: IntArray
+    prompt: IntArray
+    lengths: IntArray
+    token_budget: int | None = None
+
+    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
+        """Return the micro-batches of ``rows``, row numbers of the table.
+
+        Raises:
+            ValueError: One of them exceeds the budget.
+        """
+        trees = self._trees(rows)
+        even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
+        pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
+        loads = [self.tokens(rows[piece]) for piece in pieces]
+        bins: list[list[IntArray]] = [[] for _ in range(num_bins)]
+        heap = [(0, index) for index in range(num_bins)]
+        for piece in np.argsort(-np.array(loads), kind="stable"):
+            load, index = heapq.heappop(heap)
+            bins[index].append(pieces[piece])
+            heapq.heappush(heap, (load + loads[piece], index))
+        order = [index for _, index in sorted(heap, key=lambda pair: (-pair[0], pair[1]))]
+        filler = Dealt(np.array([np.argmin(self.lengths[rows])]), np.zeros(1, dtype=bool))
+        dealt = [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
+        largest = max(self.tokens(rows[places]) for places, _ in dealt)
+        _check_budget(self.token_budget, largest=largest, longest=int(self.lengths[rows].max()))
+        return dealt
+
+    def tokens(self, rows: IntArray) -> int:
+        """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
+        _, first = np.unique(self.question[rows], return_index=True)
+        return int((self.lengths[rows] - self.prompt[rows]).sum() + self.prompt[rows[first]].sum())
+
+    def _trees(self, rows: IntArray) -> list[IntArray]:
+        question = self.question[rows]
+        order = np.argsort(question, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(question[order])) + 1)
+
+    def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
+        """Cut a tree into pieces of like size, as many as the even parts that it comes nearest to filling.
+
+        Not one for each part that it touches: of trees of like size the larger half would be cut in two, and their
+        prompts be encoded twice.
+        """
+        count = min(max(round(self.tokens(rows[tree]) / even), 1), len(tree))
+        while True:
+            pieces = [tree[start::count] for start in range(count)]
+            fits = self.token_budget is None or max(self.tokens(rows[piece]) for piece in pieces) <= self.token_budget
+            if fits or count == len(tree):
+                return pieces
+            count += 1
+
+
+def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, token_budget: int | None) -> Dealer:
+    """Return what deals the rows of ``table``.
+
+    Args:
+        table: The rows that can be drawn.
+        batch_size: Rows of a micro-batch, on average where responses share their prompt.
+        shared_prefix: Whether the responses to a question share their prompt.
+        token_budget: Most tokens of a micro-batch, without the padding to a multiple; None sets no limit.
+    """
+    if shared_prefix:
+        return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
+    return DealByLength(table.length, batch_size, token_budget)
+
+
+def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
+    """Return the draw in an order in which up to ``group_size`` responses to a question stand side by side.
+
+    The rows of a question are cut into groups of like size, a row that was drawn again going to another group where
+    there is one. The groups are shuffled, and interleaved so that calibration tuples and generation samples stay
+    evenly spread.
+
+    Args:
+        draw: Rows of an epoch.
+        question: Number of each row's question, by row of the table, [R].
+        group_size: Most rows of a group; 1 leaves the order as it is.
+        seed: Seed of the draw.
+        epoch: Epoch, from 0.
+    """
+    if group_size == 1 or not len(draw.rows):
+        return draw
+    rng = np.random.default_rng([seed, epoch, 1])
+    groups = _groups(draw.rows, question, group_size, rng)
+    share = np.array([draw.calibration_weight[group].mean() for group in groups])
+    stratum = np.argsort(np.argsort(share + 1e-9 * rng.random(len(groups)))) * STRATA // max(len(groups), 1)
+    at = np.zeros(len(groups))
+    for number in range(STRATA):
+        members = rng.permutation(np.flatnonzero(stratum == number))
+        at[members] = (np.arange(len(members)) + (number + 0.5) / STRATA) / max(len(members), 1)
+    order = np.concatenate([groups[index] for index in np.argsort(at, kind="stable")])
+    return EpochDraw(
+        draw.rows[order], draw.calibration_weight[order], draw.generation_weight[order], counts=draw.counts
+    )
+
+
+class PackedTokens(NamedTuple):
+    """What the micro-batches of an epoch hold.
+
+    Attributes:
+        rows: Responses.
+        prompts: Prompts, each counted once in every micro-batch that it is in.
+        tokens: Tokens.
+        separate_tokens: Tokens that the responses would take in sequences of their own.
+        largest: Tokens of the largest micro-batch.
+    """
+
+    rows: int
+    prompts: int
+    tokens: int
+    separate_tokens: int
+    largest: int
+
+    @property
+    def to_a_prompt(self) -> float:
+        """Responses that share a prompt, in the mean."""
+        return self.rows / max(self.prompts, 1)
+
+    @property
+    def saved(self) -> float:
+        """Part of the tokens that are not computed, in [0, 1]."""
+        return 1.0 - self.tokens / max(self.separate_tokens, 1)
+
+
+def count_packed(
+    micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
+) -> PackedTokens:
+    """Count what the micro-batches of an epoch hold.
+
+    Args:
+        micro_batches: The micro-batches of every step.
+        steps: The rows of every step.
+        dealer: What dealt them.
+    """
+    packed, separate, prompts, rows, largest = 0, 0, 0, 0, 0
+    for step, micro in zip(steps, micro_batches, strict=True):
+        for dealt in micro:
+            mine = step[dealt.places[dealt.real]]
+            tokens = dealer.tokens(mine) if len(mine) else 0
+            packed, largest = packed + tokens, max(largest, tokens)
+            separate += int(dealer.lengths[mine].sum())
+            prompts, rows = prompts + len(np.unique(dealer.question[mine])), rows + len(mine)
+    return PackedTokens(rows, prompts, packed, separate, largest)
+
+
+def packed_summary(epoch: PackedTokens) -> str:
+    """Return in words what sharing prompts saves in an epoch."""
+    return (
+        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
+    )
+
+
+def warn_of_little_sharing(epoch: PackedTokens) -> None:
+    """Warn where packing saves next to nothing though responses to one prompt could stand together."""
+    if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
+        rank_zero_warn(
+            f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
+            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
+            "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
+        )
+
+
+def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
+    """Raise ValueError where the largest micro-batch of a step exceeds the budget; ``longest`` is its longest row."""
+    if token_budget is None or largest <= token_budget:
+        return
+    if longest > token_budget:
+        raise InputError(
+            f"Expected every row to fit the `token_budget`, but got {token_budget:,} for one of {longest:,}. Raise "
+            "`token_budget`, or lower `max_length`."
+        )
+    factor = -(-largest // token_budget)
+    raise InputError(
+        f"Expected every micro-batch to fit the `token_budget` of {token_budget:,}, but got one of {largest:,} tokens. "
+        f"Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by {factor} (the same "
+        "optimiser steps), or raise `token_budget`."
+    )
+
+
+def _real(places: IntArray) -> Dealt:
+    return Dealt(places, np.ones(len(places), dtype=bool))
+
+
+def _groups(rows: IntArray, question: IntArray, group_size: int, rng: np.random.Generator) -> list[IntArray]:
+    """Return places of the draw by group; occurrences of one row go to different groups of its question."""
+    shuffled = rng.permutation(len(rows))
+    occurrence = np.empty(len(rows), dtype=np.int64)  # of its row: 0 the first time, 1 the second, ...
+    order = shuffled[np.argsort(rows[shuffled], kind="stable")]
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(rows[order]) > 0]))
+    occurrence[order] = np.arange(len(rows)) - np.repeat(starts, np.diff([*starts, len(rows)]))
+    order = shuffled[np.lexsort((occurrence[shuffled], question[rows[shuffled]]))]
+    edges = np.flatnonzero(np.diff(question[rows[order]])) + 1
+    return [group for tree in np.split(order, edges) for group in np.array_split(tree, -(-len(tree) // group_size))]
 
 
 @dataclass(frozen=True)

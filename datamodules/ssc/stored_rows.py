@@ -2,40 +2,361 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions
-from selfcal_lightning.datamodules.signals import outlive_signals
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, question_digest
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, outlive_signals
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
-from selfcal_lightning.datamodules.ssc.dealing import Packing
-from selfcal_lightning.datamodules.ssc.reading import check_stored_splits
-from selfcal_lightning.datamodules.ssc.rounds import read_rounds
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, OneByOne, validation_batches
-from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, OneByOne, Packing, validation_batches
 from selfcal_lightning.datamodules.ssc.tuples import (
     AGREEMENT,
     BEFORE_ANSWERING,
+    NO_OTHER,
     PTrueName,
     TargetName,
+    TargetRecipe,
     TupleDataset,
     TupleTable,
     build_table,
+    question_slices,
 )
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.prompts.given import Prompt
+from selfcal_lightning.models.chat_format import ChatFormat, Prompt, load_tokenizer, same_prompt, stated_prompt
 from selfcal_lightning.records import Question
-from selfcal_lightning.store.index import SampleIndex
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.batches import SSCBatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+OF_THE_QUERY = frozenset({"query", "suffix_ids", "yes_ids", "no_ids"})
+
+
+def read_index(
+    store: SampleStore,
+    *,
+    split: str,
+    round: int,
+    questions: Sequence[Question] | None,
+    confidences: Sequence[str] = (),
+) -> SampleIndex:
+    """Return the rows of a split.
+
+    Args:
+        store: The store.
+        split: "train", "validation" or "test".
+        round: Generation round.
+        questions: The questions whose rows are wanted; None takes all that the store holds for the split.
+        confidences: Annotations to merge in.
+
+    Raises:
+        ValueError: The round or some of the questions are missing, or were sampled from another wording.
+    """
+    sampled = f"`selfcal generate --store_split {split}`"
+    way_out = f"Add the `SSCGeneration` callback to the trainer, or run {sampled} on this store."
+    if questions is None:
+        way_out = f"Name `{split}` sources in the data module. {way_out}"
+    index = store.index(split=split, round=round, confidences=confidences)
+    if not len(index):
+        raise InputError(
+            f"Expected the store {store.path} to hold samples of round {round} for the split {split!r}, but got none. "
+            f"{way_out}"
+        )
+    if questions is None:
+        return index
+    stored = store.stored_questions(round=round)
+    wanted = {question.id: question_digest(question) for question in questions}
+    missing = wanted.keys() - set(index.question_id)
+    if missing:
+        raise InputError(
+            f"Expected the store {store.path} to hold round {round} of all {len(wanted)} questions of the split "
+            f"{split!r}, but {len(missing)} are missing, for example {min(missing)!r}. {way_out}"
+        )
+    changed = [name for name, digest in wanted.items() if stored[name].digest != digest]
+    if changed:
+        raise InputError(
+            f"Expected the {split!r} questions to be those that the store {store.path} was sampled for, but got "
+            f"{len(changed)} with other messages or references, for example {changed[0]!r}. Go back to the sources "
+            "(`chain_of_thought`, `path`) of that run, or use another `store_dir`."
+        )
+    return index.select(np.array([name in wanted for name in index.question_id]))
+
+
+def check_stored_splits(
+    store: SampleStore, rounds: Mapping[str, int], *, known: Mapping[str, Sequence[Question]]
+) -> None:
+    """Hold splits apart of which some are whatever the store holds for them.
+
+    Args:
+        store: The store.
+        rounds: The round that each of these is read from, by split.
+        known: The questions of the other splits.
+
+    Raises:
+        ValueError: A question is in two splits, by its content.
+    """
+    stored = {number: store.stored_questions(round=number) for number in set(rounds.values())}
+    contents = {split: {question_digest(q): q.id for q in questions} for split, questions in known.items()}
+    for split, number in rounds.items():
+        contents[split] = {q.digest: name for name, q in stored[number].items() if q.split == split}
+    for one, other in combinations(contents, 2):
+        shared = sorted(contents[one].keys() & contents[other].keys())
+        if shared:
+            raise InputError(
+                f"Expected `{one}` and `{other}` in the store {store.path} to share no question, but got {len(shared)} "
+                f"in both, for example {contents[one][shared[0]]!r} and {contents[other][shared[0]]!r}, which are one "
+                "question under two ids. Sample or import them into a store from splits or files that do not overlap."
+            )
+
+
+def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_counts: bool = True) -> None:
+    """Hold the chat format against the one that a round was sampled with.
+
+    Args:
+        store: The store.
+        chat: The chat format.
+        round: The round.
+        query_counts: Whether the confidence query must be the same: not where no confidence of the store is read.
+
+    Raises:
+        ValueError: The template, the confidence query or its tokens differ.
+    """
+    stored = store.round_manifest(round).fingerprint.prompt.as_json()
+    prompts = stated_prompt(stored), chat.prompt
+    if "template_sha256" in stored and not same_prompt(*prompts):
+        raise InputError(
+            f"Expected the prompt that the store {store.path} was sampled with, {_shown(prompts[0])}, but got "
+            f"{_shown(prompts[1])}. Set `prompt` to that of the store, or use another `store_dir`."
+        )
+    changed = [
+        f"`{name}` was {stored[name]!r} and is {value!r}"
+        for name, value in chat.describe().items()
+        if name in stored and stored[name] != value and (query_counts or name not in OF_THE_QUERY)
+    ]
+    if changed:
+        raise InputError(
+            f"Expected the model and query that the store {store.path} was sampled with, but got others: "
+            f"{'; '.join(changed)}. Set `base_model` and `query` to those of the store, or use another `store_dir`."
+        )
+
+
+def _shown(prompt: Prompt | None) -> str:
+    return "that of the task" if prompt is None else str(prompt.as_json())
+
+
+def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: TargetName) -> TupleTable:
+    """Drop the rows without a target, with counts.
+
+    Args:
+        table: Rows of the training split.
+        reasons: Why each row has no target, "" where it has one, [R].
+        target: Name of the target, for messages.
+
+    Raises:
+        ValueError: No row has a target, or every question has a single response, which always agrees with itself.
+    """
+    kept = table.select(reasons == "", reasons)
+    if not len(kept):
+        found = set(reasons)
+        raise InputError(
+            f"Expected at least one of {len(table):,} training responses to have a target ({target!r}), but got none: "
+            f"{' and '.join(sorted(found))}. {_way_out(found)}"
+        )
+    if target in ("ssc", "consistency") and not (np.bincount(table.index.question_index) > 1).any():
+        raise InputError(
+            f"Expected questions to have at least 2 responses with `target={target!r}`, but got 1 each: every target "
+            "would be 1.0. Generate more samples, or use `target='label'`."
+        )
+    return kept
+
+
+def _way_out(reasons: set[str]) -> str:
+    if reasons == {"unreadable"}:
+        return "Look at the texts, at the task's prompt, and whether `max_new_tokens` cuts the answers off."
+    if NO_OTHER in reasons:
+        return "Generate more samples to a question, or use `target='label'`."
+    if "no label" in reasons:
+        return "Use questions with references, or `target='ssc'`, which needs none."
+    if "zero confidence mass" in reasons:
+        return "The model gives Yes no probability at all: try `p_true='normalised'` or `target='consistency'`."
+    return (
+        "Generate with the confidence query, or train on votes alone (`target='consistency'`, of a reward model "
+        "'vote_share')."
+    )
+
+
+RoundRule = Literal["replace", "mix"]
+
+
+def round_of_epoch(epoch: int, every: int | None) -> int:
+    """Return the newest round that ``epoch`` trains on, with a new round every ``every`` epochs; None has round 0 only.
+
+    Example:
+        >>> [round_of_epoch(epoch, 2) for epoch in range(5)]
+        [0, 0, 1, 1, 2]
+    """
+    return 0 if every is None else epoch // every
+
+
+def epoch_to_read(trainer: Trainer | None) -> int:
+    """Return the epoch whose rows the next loader holds.
+
+    Where training is over, Lightning asks for the loader of one more epoch, whose round was never sampled, and reads
+    nothing of it: then it is the last one.
+    """
+    if trainer is None:
+        return 0
+    epoch, most = trainer.current_epoch, trainer.max_epochs
+    over = (most not in (None, -1) and epoch >= most) or 0 <= trainer.max_steps <= trainer.global_step
+    return max(epoch - 1, 0) if over else epoch
+
+
+def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:
+    """Return the rounds whose rows are trained on when ``newest`` is the newest.
+
+    Example:
+        >>> rounds_to_read(2, "replace"), rounds_to_read(2, "mix")
+        ((2,), (0, 1, 2))
+    """
+    return (newest,) if rule == "replace" else tuple(range(newest + 1))
+
+
+def check_round_settings(every: int | None, round: int) -> None:
+    """Raise ValueError for settings that contradict each other."""
+    if every is None:
+        return
+    if every < 1:
+        raise InputError(f"Expected `regenerate_every_n_epochs` to be None or at least 1, but got {every}.")
+    if round != 0:
+        raise InputError(
+            f"Expected `round` to be 0 with `regenerate_every_n_epochs`, but got {round}: the epoch decides which "
+            "round is read. Leave one of them out."
+        )
+
+
+def check_reload(trainer: Trainer, every: int | None) -> None:
+    """Raise ValueError where Lightning would keep the loader of an earlier round.
+
+    Once an epoch is needed, whatever the interval: after a resume Lightning counts the epochs between two reloads from
+    the epoch that it resumed in.
+    """
+    if every is not None and trainer.reload_dataloaders_every_n_epochs != 1:
+        raise InputError(
+            "Expected `reload_dataloaders_every_n_epochs` of the trainer to be 1 with `regenerate_every_n_epochs`, but "
+            f"got {trainer.reload_dataloaders_every_n_epochs}: training would go on with the rows of an earlier round. "
+            "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
+        )
+
+
+def read_rounds(
+    store: SampleStore,
+    *,
+    split: str,
+    rounds: Sequence[int],
+    questions: Sequence[Question] | None,
+    chat: ChatFormat | None,
+    query_counts: bool = True,
+    confidences: Sequence[str] = (),
+) -> SampleIndex:
+    """Return the rows of a split in all of ``rounds``, a question's rows of all rounds beside each other.
+
+    Targets are computed over all rows of a question, so that with several rounds a response is held against the
+    answers of every round, each weighted by the confidence of the model that gave it.
+
+    Args:
+        store: The store.
+        split: "train", "validation" or "test".
+        rounds: Generation rounds.
+        questions: The questions whose rows are wanted; None takes all that the store holds for the split.
+        chat: The chat format that the rounds must have been sampled with; None where another model reads them.
+        query_counts: Whether their confidence query must be the same too.
+        confidences: Annotations to merge in.
+
+    Raises:
+        ValueError: A round or some of the questions are missing, or were sampled from another wording or format.
+    """
+    wanted = {"split": split, "questions": questions, "confidences": confidences}
+    indexes = [read_index(store, round=round, **wanted) for round in rounds]
+    for round in rounds if chat is not None else ():
+        check_prompts(store, chat, round=round, query_counts=query_counts)
+    pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
+    if questions is None:
+        rank_zero_info(describe_stored(pooled, store, split=split))
+    return pooled
+
+
+def describe_stored(index: SampleIndex, store: SampleStore, *, split: str) -> str:
+    """Return what a split without sources reads, and for validation, which need not be, how to go without."""
+    number = len(np.unique(index.question_index))
+    way_out = " Set `trainer.limit_val_batches: 0` to train without validation." if split == "validation" else ""
+    return (
+        f"{split.capitalize()}: {len(index):,} responses to {number:,} questions, all that the store {store.path} "
+        f"holds for it, since `{split}` names no sources.{way_out}"
+    )
+
+
+def pool_rounds(indexes: Sequence[SampleIndex]) -> SampleIndex:
+    """Return the rows of several rounds, sorted by question, then round, then sample; ``sample_index`` runs on.
+
+    A question's samples of the second round follow those of the first: 0 to N - 1, then N to 2 N - 1. Answers that
+    are equal in the eyes of their task get one name, the first seen: every round named its own.
+    """
+    names = sorted({name for index in indexes for name in index.confidences})
+    starts = np.cumsum([0, *(len(index.files) for index in indexes)])
+    parts = {
+        field.name: np.concatenate([getattr(index, field.name) for index in indexes])
+        for field in fields(SampleIndex)
+        if field.name not in {"confidences", "files", "shard"}
+    }
+    shard = np.concatenate([index.shard + start for index, start in zip(indexes, starts, strict=False)])
+    confidences = {
+        name: np.concatenate([index.confidences.get(name, np.full(len(index), np.nan)) for index in indexes])
+        for name in names
+    }
+    files = tuple(file for index in indexes for file in index.files)
+    pooled = SampleIndex(**parts, shard=shard.astype(np.int32), confidences=confidences, files=files)
+    codes = np.unique(pooled.question_id.astype(str), return_inverse=True)[1].astype(np.int64)
+    number = np.repeat(np.arange(len(indexes)), [len(index) for index in indexes])
+    order = np.lexsort((pooled.sample_index, number, codes))
+    sorted_ = pooled.select(order)
+    codes = codes[order]
+    first = np.searchsorted(codes, codes, side="left")
+    sorted_ = replace(sorted_, question_index=codes, sample_index=np.arange(len(codes)) - first)
+    return replace(sorted_, answer=_one_name(sorted_))
+
+
+def _one_name(index: SampleIndex) -> np.ndarray:
+    """Return the answers with equal ones of a question named alike, object [R]."""
+    answers = index.answer.copy()
+    for rows in question_slices(index):
+        distinct = [answer for answer in dict.fromkeys(answers[rows].tolist()) if answer is not None]
+        if len(distinct) > 1:
+            names = dict(zip(distinct, get_task(index.task[rows.start]).group(distinct), strict=True))
+            answers[rows] = [names.get(answer) for answer in answers[rows]]
+    return answers
+
+
+def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
+    """Raise RuntimeError where ``epoch`` belongs to another round than ``newest``, which its loader was built for.
+
+    A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
+    """
+    wanted = newest if every is None else round_of_epoch(epoch, every)
+    if wanted != newest:
+        raise RunError(
+            f"Expected epoch {epoch} to be trained on round {wanted}, but its loader was built for round {newest}. "
+            "Set `trainer.reload_dataloaders_every_n_epochs: 1`."
+        )
+
 
 Split = Literal["train", "validation", "test"]
 

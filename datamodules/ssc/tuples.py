@@ -5,22 +5,136 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from selfcal_lightning.capability.question_table import TaughtTarget
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS, confidence_behind, log_odds
+from selfcal_lightning.confidence.fusion import Fusion
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import BoolArray, FloatArray, IntArray
-from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
-from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe, mix_in_teacher
-from selfcal_lightning.functional.capability import agreeing_pairs, top_share
-from selfcal_lightning.functional.consistency import leave_one_out, soft_self_consistency, vote_share
-from selfcal_lightning.store.index import SampleIndex
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.ssc.mixture import (
+    BoolArray,
+    EpochDraw,
+    FloatArray,
+    IntArray,
+    Mixture,
+    TaskDraw,
+    TaskPools,
+)
+from selfcal_lightning.datamodules.ssc.sampler import (
+    DealByPrompt,
+    Dealer,
+    MicroBatch,
+    OptimizerStepSampler,
+    count_packed,
+    epoch_position,
+    group_by_question,
+    limited_batches,
+    packed_summary,
+    steps_per_epoch,
+    warn_of_little_sharing,
+)
+from selfcal_lightning.metrics.calibration import expected_calibration_error
+from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
+from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consistency, vote_share
+from selfcal_lightning.metrics.discrimination import auroc
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # what its rows bring; other confidences are annotations beside them
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """How the target of a response is made: ``(1 - share) * target + share * teacher``.
+
+    Attributes:
+        target: Name of what is computed from the answers and confidences to a question (``tuples.compute_targets``).
+        teacher: A fused confidence of the response; None where there is none.
+        share: Share of the teacher, in [0, 1]; 0 without one.
+    """
+
+    target: str
+    teacher: Fusion | None = None
+    share: float = 0.0
+
+    @property
+    def annotations(self) -> tuple[str, ...]:
+        """The confidences beside the store's rows that the teacher reads."""
+        needed = () if self.teacher is None else self.teacher.requires
+        return tuple(name for name in needed if name not in OF_THE_STORE)
+
+
+def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
+    """Return the recipe of these settings; the file of the teacher is read.
+
+    Raises:
+        InputError: A share without a teacher, or a teacher without a share.
+    """
+    check_teacher(teacher, teacher_share)
+    return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
+
+
+def check_teacher(teacher: str | None, teacher_share: float) -> None:
+    """Raise InputError unless a teacher comes with a share of the target above 0, and a share with a teacher."""
+    if not 0.0 <= teacher_share <= 1.0:
+        raise InputError(f"Expected `teacher_share` to lie in [0, 1], but got {teacher_share}.")
+    if teacher is None and teacher_share > 0.0:
+        raise InputError(
+            f"Expected a `teacher` with `teacher_share` {teacher_share}, but got none. Name a file that `selfcal "
+            "fit-confidence` wrote, or leave `teacher_share` out."
+        )
+    if teacher is not None and teacher_share == 0.0:
+        raise InputError(
+            f"Expected `teacher_share` to be above 0 with the `teacher` {teacher}, but got 0: it would teach nothing. "
+            "Set it to 0.5, say, or leave `teacher` out."
+        )
+
+
+def mix_in_teacher(target: FloatArray, index: SampleIndex, recipe: TargetRecipe) -> FloatArray:
+    """Return the target of every row mixed with what the recipe's teacher says of it, nan where either is, [R].
+
+    Args:
+        target: Target of every row, nan where unknown, [R].
+        index: The rows, R of them.
+        recipe: The recipe.
+    """
+    if recipe.teacher is None:
+        return target
+    taught = recipe.teacher.transform(_feature_columns(index, recipe.teacher.features))
+    # A share of 1 takes the rows of the target too: an unreadable response is taught nothing.
+    return np.where(np.isnan(target), np.nan, (1.0 - recipe.share) * np.nan_to_num(target) + recipe.share * taught)
+
+
+def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
+    """Return the features of every row, nan where it lacks one, [R, F]."""
+    known = index.num_tokens > 0
+    columns = {
+        NUM_TOKENS: np.where(index.num_tokens >= 0, index.num_tokens, np.nan).astype(np.float64),
+        P_TRUE: np.where(np.isnan(index.yes_mass), index.confidences.get(P_TRUE, np.nan), index.p_true),
+        LOGPROB: index.logprob,
+        MEAN_LOGPROB: np.divide(index.logprob, index.num_tokens, out=np.full(len(index), np.nan), where=known),
+        **{name: values for name, values in index.confidences.items() if name not in OF_THE_STORE},
+    }
+    missing = sorted({name for feature in features if (name := confidence_behind(feature)) not in columns})
+    if missing:
+        raise InputError(
+            f"Expected the store to hold what the `teacher` reads of a response, but it lacks {', '.join(missing)}. "
+            "Put it there by `selfcal score --store_dir`, or fit the teacher to others."
+        )
+    values = [(feature, columns[confidence_behind(feature)]) for feature in features]
+    return np.column_stack([log_odds(one, feature) if feature.startswith(LOGIT) else one for feature, one in values])
+
 
 TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "p_true", "label", TaughtTarget]
 BEFORE_ANSWERING = frozenset(get_args(TaughtTarget))  # learnt after an empty response, one row a question
@@ -307,3 +421,245 @@ def _labels(index: SampleIndex, rows: slice) -> FloatArray:
 
 def _floats(values: list[float | None]) -> FloatArray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+class TrainingOrder:
+    """What the order of rows depends on, compared with that of a checkpoint where training goes on inside an epoch.
+
+    The position itself is counted by the trainer.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on; empty before a sampler was made."""
+        return dict(self._now)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Remember the order of a checkpoint."""
+        self._saved = dict(state_dict)
+
+    def sampler(
+        self,
+        mixture: Mixture,
+        pools: Mapping[str, TaskPools],
+        table: TupleTable,
+        deal: Dealer,
+        *,
+        group_size: int,
+        confident: BoolArray,
+        eta: float,
+        seed: int,
+        batch_size: int,
+        check_epoch: Callable[[int], None],
+        trainer: Trainer | None,
+    ) -> OptimizerStepSampler:
+        """Return the sampler of this process.
+
+        Args:
+            mixture: The recipe of an epoch.
+            pools: Pools of every task.
+            table: The rows that can be drawn.
+            deal: Deals the rows of a step to its micro-batches.
+            group_size: Most responses to a question that stand side by side in the order.
+            confident: Rows that may carry the generation loss, [R].
+            eta: Threshold that they exceed.
+            seed: Seed of the draw.
+            batch_size: Rows of a process in a micro-step.
+            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
+            trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
+        """
+
+        def rows(epoch: int) -> EpochDraw:
+            return mixture.draw(pools, confident, seed=seed, epoch=epoch)
+
+        return self.sampler_of(
+            rows,
+            table,
+            deal,
+            rows_per_epoch=mixture.rows_per_epoch,
+            settings={**asdict(mixture), "eta": eta},
+            group_size=group_size,
+            seed=seed,
+            batch_size=batch_size,
+            check_epoch=check_epoch,
+            trainer=trainer,
+        )
+
+    def sampler_of(
+        self,
+        rows: Callable[[int], EpochDraw],
+        table: TupleTable,
+        deal: Dealer,
+        *,
+        rows_per_epoch: int,
+        settings: Mapping[str, Any],
+        group_size: int,
+        seed: int,
+        batch_size: int,
+        check_epoch: Callable[[int], None],
+        trainer: Trainer | None,
+    ) -> OptimizerStepSampler:
+        """Return the sampler of this process over any draw.
+
+        Args:
+            rows: Gives the rows of an epoch.
+            table: The rows that can be drawn.
+            deal: Deals the rows of a step to its micro-batches.
+            rows_per_epoch: Rows that the number of optimiser steps follows from, whatever is drawn.
+            settings: What else the draw depends on.
+            group_size: Most responses to a question that stand side by side in the order.
+            seed: Seed of the draw.
+            batch_size: Rows of a process in a micro-step.
+            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
+            trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
+        """
+        accumulate = trainer.accumulate_grad_batches if trainer else 1
+        per_step = rows_per_step(batch_size, trainer)
+        num_steps = steps_per_epoch(rows_per_epoch, per_step)
+        batches = num_steps * accumulate
+        limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
+        self._now = {
+            "seed": seed,
+            "rows_per_step": per_step,
+            "accumulate_grad_batches": accumulate,
+            "rows_per_epoch": rows_per_epoch,
+            **settings,
+            "group_size": group_size,
+            "dealer": type(deal).__name__,
+            "rows": table.digest(),
+        }
+
+        def position() -> tuple[int, int]:
+            if trainer is None:
+                return 0, 0
+            epoch, start = epoch_position(trainer, limit)
+            if start:
+                self._check()
+            return epoch, start
+
+        def draw(epoch: int) -> EpochDraw:
+            check_epoch(epoch)
+            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
+            question = table.index.question_index
+            return group_by_question(rows(epoch), question, group_size=group_size, seed=seed, epoch=epoch)
+
+        return OptimizerStepSampler(
+            draw,
+            deal,
+            num_steps=num_steps,
+            accumulate=accumulate,
+            world_size=trainer.world_size if trainer else 1,
+            rank=trainer.global_rank if trainer else 0,
+            limit=limit,
+            position=position,
+        )
+
+    def _check(self) -> None:
+        """Hold the order against the one of the checkpoint that training goes on from."""
+        changed = [
+            f"`{name}` was {old!r} and is {self._now[name]!r}"
+            for name, old in self._saved.items()
+            if name in self._now and old != self._now[name]
+        ]
+        if changed:
+            raise InputError(
+                "Expected the settings and rows of the checkpoint that stopped in the middle of an epoch, but got "
+                f"others: {'; '.join(changed)}. Resume with the old ones, or from a checkpoint of an epoch's end."
+            )
+
+
+def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
+    """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
+    return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
+
+
+def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
+    """Return what an epoch draws, and what it saves where responses share their prompt; warn where that is nothing.
+
+    Args:
+        table: The rows that can be drawn, with the counts of those that cannot.
+        pools: The pools of every task.
+        sampler: What draws and deals the rows.
+        epoch: The epoch, from 0.
+    """
+    draw = sampler.draw(epoch)
+    text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
+    if isinstance(sampler.deal, DealByPrompt):
+        rows, dealt = sampler.steps(draw)
+        packed = count_packed(dealt, rows, sampler.deal)
+        warn_of_little_sharing(packed)
+        text += "\n" + packed_summary(packed)
+    return text
+
+
+def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:
+    """Return the counts of an epoch's draw: pools, tuples drawn, repeated and missing, and rows dropped by reason.
+
+    Args:
+        table: The rows that can be drawn, with the counts of those that cannot.
+        pools: The pools of every task.
+        draw: The draw of an epoch.
+    """
+    header = f"{'task':<20} {'pool':<12} {'rows':>8} {'drawn':>8} {'repeated':>8} {'missing':>8}"
+    lines = [f"{len(draw.rows):,} tuples in an epoch, from {len(table):,} rows with a target:", header]
+    for task, counts in draw.counts.items():
+        generation = (
+            len(pools[task].generation),
+            counts.generation_drawn,
+            counts.generation_repeated,
+            max(counts.generation_wanted - counts.generation_drawn - counts.generation_repeated, 0),
+        )
+        missing = [max(gap, 0) for gap in _gaps(counts)]
+        calibration = (sum(counts.bucket_sizes), sum(counts.bucket_drawn), sum(counts.bucket_repeated), sum(missing))
+        if draw.generation_weight.any():
+            lines.append(_line(task, "generation", generation))
+        lines.append(_line(task, "calibration", calibration))
+        lines.append(_bucket_line("rows", counts.bucket_sizes))
+        lines.append(_bucket_line("drawn", counts.bucket_drawn))
+        if any(counts.bucket_repeated):
+            lines.append(_bucket_line("repeated", counts.bucket_repeated))
+        if any(missing):
+            lines.append(_bucket_line("missing", missing))
+    if not any(len(pool.generation) for pool in pools.values()):
+        lines.append("no target exceeds eta: the epoch has no generation samples")
+    lines.extend(f"{task:<20} dropped: {count:,} {reason}" for (task, reason), count in sorted(table.dropped.items()))
+    if table.num_cut:
+        lines.append(f"{table.num_cut:,} responses are cut to fit `max_length`")
+    return "\n".join(lines)
+
+
+def describe_targets(table: TupleTable) -> str:
+    """Return how high the targets are, and how good where labels exist: a model learns no more than they know.
+
+    A reader that mistakes wrong answers for one another makes them agree; accuracy does not show it, these figures do.
+    """
+    text = f"targets: mean {table.target.mean():.3f}"
+    known = ~np.isnan(table.correct)
+    if not known.any():
+        return f"{text}; no labels to hold them against"
+    target, correct = table.target[known], table.correct[known].astype(bool)
+    ranking = auroc(target, correct)
+    shown = "not defined, all being right or all wrong" if ranking is None else f"{ranking:.3f}"
+    return (
+        f"{text}; held against {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
+        f"ECE {expected_calibration_error(target, correct):.3f}, AUROC {shown}"
+    )
+
+
+def _gaps(counts: TaskDraw) -> list[int]:
+    return [
+        want - drawn - again
+        for want, drawn, again in zip(counts.bucket_wanted, counts.bucket_drawn, counts.bucket_repeated, strict=True)
+    ]
+
+
+def _line(task: str, pool: str, numbers: tuple[int, ...]) -> str:
+    return f"{task:<20} {pool:<12} " + " ".join(f"{number:>8,}" for number in numbers)
+
+
+def _bucket_line(name: str, counts: Sequence[int]) -> str:
+    """Count by bucket, the first one beginning at 0 and the last one ending with 1.0."""
+    return f"{'':<4}{name + ' by bucket':<20} " + " ".join(f"{count:,}" for count in counts)

@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.tasks.base import AnswerType
-from selfcal_lightning.tasks.dataset import DatasetTask, Item, bare_question
-from selfcal_lightning.tasks.registry import register_task
-from selfcal_lightning.tasks.rows import FileSource, Row
+from selfcal_lightning.data.tasks.base import AnswerType
+from selfcal_lightning.data.tasks.dataset import DatasetTask, Item, bare_question
+from selfcal_lightning.data.tasks.registry import register_task
+from selfcal_lightning.data.tasks.rows import FileSource, Row
 
 DATA = Path(__file__).resolve().parent / "data"
 SPLITS = ("train", "validation", "test")

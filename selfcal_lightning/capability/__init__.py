@@ -1,24 +1,66 @@
-"""Capability: the chance that a sampled response to a question is right, before there is one."""
+"""Capability: the chance that a sampled answer to a question is right."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
-        "calibration": ["CalibrationQuestions", "calibration_questions"],
+    submod_attrs={
+        "allocation": [
+            "SequentialOutcome",
+            "beta_allocation",
+            "expected_solved",
+            "greedy_allocation",
+            "interpolated_allocation",
+            "round_to_total",
+            "sequential_allocation",
+        ],
+        "distributions": [
+            "InflatedBeta",
+            "PassAtKMaps",
+            "beta_pass_at_k",
+            "fit_concentration",
+            "fit_inflated_beta",
+            "fit_pass_at_k_maps",
+            "isotonic_knots",
+            "quantile_mapping",
+        ],
         "estimators": ["PROMPT_ESTIMATORS", "RESPONSE_ESTIMATORS", "ResponseEstimator", "p_true_before"],
-        "feature_folder": ["FeatureFolder", "prompt_digest"],
-        "fitted_maps": ["CapabilityMaps", "KeptMaps", "fit_capability_maps", "load_maps", "maps_of"],
+        "features": ["FeatureFolder", "PromptModel", "feature_origin", "prompt_digest", "read_features"],
+        "fitted_maps": [
+            "CalibrationQuestions",
+            "CapabilityMaps",
+            "KeptMaps",
+            "calibration_questions",
+            "fit_capability_maps",
+            "load_maps",
+            "maps_of",
+        ],
         "inputs": ["CapabilityPool", "feature_folder", "load_capability_pool", "states_of"],
-        "label_free": ["LABEL_FREE_PROBE", "label_free_confidences", "with_question_confidence"],
-        "probe": ["CapabilityProbe", "Pooling", "ProbeBasis", "ProbeHead", "design", "load_probe"],
-        "probe_fitting": ["fit_probe"],
-        "prompt_features": ["feature_origin", "read_features"],
-        "prompt_model": ["PromptModel"],
-        "score_files": ["QuestionScore", "read_scores", "write_scores"],
-        "scoring": ["QuestionScoring", "keep_in_store", "levels_of", "score_questions"],
+        "metrics": ["CapabilityErrorParts", "CapabilityMetrics"],
+        "probe": [
+            "CapabilityProbe",
+            "LABEL_FREE_PROBE",
+            "Pooling",
+            "ProbeBasis",
+            "ProbeHead",
+            "design",
+            "fit_probe",
+            "label_free_confidences",
+            "load_probe",
+            "with_question_confidence",
+        ],
+        "probe_heads": ["class_confidence", "class_loss", "fit_ridge", "nearest_class"],
+        "probe_module": ["LinearProbeModule", "ProbeBatch"],
         "question_table": ["QuestionTable", "Target", "question_table"],
+        "ridge": ["RidgeFit", "fit_ridge_leaving_one_out"],
+        "scoring": [
+            "QuestionScore",
+            "QuestionScoring",
+            "keep_in_store",
+            "levels_of",
+            "read_scores",
+            "score_questions",
+            "write_scores",
+        ],
     },
 )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from selfcal_lightning.capability.question_table import QuestionTable
-from selfcal_lightning.confidence.estimators.verbal_scales import NUMBERS, PERCENTAGES, TEN_WORDS, VerbalScale
-from selfcal_lightning.confidence.estimators.verbalized import ask_for_confidences
+from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.verbalized import NUMBERS, PERCENTAGES, TEN_WORDS, VerbalScale, ask_for_confidences
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.prompts.chat_format import ChatFormat
-from selfcal_lightning.records import Question, normalised_p_true, question_hash, sample_seed
-from selfcal_lightning.runtime.progress import Progress
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import Question, QuestionSamples, Sample, normalised_p_true, question_hash, sample_seed
 
 PROBE, P_TRUE_BEFORE = "probe", "p_true_before"
 # What the model is asked to state in words before it answers, by the scale.
@@ -130,3 +134,44 @@ def verbalized_before(
 def as_column(values: Sequence[float | None]) -> Floats:
     """Return values as an array [Q]; nan for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
+    """Return those of ``names`` that are confidences beside the rows of a store, to be averaged over responses."""
+    if not pool.is_dir():
+        return []
+    taken = {*RESPONSE_ESTIMATORS, *question_annotation_names(pool)}
+    beside = annotation_names(pool)
+    return [name for name in names if name in beside and name not in taken]
+
+
+def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int) -> Floats:
+    """Return the mean of a confidence over the first ``stop`` responses of each question [Q]; nan where none has it.
+
+    A response without that confidence is left out of the mean: it has not been asked, or gave none.
+
+    Args:
+        entries: The questions.
+        name: "p_true" is what was asked as the responses were drawn, unless a confidence of that name is beside them.
+        stop: Responses that count.
+
+    Raises:
+        InputError: No response has it.
+    """
+    means = np.array([_mean([_value(sample, name) for sample in entry.samples[:stop]]) for entry in entries])
+    if np.isnan(means).all():
+        raise InputError(
+            f"Expected responses with the confidence {name!r}, but got none in {len(entries):,} questions. `selfcal "
+            "score` puts it on them."
+        )
+    return means
+
+
+def _value(sample: Sample, name: str) -> float | None:
+    found = sample.confidences.get(name)
+    return sample.p_true if found is None and name == P_TRUE else found
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else math.nan

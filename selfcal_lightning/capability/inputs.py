@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.capability.feature_folder import FeatureFolder
-from selfcal_lightning.capability.prompt_features import feature_origin, read_features
-from selfcal_lightning.capability.prompt_model import PromptModel
+from selfcal_lightning.capability.features import FeatureFolder, PromptModel, feature_origin, read_features
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.records import IMPORTED, Question
-from selfcal_lightning.store.manifest import StoreFingerprint
-from selfcal_lightning.store.sample_store import SampleStore
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,17 +12,18 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from selfcal_lightning.capability.question_table import Target
-from selfcal_lightning.confidence.fitting.calibration_split import FittedOn
+from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
+from selfcal_lightning.capability.ridge import fit_ridge_leaving_one_out
+from selfcal_lightning.confidence.splits import FittedOn, check_disjoint
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import json_object_or_none, to_json, write_atomically
+from selfcal_lightning.data.store.manifest import origin_differences
 from selfcal_lightning.engines.hidden_states import PromptStates
-from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.runtime.files import to_json, write_atomically
-from selfcal_lightning.runtime.json_files import json_object_or_none
-from selfcal_lightning.store.origins import origin_differences
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
-    from selfcal_lightning.functional.probe_heads import Link
+    from selfcal_lightning.capability.probe_heads import Link
 
 Pooling = Literal["both", "token_mean", "last_token"]
 RECORD, WEIGHTS = "probe.json", "probe.safetensors"
@@ -72,7 +73,7 @@ class ProbeHead:
         """Return the shares [N] of standardised features [N, D], computed in float64."""
         import torch
 
-        from selfcal_lightning.functional.probe_heads import head_outputs, linked
+        from selfcal_lightning.capability.probe_heads import head_outputs, linked
 
         weights, biases = (
             [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in side] for side in (self.weights, self.biases)
@@ -274,3 +275,150 @@ def design(states: PromptStates, pooling: Pooling) -> Floats:
     parts = {"last_token": [states.last_token], "token_mean": [states.token_mean]}
     chosen = parts.get(pooling, [states.last_token, states.token_mean])
     return np.concatenate([part.reshape(len(part), -1) for part in chosen], axis=1).astype(np.float64)
+
+
+LEAST_QUESTIONS = 10
+
+
+def fit_probe(
+    states: PromptStates,
+    entries: Sequence[QuestionSamples],
+    *,
+    target: Target = "agreeing_pairs",
+    pooling: Pooling = "both",
+    origin: Mapping[str, Any],
+    sampling: Mapping[str, Any] | None,
+    draws: int | None = None,
+    seed: int = 0,
+) -> CapabilityProbe:
+    """Fit a linear probe of hidden states to what responses say about their questions, in closed form.
+
+    Args:
+        states: Hidden states of the questions' prompts, in the order of ``entries``.
+        entries: The questions with their responses.
+        target: What is predicted; "agreeing_pairs" and "top_share" need no labels.
+        pooling: Which vectors are the features.
+        origin: What the states depend on.
+        sampling: How the responses were drawn; None where nobody knows.
+        draws: Verdicts or pairs that each target is redrawn from; see ``QuestionTable.targets``.
+        seed: Of these.
+
+    Raises:
+        InputError: There are too few questions, the responses do not give the target, or it is the same for all.
+    """
+    wanted = checked_targets(question_table(entries), target, draws=draws, seed=seed)
+    features = design(states, pooling)
+    basis = probe_basis(
+        features, entries, target=target, pooling=pooling, origin=origin, sampling=sampling, draws=draws
+    )
+    fit = fit_ridge_leaving_one_out((features - basis.centre) / basis.scale, wanted)
+    return basis.with_head(linear_head(fit.weights, fit.intercept), penalty=fit.penalty, error=fit.error)
+
+
+def probe_basis(
+    features: Floats,
+    entries: Sequence[QuestionSamples],
+    *,
+    target: Target,
+    pooling: Pooling,
+    origin: Mapping[str, Any],
+    sampling: Mapping[str, Any] | None,
+    draws: int | None = None,
+) -> ProbeBasis:
+    """Return all of a probe but its head.
+
+    Args:
+        features: Features of the questions of the fit [N, D]; they are standardised by their mean and spread.
+        entries: These questions with their responses.
+        target: What is predicted.
+        pooling: Which vectors the features are.
+        origin: What the features depend on.
+        sampling: How the responses were drawn; None where nobody knows.
+        draws: Verdicts or pairs that each target was redrawn from.
+    """
+    centre, scale = standardisation(features)
+    questions = (entry.question for entry in entries)
+    fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
+    return ProbeBasis(pooling, target, centre, scale, origin, sampling, fitted_on, draws)
+
+
+def checked_targets(table: QuestionTable, target: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
+    """Return the targets of a fit [Q].
+
+    Raises:
+        InputError: There are too few questions, the responses do not give the target, or it is the same for all.
+    """
+    if len(table) < LEAST_QUESTIONS:
+        raise InputError(f"Expected at least {LEAST_QUESTIONS} questions to fit a probe on, but got {len(table)}.")
+    wanted = table.targets(target, draws=draws, seed=seed)
+    if float(np.ptp(wanted)) < 1e-12:
+        raise InputError(
+            f"Expected `target` {target} to differ between questions, but got {wanted[0]:g} for all {len(table):,}. "
+            "Nothing can be learnt from that: take easier or harder questions, or more responses."
+        )
+    return wanted
+
+
+def standardisation(features: Floats) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation of each feature [D]; 1 for a feature that never changes."""
+    centre, scale = features.mean(axis=0), features.std(axis=0)
+    return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
+
+
+LABEL_FREE_PROBE = "probe"
+
+
+def label_free_confidences(
+    train_states: PromptStates,
+    train: Sequence[QuestionSamples],
+    test_states: PromptStates,
+    test: Sequence[QuestionSamples],
+    *,
+    target: Target = "agreeing_pairs",
+    pooling: Pooling = "both",
+    name: str = LABEL_FREE_PROBE,
+) -> tuple[QuestionSamples, ...]:
+    """Fit a probe on training questions and put its confidence on every response to other questions.
+
+    Args:
+        train_states: Hidden states of the training prompts, in the order of ``train``; ``prompt_features`` reads them.
+        train: Training questions with two or more responses each; nothing else is looked at than whether these agree.
+        test_states: Hidden states of the test prompts, of the same model.
+        test: Test questions with their responses.
+        target: What the probe is fitted to; "label" is another baseline, which needs labels.
+        pooling: Which vectors are the features.
+        name: Name of the confidence on the responses.
+
+    Returns:
+        The test questions; each response has the confidence ``name``, the same for all responses to a question.
+
+    Raises:
+        InputError: A test question was trained on, states and questions do not fit, or the target cannot be.
+    """
+    check_disjoint(
+        (entry.question for entry in train), (entry.question for entry in test), names=("`train`", "`test`"),
+        way_out="Split the questions.",
+    )  # fmt: skip
+    probe = fit_probe(train_states, train, target=target, pooling=pooling, origin={}, sampling=None)
+    return with_question_confidence(test, probe.predict(test_states), name=name)
+
+
+def with_question_confidence(
+    entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
+) -> tuple[QuestionSamples, ...]:
+    """Put the value of each question on all of its responses, as the confidence ``name``.
+
+    Raises:
+        InputError: There are more or fewer values than questions.
+    """
+    if len(values) != len(entries):
+        raise InputError(f"Expected a value for each of {len(entries):,} questions, but got {len(values):,}.")
+    return tuple(
+        replace(
+            entry,
+            samples=tuple(
+                replace(sample, confidences={**sample.confidences, name: float(value)}) for sample in entry.samples
+            ),
+        )
+        for entry, value in zip(entries, values, strict=True)
+    )

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.functional.base import Floats, Integers
-from selfcal_lightning.functional.capability import agreeing_pairs, top_share
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 
 Target = Literal["agreeing_pairs", "top_share", "label"]

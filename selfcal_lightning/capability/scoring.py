@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -12,28 +14,138 @@ from selfcal_lightning.capability.estimators import (
     P_TRUE_BEFORE,
     PROBE,
     PROMPT_ESTIMATORS,
+    RESPONSE_ESTIMATORS,
     VERBAL_ATTEMPTS,
     VERBAL_ESTIMATORS,
     VERBAL_TOKENS,
     p_true_before,
     verbalized_before,
 )
-from selfcal_lightning.capability.inputs import feature_folder, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_origin
+from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
-from selfcal_lightning.capability.prompt_features import feature_origin
-from selfcal_lightning.capability.prompt_model import PromptModel
 from selfcal_lightning.capability.question_table import TaughtTarget
-from selfcal_lightning.capability.score_files import FITTED_ON, TAUGHT
-from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import check_replaceable, line_error, read_json_lines, write_json_lines
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.errors import InputError, unknown_name
-from selfcal_lightning.model_files.manifests import read_manifest
-from selfcal_lightning.models.adapter_files import adapter_identity
+from selfcal_lightning.models.folders import adapter_identity, read_manifest
 from selfcal_lightning.records import Question
-from selfcal_lightning.store.manifest import StoreFingerprint
-from selfcal_lightning.store.question_annotations import QuestionAnnotation
-from selfcal_lightning.store.shards import question_digest
+
+CAPABILITY = "capability"
+FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be judged by
+TAUGHT = "taught"  # in the origin of P(True) of an adapter: what it was taught about questions
+FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionScore:
+    """The capability of a question.
+
+    Attributes:
+        id: The question.
+        task: Its task.
+        text: What it says.
+        capability: The chance that the model answers it correctly, in [0, 1]; None where the model could not be asked.
+        scored_by: Digest of what computed it (:func:`origin_digest`); None where nobody knows.
+    """
+
+    id: str
+    task: str
+    text: str
+    capability: float | None
+    scored_by: str | None = None
+
+
+def write_scores(path: str | Path, scores: Sequence[QuestionScore]) -> None:
+    """Write capabilities, one line a question."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        dict(zip(FIELDS, (one.id, one.task, one.text, one.capability, one.scored_by), strict=True)) for one in scores
+    ]
+    write_json_lines(Path(path), rows)
+
+
+def read_scores(path: str | Path) -> list[QuestionScore]:
+    """Read what :func:`write_scores` wrote.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: A line is not as described, an id occurs twice, or there is no question with a capability.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"Expected `scores` to be a file, but there is none at {path}. Make it by `selfcal score-questions "
+            "--output`."
+        )
+    found: dict[str, QuestionScore] = {}
+    for number, line in read_json_lines(file):
+        value = line.get(CAPABILITY)
+        if not isinstance(line.get("id"), str) or not (value is None or _is_share(value)):
+            raise line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
+        if line["id"] in found:
+            raise line_error(file, number, "`id` to be unique", f"{line['id']!r} again")
+        found[line["id"]] = QuestionScore(
+            line["id"], str(line.get("task")), str(line.get("question")), value, line.get("scored_by")
+        )
+    if all(score.capability is None for score in found.values()):
+        raise InputError(f"Expected {path} to hold the capability of a question, but got none for {len(found):,}.")
+    return list(found.values())
+
+
+def check_scores_target(path: str | Path, *, option: str = "output") -> None:
+    """Raise InputError unless capabilities may be written to ``path``: it is new, or holds earlier ones."""
+
+    def is_own(file: Path) -> bool:
+        try:
+            first = next((line for _, line in read_json_lines(file)), None)
+        except InputError:
+            return False
+        return first is not None and set(FIELDS) <= first.keys()
+
+    check_replaceable(path, is_own, option=option, kind="earlier scores of questions")
+
+
+def origin_digest(origin: Mapping[str, Any]) -> str:
+    """Return a digest of what computed values of questions, whichever questions it was fitted on."""
+    plain = {name: value for name, value in origin.items() if name != FITTED_ON}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+
+
+def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
+    """Raise InputError where a kept value is of another model than the responses, or of a probe fitted on them."""
+    if read.fingerprint is None:
+        return
+    digests = {question_digest(question) for question in read.questions}
+    sampled = read.fingerprint.as_json()["model"]
+    for name in names:
+        record = None if name in RESPONSE_ESTIMATORS else QuestionAnnotation(read.path, name).record
+        if record is None:
+            continue
+        model = record.origin.get("model") or record.origin.get("states", {}).get("model", {})
+        # An adapter that was taught about questions says how often the model without it is right.
+        compared = ("weights_sha256",) if TAUGHT in record.origin else ("weights_sha256", "adapter_sha256")
+        if None not in (sampled["weights_sha256"], model.get("weights_sha256")) and any(
+            sampled[key] != model.get(key) for key in compared
+        ):
+            raise InputError(
+                f"Expected the values {name!r} to be of the model that gave the responses in {read.path}, but got "
+                "those of another. Score its questions anew with that model."
+            )
+        if shared := digests.intersection(record.origin.get(FITTED_ON, [])):
+            raise InputError(
+                f"Expected questions that {name!r} was not fitted on, but got {len(shared):,} of {len(digests):,} that "
+                "it was: it would look better than it is. Name another `split`, or other questions."
+            )
 
 
 @dataclass(frozen=True)

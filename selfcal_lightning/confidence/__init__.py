@@ -1,13 +1,10 @@
-"""Confidence in responses: estimators, what is fitted to them, and scoring of what was recorded."""
+"""Confidence in a response: estimators, scalers, fusion, and scoring of recorded responses."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.confidence.fitting import __all__ as fitting_names
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
+    submod_attrs={
         "base": [
             "MissingConfidenceError",
             "SampleScorer",
@@ -16,9 +13,38 @@ __getattr__, __dir__, __all__ = face(
             "confidence_of",
             "how_to_get",
         ],
-        "dependence": ["KnownConfidence", "check_name_tells", "recorded_confidences", "refuse_looking_ahead"],
-        "fitting": fitting_names,
-        "scoring.model": ["ModelSettings"],
-        "scoring.running": ["PoolScoring", "ScoreReport", "StoreScoring", "score_pool", "score_store"],
+        "features": ["ConfidenceScores", "ResponseTable", "required_confidences", "score_confidence", "scores_text"],
+        "fitted_files": ["check_fitted_target", "load_fitted", "save_fitted"],
+        "fusion": [
+            "FittedScorer",
+            "Fusion",
+            "FusionTarget",
+            "WeighedPool",
+            "carried_confidences",
+            "default_confidences",
+            "fit_confidences",
+            "fit_fusion",
+            "is_probability",
+            "load_scorers",
+            "save_scorers",
+            "scorer_digests",
+            "weigh_pool",
+        ],
+        "registry": [
+            "EstimatorClass",
+            "KnownConfidence",
+            "build_estimator",
+            "check_name_tells",
+            "estimator_class",
+            "estimator_settings",
+            "recorded_confidences",
+            "refuse_looking_ahead",
+        ],
+        "scaling": ["Scaler", "fit_scaler"],
+        "scoring": ["PoolScoring", "ScoreReport", "StoreScoring", "score_pool", "score_store"],
+        "scoring_model": ["ModelSettings"],
+        "splits": ["FittedOn", "check_disjoint", "check_not_fitted_on", "halve_pool", "leading_ids"],
+        "token_ids": ["entry_ids"],
+        "token_reader": ["TokenReader"],
     },
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.records import QuestionSamples, Sample
 
 P_TRUE = "p_true"

@@ -1,27 +1,16 @@
-"""Engines: who samples responses and reads confidences."""
+"""Engines sample responses and read P(True): transformers, vLLM, and OpenAI-compatible servers."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
+    submod_attrs={
         "base": ["Engine", "EngineStoppedError", "Failure", "FailuresInARow", "RequestsFailedError", "generate"],
-        "checking": ["check_engine"],
         "hidden_states": ["LevelSettings", "PromptReader", "PromptStates", "check_gives_hidden_states"],
-        "memory": ["memory_share"],
-        "opening": [
-            "check_can_draw",
-            "expected_head_dtype",
-            "load_chat",
-            "open_engine",
-            "serve_model",
-        ],
-        "settings": ["EngineName", "EngineOptions", "EngineSettings"],
+        "opening": ["check_can_draw", "check_engine", "expected_head_dtype", "load_chat", "open_engine", "serve_model"],
+        "settings": ["EngineName", "EngineOptions", "EngineSettings", "memory_share"],
         "transformers.engine": ["TransformersEngine"],
-        "transformers.model": ["load_network"],
-        "transformers.output_layer": ["exact_head"],
+        "transformers.model": ["exact_head", "load_network"],
         "vllm.engine": ["VLLMEngine"],
     },
 )

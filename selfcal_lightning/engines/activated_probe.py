@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfcal_lightning.engines.activated_queries import check_query
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.base import check_query
 from selfcal_lightning.records import ConfidenceQuery
 
 CONTEXT_LENGTHS = (5, 41, 83)  # tokens; the longer ones end within a block of the cache behind whole ones

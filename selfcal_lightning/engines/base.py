@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.records import Request, Response
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.records import Finish, Request, Response
 
 SHOWN_FAILURES = 3
 MAX_FAILURES = 64  # as many as a server has at once: all of them failed
@@ -197,3 +198,121 @@ def generate(
     if failures:
         raise RequestsFailedError(failures)
     return [finished[request.id] for request in requests]
+
+
+def check_prefix(request: Request, end_ids: Collection[int]) -> None:
+    """Raise InputError where nothing can follow the prefix of a request.
+
+    Args:
+        request: The request.
+        end_ids: Tokens that end a turn.
+    """
+    prefix, most = request.prefix_ids, request.sampling.max_new_tokens
+    if len(prefix) >= most:
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to leave room in `max_new_tokens`, {most}, which counts "
+            f"them too, but got {len(prefix)}. Raise `max_new_tokens`, or take that response as it is."
+        )
+    ends = set(prefix) & set(end_ids)
+    if ends:
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to be tokens inside of a response, but got {min(ends)}, "
+            "which ends one. Leave it out, or take that response as it is."
+        )
+
+
+def stream_seed(request: Request) -> int:
+    """Return the seed of a stream of random numbers that begins with the first token drawn.
+
+    It depends on how many tokens stand already. With the seed of the request itself a continuation would draw with the
+    numbers that its own first tokens were drawn with.
+
+    Example:
+        >>> from selfcal_lightning.records import SamplingSettings
+        >>> plain = Request("r", (1,), SamplingSettings(), seed=7)
+        >>> stream_seed(plain)
+        7
+        >>> longer = Request("r", (1,), SamplingSettings(), seed=7, prefix_ids=(5, 6))
+        >>> stream_seed(longer) != 7
+        True
+    """
+    if not request.prefix_ids:
+        return request.seed
+    key = f"continuation/{request.seed}/{len(request.prefix_ids)}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 2
+
+
+def finish_of(drawn: int, *, last: int | None, ended: bool, step_ids: Collection[int], limit: int) -> Finish:
+    """Return how a response ended. At the limit nothing can follow, so that a step that ends there is cut by it.
+
+    Args:
+        drawn: Tokens drawn, without end-of-turn.
+        last: The last of them; None where there is none.
+        ended: Whether the model ended its turn.
+        step_ids: Tokens that end a step.
+        limit: Most tokens that may be drawn.
+
+    Example:
+        >>> finish_of(4, last=19, ended=False, step_ids=(19,), limit=9)
+        'step'
+        >>> finish_of(9, last=19, ended=False, step_ids=(19,), limit=9)
+        'length'
+    """
+    if ended:
+        return "stop"
+    return "step" if last in step_ids and drawn < limit else "length"
+
+
+def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Response]:
+    """Run ``requests`` to the end and return the replies by the request's id.
+
+    One that the engine refuses by itself, such as a prompt that crashes it, has no reply.
+
+    Raises:
+        RequestsFailedError: A request failed for another reason; it is asked again another time, instead of taking
+            silence for an answer.
+        RunError: The engine returned nothing with requests in flight.
+    """
+    pending = set(engine.submit(requests))
+    replies: dict[str, Response] = {}
+    try:
+        while pending:
+            try:
+                responses = engine.poll()
+            except RequestsFailedError as error:
+                pending -= error.failures.keys()
+                if not all(failure.is_refusal for failure in error.failures.values()):
+                    raise
+                continue
+            if not responses:
+                raise RunError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
+            replies |= {response.request_id: response for response in responses}
+            pending -= replies.keys()
+    finally:
+        engine.cancel(pending)
+    return replies
+
+
+# Folders of the activated adapters that vLLM should know, divided as in PATH; read by our plugin for vLLM.
+ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
+
+
+def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
+    """Raise ValueError unless ``given`` is the query that the adapter was trained on, both in token ids."""
+    if tuple(given) != tuple(query_ids):
+        raise InputError(
+            f"Expected the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids, "
+            f"but got {list(given)}. Set `query` to the text in the adapter's manifest, and `model` to its base model."
+        )
+
+
+def ends_with_query(prompt: Sequence[int], query_ids: Sequence[int] | None) -> bool:
+    """Return whether ``prompt`` is a query behind something, so that an activated adapter reads its end.
+
+    Example:
+        >>> ends_with_query((5, 6, 7), (6, 7)), ends_with_query((6, 7), (6, 7)), ends_with_query((5, 6, 7), None)
+        (True, False, False)
+    """
+    if query_ids is None or len(prompt) <= len(query_ids):
+        return False
+    return tuple(prompt[-len(query_ids) :]) == tuple(query_ids)

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import InputError
 
 _REASONS = {
     "vllm": (

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
-from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Request, Response
 
 News = Response | tuple[str, Failure]

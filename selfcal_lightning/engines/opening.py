@@ -7,9 +7,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.engines.openai.server import check_reachable
+from selfcal_lightning.engines.openai.transport import check_base_url
 from selfcal_lightning.engines.openai.wire import check_sampling
 from selfcal_lightning.engines.settings import EngineName, EngineOptions
-from selfcal_lightning.errors import InputError, did_you_mean
+from selfcal_lightning.models.names import check_adapter_name, check_model, check_name
 from selfcal_lightning.records import SamplingSettings
 
 if TYPE_CHECKING:
@@ -17,8 +21,7 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.engines.base import Engine
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
-    from selfcal_lightning.prompts.chat_format import ChatFormat
-    from selfcal_lightning.prompts.given import Prompt
+    from selfcal_lightning.models.chat_format import ChatFormat, Prompt
 
 
 def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engine:
@@ -103,7 +106,7 @@ def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt 
         query: The confidence query.
         prompt: The user's prompt, or None.
     """
-    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
     tokenizer = load_tokenizer(model, revision=options.revision) if other is None else load_tokenizer(other)
@@ -142,3 +145,28 @@ def _check_engine_args(options: EngineOptions, known: list[str]) -> None:
             f"Expected `engine_args` of {options.name} to be among {', '.join(free)}, but got {unknown}{why}."
             f"{did_you_mean(unknown[0], free)}"
         )
+
+
+def check_engine(options: EngineOptions, model: str) -> None:
+    """Refuse an engine, a model, an adapter or a server that there is not; nothing is loaded for it.
+
+    Args:
+        options: Which engine, and how.
+        model: Folder or hub name of the model, or "bundled".
+
+    Raises:
+        MissingPackageError: The engine is an extra that is not installed.
+        InputError: There is no such model, adapter or address.
+        RunError: The model is not on this disk and the hub is out of reach, or nobody listens at the address.
+    """
+    if options.is_remote:
+        check_installed("aiohttp", extra="openai")
+        check_name(str(options.engine_args.get("tokenizer") or model), revision=options.revision)
+        address = options.base_url or inspect.signature(engine_class("openai")).parameters["base_url"].default
+        check_reachable(check_base_url(address, allow_http=bool(options.engine_args.get("allow_http"))))
+        return
+    if options.name == "vllm":
+        check_installed("vllm", extra="vllm")
+    if options.adapter is not None:
+        check_adapter_name(options.adapter)
+    check_model(model, revision=options.revision)

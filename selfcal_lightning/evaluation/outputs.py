@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from selfcal_lightning.evaluation.reports.calibration_figures import reliability_grid
-from selfcal_lightning.evaluation.reports.figure_files import save_figure
-from selfcal_lightning.evaluation.reports.strategy_figures import accuracy_figure, risk_coverage_figure
-from selfcal_lightning.evaluation.reports.strategy_tables import (
+from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.evaluation.figures import accuracy_figure, reliability_grid, risk_coverage_figure, save_figure
+from selfcal_lightning.evaluation.strategies import StrategyReport
+from selfcal_lightning.evaluation.strategy_tables import (
     break_even_table,
     budget_table,
     consensus_table,
@@ -23,8 +23,6 @@ from selfcal_lightning.evaluation.reports.strategy_tables import (
     short_table,
     strategies_markdown,
 )
-from selfcal_lightning.evaluation.strategies.evaluation import StrategyReport
-from selfcal_lightning.runtime.files import write_atomically
 
 DPI = 120
 

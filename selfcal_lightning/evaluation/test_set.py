@@ -5,12 +5,61 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from selfcal_lightning.confidence.fitting.weighed_pool import WeighedPool, weigh_pool
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.evaluation.calibration_split import Calibrated
-from selfcal_lightning.evaluation.strategies.curves import check_pool
-from selfcal_lightning.evaluation.strategies.settings import StrategySettings
-from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.confidence.fusion import (
+    FittedScorer,
+    WeighedPool,
+    default_confidences,
+    fit_confidences,
+    weigh_pool,
+)
+from selfcal_lightning.confidence.splits import halve_pool
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.evaluation.curves import StrategySettings, check_pool
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What came of a side's calibration questions.
+
+    Attributes:
+        names: Confidences to weigh by.
+        scorers: Fitted on the first half, or read from files.
+        first_half: The questions of the fit, with the scorers' confidences.
+        second_half: The questions on which settings are chosen, with the scorers' confidences.
+    """
+
+    names: tuple[str, ...]
+    scorers: tuple[FittedScorer, ...]
+    first_half: WeighedPool | None
+    second_half: WeighedPool | None
+
+
+def calibrate_side(
+    pool: RecordedPool, calibration: RecordedPool | None, scorers: Sequence[FittedScorer], settings: StrategySettings
+) -> Calibrated:
+    """Fit what is asked for on the first half of the calibration questions, and keep the second for settings.
+
+    Args:
+        pool: The side's samples of test questions, of which only the names of the confidences are read.
+        calibration: The side's samples of the calibration questions, or None.
+        scorers: Fitted confidences from files.
+        settings: How.
+    """
+    given = [scorer.name for scorer in scorers]
+    wanted = settings.confidences
+    if calibration is None:
+        names = [*default_confidences(pool, can_fit=False), *given] if wanted is None else list(wanted)
+        return Calibrated(tuple(names), tuple(scorers), None, None)
+    names = [*default_confidences(calibration, can_fit=True), *given] if wanted is None else list(wanted)
+    names = list(dict.fromkeys(names))
+    halves = halve_pool(calibration.entries, seed=settings.seed)
+    first, second = (calibration.subset({entry.question.id for entry in half}) for half in halves)
+    own = fit_confidences(first, names, target=settings.fusion_target, known=scorers)
+    first_half = weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
+    second_half = weigh_pool(second, names, [*scorers, *own])
+    return Calibrated(tuple(names), (*scorers, *own), first_half, second_half)
 
 
 @dataclass(frozen=True)
@@ -76,3 +125,61 @@ def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
             raise InputError(
                 f"Expected `{name}` to be at most {width}, the samples that every question has, but got {max(values)}."
             )
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What was spent once, before the first test question.
+
+    Attributes:
+        generated_tokens: Tokens that were generated for training.
+        store: Store of the training samples, whose tokens (and confidence queries) are added to them.
+        trained_tokens: Tokens that training went over, all epochs together.
+        trained_token_price: Generated tokens that a trained one costs; forward and backward pass are about three
+            forward passes.
+        seconds: What it all took instead, where tokens are not known; needs ``tokens_per_second``.
+        tokens_per_second: How fast the same machine generates at test time.
+    """
+
+    generated_tokens: float = 0.0
+    store: str | None = None
+    trained_tokens: float = 0.0
+    trained_token_price: float = 3.0
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.generated_tokens, self.trained_tokens, self.trained_token_price, self.seconds or 0.0)
+        if min(numbers) < 0.0:
+            raise InputError(f"Expected costs of at least 0, but got {self}.")
+        if (self.seconds is None) != (self.tokens_per_second is None):
+            raise InputError(f"Expected `seconds` and `tokens_per_second` together, but got {self}.")
+        if self.seconds is not None and (self.generated_tokens or self.trained_tokens or self.store):
+            raise InputError("Expected the cost either in `seconds` or in tokens, but got both.")
+
+    def tokens(self) -> float:
+        """Return the cost in generated tokens.
+
+        Example:
+            >>> TrainingCost(generated_tokens=1000.0, trained_tokens=500.0).tokens()
+            2500.0
+            >>> TrainingCost(seconds=60.0, tokens_per_second=100.0).tokens()
+            6000.0
+        """
+        if self.seconds is not None and self.tokens_per_second is not None:
+            return self.seconds * self.tokens_per_second
+        stored = 0.0 if self.store is None else stored_tokens(self.store)
+        return self.generated_tokens + stored + self.trained_tokens * self.trained_token_price
+
+
+def stored_tokens(store: str) -> float:
+    """Return the tokens of all samples of a store (round 0), those of their confidence queries too.
+
+    Raises:
+        ValueError: The length of a response is unknown.
+    """
+    pool = load_recorded_pool(store, texts=False)
+    total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
+    if total is None:
+        raise InputError(f"Expected the lengths of all responses in {store}, but some are unknown.")
+    return float(total)

@@ -1,97 +1,316 @@
-"""Calibration error from sums over bins: memory does not grow with the number of responses."""
+"""What chance adds to a calibration error: a value with its bias taken off, and bounds that hold where it is small.
+
+``ECE = sum_b |g_b|`` with g_b the mean over all responses of (correct - confidence) in bin b. Absolute values do not
+average out: a perfectly calibrated confidence has an ECE above 0 on every sample, and resampling such a sample adds
+the same bias once more. So the percentiles of a bootstrap lie above the truth where the truth is small.
+
+With h_b the deviation of a gap from its population value g_b, convexity gives
+
+``sum_b sign(g_b) h_b  <=  sum_b |g_b + h_b| - sum_b |g_b|  <=  sum_b |h_b|``,
+
+where both ends meet in the bins whose sign is beyond doubt. The deviations of resampled gaps from those measured stand
+for h (the bootstrap is valid for means), and a sign is beyond doubt where the gap exceeds ``sqrt(2 ln Q)`` of its
+standard errors, Q the number of questions. Quantiles of the two ends then bound how far the measured error may lie
+from the true one, whether that is 0 or not.
+
+Reference:
+    Fang and Santos, Inference on Directionally Differentiable Functions, 2019 (why the plain bootstrap fails at a kink,
+    and the selection of the bins away from it); Kumar, Liang and Ma, Verified Uncertainty Calibration, 2019, section 4
+    (the debiased value).
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
+import numpy as np
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.base import uniform_edges
-from selfcal_lightning.functional.calibration import ReliabilityBins
-from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
-from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import (
+    Array,
+    Floats,
+    Integers,
+    as_labels,
+    as_probabilities,
+    bin_index,
+    check_same_length,
+    question_codes,
+    uniform_edges,
+)
+
+Binning = Literal["uniform", "quantile"]
 
 
-class BinnedCalibrationError(ExactMetric):
-    """Expected or maximum calibration error over bins of equal width, the last one closed at 1.0.
+@dataclass(frozen=True)
+class ReliabilityBins:
+    """What a reliability diagram shows. Bins are [lower, upper); the last one is closed.
 
-    torchmetrics' own gives 1.0 a bin of its own. Three float64 sums per bin are all that is kept and exchanged, so the
-    value over several processes is that of one process, also when a process saw nothing.
-
-    As input to ``update``:
-        confidence: Confidences [B] in [0, 1], of any floating dtype.
-        correct: Labels [B], 0 or 1.
-
-    As output of ``compute``: the error in [0, 1] as a float64 scalar; NaN before any response.
-
-    Args:
-        num_bins: Number of bins.
-        norm: "l1" for the expected error, "max" for the maximum.
-        kwargs: Of ``torchmetrics.Metric``.
-
-    Example:
-        >>> metric = BinnedCalibrationError()
-        >>> metric.update(torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([1, 0, 1, 1]))
-        >>> metric.compute()
-        tensor(0.2500, dtype=torch.float64)
-
-    Reference:
-        Guo et al., On Calibration of Modern Neural Networks, 2017, equations 3 and 5.
+    Attributes:
+        lower: Lower edges [B].
+        upper: Upper edges [B].
+        count: Responses in each bin [B].
+        confidence: Mean confidence [B]; NaN where a bin is empty.
+        accuracy: Share of right responses [B]; NaN where a bin is empty.
     """
 
-    higher_is_better = False
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
+    lower: Floats
+    upper: Floats
+    count: Integers
+    confidence: Floats
+    accuracy: Floats
 
-    count: Tensor
-    confidence_sum: Tensor
-    correct_sum: Tensor
+    @classmethod
+    def from_sums(
+        cls, edges: Floats, count: Floats | Integers, confidence_sum: Floats, correct_sum: Floats
+    ) -> ReliabilityBins:
+        """Build the bins from edges [B + 1] and the sums over each bin [B]."""
+        filled = np.where(count > 0, count, np.nan)
+        return cls(
+            edges[:-1], edges[1:], np.asarray(count).astype(np.int64), confidence_sum / filled, correct_sum / filled
+        )
 
-    def __init__(self, num_bins: int = 10, *, norm: Literal["l1", "max"] = "l1", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if norm not in ("l1", "max"):
-            raise InputError(f'Expected `norm` to be "l1" or "max", but got {norm!r}.')
-        self.edges = uniform_edges(num_bins)
-        self.norm = norm
-        for name in ("count", "confidence_sum", "correct_sum"):
-            self.add_state(name, default=torch.zeros(num_bins, dtype=torch.float64), dist_reduce_fx="sum")
+    @property
+    def gap(self) -> Floats:
+        """Accuracy minus mean confidence [B]: negative where the model is too confident; NaN where empty."""
+        return self.accuracy - self.confidence
 
-    def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Add responses to the sums of their bins."""
-        check_vectors(confidence=confidence, correct=correct)
-        check_probabilities(confidence, "confidence")
-        check_probabilities(correct, "correct")
-        confidence, correct = confidence.detach().double(), correct.detach().double()
-        inner_edges = torch.as_tensor(self.edges[1:-1], dtype=torch.float64, device=confidence.device)
-        index = torch.bucketize(confidence, inner_edges, right=True)
-        columns = torch.stack([torch.ones_like(confidence), confidence, correct], dim=1)
-        # index_add, not bincount: it has a deterministic form on GPUs.
-        sums = columns.new_zeros(len(self.count), 3).index_add_(0, index, columns)
-        self.count += sums[:, 0]
-        self.confidence_sum += sums[:, 1]
-        self.correct_sum += sums[:, 2]
+    @property
+    def expected_error(self) -> float | None:
+        """Mean absolute gap, weighted by the number of responses; None without responses."""
+        total = int(self.count.sum())
+        return float(np.nansum(np.abs(self.gap) * self.count) / total) if total else None
 
-    def compute(self) -> Tensor:
-        """Return the calibration error over all responses of all processes."""
-        bins = self._local_bins()
-        error = bins.expected_error if self.norm == "l1" else bins.maximum_error
-        return torch.tensor(float("nan") if error is None else error, dtype=torch.float64, device=self.device)
+    @property
+    def maximum_error(self) -> float | None:
+        """Largest absolute gap of a filled bin; None without responses."""
+        return float(np.nanmax(np.abs(self.gap))) if self.count.any() else None
 
-    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw accuracy over confidence."""
-        figure, axes = axes_to_draw_on(ax)
-        draw_reliability_of(axes, self.bins())
-        return figure, axes
 
-    def bins(self) -> ReliabilityBins:
-        """Return what a reliability diagram shows, over all processes; every process has to call it."""
-        with self.synced():
-            return self._local_bins()
+def reliability_bins(
+    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
+) -> ReliabilityBins:
+    """Sort responses into bins of confidence.
 
-    def _local_bins(self) -> ReliabilityBins:
-        sums = (state.cpu().numpy() for state in (self.count, self.confidence_sum, self.correct_sum))
-        return ReliabilityBins.from_sums(self.edges, *sums)
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        num_bins: B. With "quantile" edges that fall together are merged, so there may be fewer.
+        binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> bins = reliability_bins([0.1, 0.8, 0.9, 1.0], [False, True, True, False], num_bins=2)
+        >>> bins.count.tolist(), bins.confidence.round(3).tolist(), bins.accuracy.round(3).tolist()
+        ([1, 3], [0.1, 0.9], [0.0, 0.667])
+    """
+    if binning not in ("uniform", "quantile"):
+        raise InputError(f'Expected `binning` to be "uniform" or "quantile", but got {binning!r}.')
+    probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
+    check_same_length(confidence=probabilities, correct=labels)
+    edges = uniform_edges(num_bins)
+    if binning == "quantile" and len(probabilities):
+        # Each response falls into exactly one bin also where many confidences are equal.
+        edges = np.unique(np.concatenate([[0.0], np.quantile(probabilities, edges[1:-1]), [1.0]]))
+    index = bin_index(probabilities, edges)
+    count, confidence_sum, correct_sum = (
+        np.bincount(index, weights=weights, minlength=len(edges) - 1).astype(np.float64)
+        for weights in (None, probabilities, labels)
+    )
+    return ReliabilityBins.from_sums(edges, count, confidence_sum, correct_sum)
+
+
+def expected_calibration_error(
+    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
+) -> float | None:
+    """Compute the expected calibration error, in [0, 1]; lower is better.
+
+    ``ECE = sum_b n_b / N * |accuracy_b - mean confidence_b|`` over the bins b. The last bin holds 1.0.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        num_bins: Number of bins.
+        binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> expected_calibration_error([1.0, 1.0, 1.0, 1.0], [True, False, True, True])
+        0.25
+
+    Reference:
+        Guo et al., On Calibration of Modern Neural Networks, 2017, equation 3.
+    """
+    return reliability_bins(confidence, correct, num_bins=num_bins, binning=binning).expected_error
+
+
+def maximum_calibration_error(
+    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
+) -> float | None:
+    """Compute the largest gap between accuracy and mean confidence of a filled bin, in [0, 1]; lower is better.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        num_bins: Number of bins.
+        binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> maximum_calibration_error([0.25, 0.25, 1.0], [False, False, True])
+        0.25
+
+    Reference:
+        Guo et al., On Calibration of Modern Neural Networks, 2017, equation 5.
+    """
+    return reliability_bins(confidence, correct, num_bins=num_bins, binning=binning).maximum_error
+
+
+def brier_score(confidence: Array, correct: Array) -> float | None:
+    """Compute the mean squared difference of confidence and correctness, in [0, 1]; lower is better.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> brier_score([0.5, 1.0], [True, True])
+        0.125
+
+    Reference:
+        Brier, Verification of forecasts expressed in terms of probability, 1950.
+    """
+    probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
+    check_same_length(confidence=probabilities, correct=labels)
+    return float(np.mean((probabilities - labels) ** 2)) if len(probabilities) else None
+
+
+@dataclass(frozen=True)
+class ErrorBounds:
+    """A calibration error, or a change or ratio of two, with bounds of "measured minus true" in each of R resamples.
+
+    Attributes:
+        value: As measured.
+        least: Lower bound [R].
+        most: Upper bound [R].
+    """
+
+    value: float
+    least: Floats
+    most: Floats
+
+    @classmethod
+    def from_gaps(cls, gaps: Floats, resampled: Floats, *, num_questions: int) -> ErrorBounds:
+        """Build the bounds from the gaps of B bins.
+
+        Args:
+            gaps: Measured [B].
+            resampled: On R resamples of the questions [R, B]; NaN where one has no response.
+            num_questions: Q.
+
+        Example:
+            >>> bounds = ErrorBounds.from_gaps(np.array([-0.5]), np.array([[-0.25], [-0.75]]), num_questions=2)
+            >>> bounds.value, bounds.least.tolist(), bounds.most.tolist()  # 2 standard errors: its sign is clear
+            (0.5, [-0.25, 0.25], [-0.25, 0.25])
+            >>> bounds = ErrorBounds.from_gaps(np.array([-0.125]), np.array([[0.125], [-0.375]]), num_questions=2)
+            >>> bounds.value, bounds.least.tolist(), bounds.most.tolist()  # half a standard error: it is not
+            (0.125, [-0.25, 0.25], [0.25, 0.25])
+        """
+        deviation = resampled - gaps
+        drawn = deviation[~np.isnan(deviation).any(axis=1)]
+        spread = drawn.std(axis=0) if len(drawn) else np.zeros_like(gaps)
+        is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * spread
+        signed = np.sign(gaps) * deviation
+        most = np.where(is_clear, signed, np.abs(deviation))
+        return cls(float(np.abs(gaps).sum()), signed.sum(axis=1), most.sum(axis=1))
+
+    @classmethod
+    def from_sums(cls, gaps: Floats, sizes: Floats, weights: Floats) -> ErrorBounds:
+        """Build the bounds from what each question adds to the gaps.
+
+        Args:
+            gaps: Sums of (correct - confidence) in each bin [Q, B].
+            sizes: Responses [Q].
+            weights: Of the questions in the mean and in R resamples [Q, 1 + R], ``question_means.resample_weights``.
+
+        Example:
+            >>> weights = np.array([[0.5, 1.0], [0.5, 0.0]])  # all questions, then a resample of the first alone
+            >>> bounds = ErrorBounds.from_sums(np.array([[-1.0], [0.0]]), np.array([2.0, 2.0]), weights)
+            >>> bounds.value, bounds.least.tolist()
+            (0.25, [0.25])
+        """
+        totals = weights.T @ sizes
+        means = (weights.T @ gaps) / np.where(totals > 0.0, totals, np.nan)[:, None]
+        return cls.from_gaps(means[0], means[1:], num_questions=len(gaps))
+
+    def minus(self, other: ErrorBounds) -> ErrorBounds:
+        """Return this error minus another one of the same resamples."""
+        return ErrorBounds(self.value - other.value, self.least - other.most, self.most - other.least)
+
+    def over(self, other: ErrorBounds) -> ErrorBounds | None:
+        """Return this error divided by another one of the same resamples, to first order; None where that is 0."""
+        if other.value == 0.0:
+            return None
+        ratio = self.value / other.value
+        least, most = self.least - ratio * other.most, self.most - ratio * other.least
+        return ErrorBounds(ratio, least / other.value, most / other.value)
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Return the ends of an interval that holds the true value with about the chance ``level``, or more.
+
+        Resamples in which it is not defined are left out.
+        """
+        low = self.value - float(np.nanquantile(self.most, 0.5 + level / 2.0))
+        return low, self.value - float(np.nanquantile(self.least, 0.5 - level / 2.0))
+
+
+def debiased_calibration_error(
+    confidence: Array, correct: Array, question_index: Array, *, num_bins: int = 10
+) -> float | None:
+    """Compute the expected calibration error less what chance adds to it, at least 0.
+
+    ``max(0, 2 ECE - sum_b E|N(g_b, s_b^2)|)``: the bias is estimated by what chance adds to the gaps as measured, with
+    s_b the standard error of g_b over questions. It removes most of the bias, not all where the true error is near 0.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        question_index: The question of each response [N], as integers or strings.
+        num_bins: Bins of equal width.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> debiased_calibration_error([0.5] * 4, [True] * 4, [0, 1, 2, 3])  # all gaps are alike: no chance in them
+        0.5
+        >>> debiased_calibration_error([0.5] * 32, [True] * 15 + [False] * 17, list(range(32)))  # ECE is 1 / 32
+        0.0
+    """
+    from scipy.special import erf
+
+    scores, labels = as_probabilities(confidence), as_labels(correct)
+    questions, codes = question_codes(question_index)
+    check_same_length(confidence=scores, correct=labels, question_index=codes)
+    if not len(scores):
+        return None
+    slot = codes * num_bins + bin_index(scores, uniform_edges(num_bins))
+    size = len(questions) * num_bins
+    sums = np.bincount(slot, weights=labels - scores, minlength=size).reshape(-1, num_bins)
+    counts = np.bincount(codes, minlength=len(questions))[:, None]
+    gaps = sums.sum(axis=0) / len(scores)
+    errors = np.sqrt(((sums - gaps * counts) ** 2).sum(axis=0)) / len(scores)
+    spread = np.where(errors > 0.0, errors, 1.0)
+    z = gaps / spread
+    folded = spread * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * z**2) + gaps * erf(z / np.sqrt(2.0))
+    expected = np.where(errors > 0.0, folded, np.abs(gaps))
+    return max(0.0, float((2.0 * np.abs(gaps) - expected).sum()))

@@ -1,132 +1,424 @@
-"""Predicted capability against the share of right samples, from one pass over the questions."""
+"""How far predictions of capability are from what samples say, without counting the noise of the samples as error.
+
+The capability c* of a question is known only through n graded samples, whose share of right ones has the variance
+``c* (1 - c*) / n``. Debiased errors subtract its unbiased estimate, so that 8 samples give what 100 would.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
 
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.functional.calibration import expected_calibration_error, reliability_bins
-from selfcal_lightning.functional.capability_errors import skill, squared_error
-from selfcal_lightning.functional.discrimination import pearson, spearman
-from selfcal_lightning.metrics.base import ExactMetric, check_probabilities, check_vectors
-from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
-
-CAPABILITY_MSE = "capability/MSE"
-CAPABILITY_RMSE = "capability/RMSE"
-CAPABILITY_MAE = "capability/MAE"
-CAPABILITY_SKILL = "capability/Skill"
-CAPABILITY_PEARSON = "capability/Pearson"
-CAPABILITY_SPEARMAN = "capability/Spearman"
-CAPABILITY_ECE = "capability/ECE"
-CAPABILITY_QUESTIONS = "capability/Questions"
-KEYS = (
-    CAPABILITY_MSE, CAPABILITY_RMSE, CAPABILITY_MAE, CAPABILITY_SKILL, CAPABILITY_PEARSON, CAPABILITY_SPEARMAN,
-    CAPABILITY_ECE, CAPABILITY_QUESTIONS,
-)  # fmt: skip
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_counts, as_rates, as_scores, check_same_length
+from selfcal_lightning.metrics.discrimination import kendall, spearman
 
 
-class QuestionRows(ExactMetric):
-    """Base of metrics over predicted capabilities and counted samples: keeps these of every question.
+def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
+    """Compute the share of pairs of responses to one question that give the same answer, in [0, 1].
+
+    ``sum_a n_a (n_a - 1) / (k (k - 1))`` with n_a of the k responses giving answer a: the unbiased estimate of the
+    chance that two samples agree. It needs no label, and stands in for c* where wrong answers scatter. Where a model is
+    consistently wrong it is too high: compare its mean with that of c* on any sample whose answers are known.
 
     Args:
-        kwargs: Of ``torchmetrics.Metric``.
-    """
+        answers: The k answers; None where a response could not be read. It agrees with nothing but counts in k.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_rows("questions", width=3, dtype=torch.float64)
-
-    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
-        """Keep the questions."""
-        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
-        check_probabilities(predicted, "predicted")
-        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
-        self.questions.append(torch.stack(columns, dim=1))
-
-    def columns(self) -> Floats:
-        """Return predicted capability, right samples and samples of all questions of all processes [3, Q]."""
-        rows = self.rows("questions").cpu().numpy()
-        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
-        return rows[np.lexsort(rows.T)].T
-
-
-class CapabilityMetrics(QuestionRows):
-    """How good predictions of capability are.
-
-    The keys of ``compute``:
-
-    - ``capability/MSE``, ``capability/RMSE``: squared error and its root; debiased, they do not depend on how many
-      samples a question has, and the root of a squared error below 0 is 0;
-    - ``capability/MAE``: mean absolute difference from the share of right samples, whose noise it includes;
-    - ``capability/Skill``: share of the variance of capability that is explained; 0 for a constant, at most 1;
-    - ``capability/Pearson``, ``capability/Spearman``: correlation with the share of right samples;
-    - ``capability/ECE``: over bins of the prediction, against the mean share of right samples;
-    - ``capability/Questions``: how many they are.
-
-    As input to ``update``:
-        predicted: Predicted capability of each question [B], in [0, 1].
-        num_correct: Right samples of each question [B].
-        num_samples: Samples of each question [B]; at least 2 where errors are debiased.
-
-    As output of ``compute``: floats by key; NaN where a value is not defined.
-
-    Args:
-        num_bins: Bins of equal width of the calibration error.
-        debiased: Whether the noise of the samples is taken out of MSE, RMSE and skill.
-        kwargs: Of ``torchmetrics.Metric``.
+    Returns:
+        The share; None for fewer than two responses.
 
     Example:
-        >>> metric = CapabilityMetrics(debiased=False)
-        >>> metric.update(torch.tensor([0.25, 0.75]), torch.tensor([0, 4]), torch.tensor([4, 4]))
-        >>> values = metric.compute()
-        >>> values["capability/MSE"], values["capability/Skill"], values["capability/Spearman"]
-        (0.0625, 0.75, 1.0)
+        >>> agreeing_pairs(["7", "7", "7", "8"]), agreeing_pairs(["7", None]), agreeing_pairs(["7"])
+        (0.5, 0.0, None)
+    """
+    size = len(answers)
+    if size < 2:
+        return None
+    pairs = sum(count * (count - 1) for count in _votes(answers).values())
+    return pairs / (size * (size - 1))
+
+
+def top_share(answers: Sequence[str | None]) -> float | None:
+    """Compute the share of responses that give the most frequent answer, in [0, 1]: response consistency.
+
+    It is at least 1/k wherever an answer could be read, so it is biased upwards for small k; see ``agreeing_pairs``.
+
+    Args:
+        answers: The k answers; None where a response could not be read. It is no answer but counts in k.
+
+    Returns:
+        The share; None without responses.
+
+    Example:
+        >>> top_share(["7", "7", "8", None]), top_share([None]), top_share([])
+        (0.5, 0.0, None)
+    """
+    return max(_votes(answers).values(), default=0) / len(answers) if answers else None
+
+
+def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
+    """Compute the share of right samples, the plain estimate of c*, in [0, 1].
+
+    Args:
+        num_samples: n [...], at least 1 each.
+        num_correct: c of them were right [...].
+
+    Raises:
+        ValueError: If a count is not whole, n is 0, or c is above n.
+
+    Example:
+        >>> expected_accuracy([4, 10], [1, 10]).tolist()
+        [0.25, 1.0]
+    """
+    samples, correct = checked_counts(num_samples, num_correct)
+    return np.asarray(correct / samples)
+
+
+def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
+    """Estimate the chance that at least one of k sampled responses is right, without bias, in [0, 1].
+
+    ``1 - C(n - c, k) / C(n, k)``: the chance that k of the n samples, drawn without replacement, hold a right one.
+
+    Args:
+        num_samples: n [...], at least 1 each.
+        num_correct: c of them were right [...].
+        k: Number of draws, at most n; a number or [...]. Nothing is found with 0.
+
+    Returns:
+        Chances, of the shape that the three broadcast to.
+
+    Raises:
+        ValueError: If a count is not whole, c is above n, or k is above n.
+
+    Example:
+        >>> pass_at_k([4, 4, 4], [0, 1, 3], 2).round(6).tolist()  # C(3, 2) / C(4, 2) = 1 / 2
+        [0.0, 0.5, 1.0]
+
+    Reference:
+        Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, equation 1.
+    """
+    samples, correct = checked_counts(num_samples, num_correct)
+    draws = as_counts(k, "k")
+    samples, correct, draws = np.broadcast_arrays(samples, correct, draws)
+    if (draws > samples).any():
+        n, most = int(samples[draws > samples].flat[0]), int(draws[draws > samples].flat[0])
+        raise InputError(
+            f"Expected `k` to be at most the number of samples, but got k = {most} for {n}. "
+            "Sample more responses, or estimate c* and use `simulated_pass_at_k`."
+        )
+    # The chance of k wrong draws is prod_{j < k} (1 - c / (n - j)): no overflow, and small chances keep digits.
+    step = np.arange(int(draws.max(initial=0)))
+    share = correct[..., None] / np.maximum(samples[..., None] - step, 1)
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(-np.minimum(share, 1.0))
+    return np.abs(np.expm1(np.where(step < draws[..., None], logs, 0.0).sum(axis=-1)))
+
+
+def simulated_pass_at_k(p: Array, k: Array | int) -> Floats:
+    """Compute ``1 - (1 - p)^k``, the chance that one of k samples is right where each is with chance p, in [0, 1].
+
+    It holds for a known p. Of an *estimate* of p it is too high for k > 1 (Jensen): see ``beta_pass_at_k``.
+
+    Args:
+        p: Chances [...].
+        k: Number of samples, at least 0; a number or [...].
+
+    Raises:
+        ValueError: If p lies outside [0, 1], or k is negative or not whole.
+
+    Example:
+        >>> simulated_pass_at_k([0.0, 0.5, 1.0], 2).tolist()
+        [0.0, 0.75, 1.0]
+    """
+    chances, draws = np.broadcast_arrays(as_rates(p, "p"), as_counts(k, "k"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.where(draws > 0, draws * np.log1p(-chances), 0.0)
+    return np.abs(np.expm1(logs))
+
+
+def checked_counts(num_samples: Array, num_correct: Array) -> tuple[Integers, Integers]:
+    """Return the numbers of samples and of right ones, broadcast against each other.
+
+    Raises:
+        ValueError: If a count is not whole, there is a question without samples, or with more right ones than samples.
+    """
+    samples = as_counts(num_samples, "num_samples")
+    correct = as_counts(num_correct, "num_correct")
+    samples, correct = np.broadcast_arrays(samples, correct)
+    if (samples < 1).any():
+        raise InputError(
+            "Expected `num_samples` to be at least 1 everywhere, but got 0. "
+            "Leave questions without samples out and report how many they are."
+        )
+    if (correct > samples).any():
+        raise InputError(
+            "Expected `num_correct` to be at most `num_samples`, "
+            f"but got {int(correct[correct > samples].flat[0])} of {int(samples[correct > samples].flat[0])}."
+        )
+    return samples, correct
+
+
+def _votes(answers: Sequence[str | None]) -> Counter[str]:
+    """Count the readable answers."""
+    return Counter(answer for answer in answers if answer is not None)
+
+
+@dataclass(frozen=True)
+class ErrorParts:
+    """The squared error of a prediction against single responses, taken apart: ``response = capability + spread``.
+
+    Attributes:
+        response: ``mean E(p - y)^2`` with y = 1 for a right response: what response calibration measures.
+        capability: ``mean (p - c*)^2``: the part that a better prediction could remove.
+        spread: ``mean c* (1 - c*)``: what no prediction made before the response can remove.
     """
 
-    def __init__(self, num_bins: int = 10, *, debiased: bool = True, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.num_bins = num_bins
-        self.debiased = debiased
-
-    def compute(self) -> dict[str, float]:
-        """Return the numbers over all questions of all processes, by key."""
-        predicted, correct, samples = self.columns()
-        share = correct / samples
-        error = squared_error(predicted, correct, samples, debiased=self.debiased)
-        values = {
-            CAPABILITY_MSE: error,
-            CAPABILITY_RMSE: None if error is None else max(error, 0.0) ** 0.5,
-            CAPABILITY_MAE: _mean(np.abs(predicted - share)),
-            CAPABILITY_SKILL: skill(predicted, correct, samples, debiased=self.debiased),
-            CAPABILITY_PEARSON: pearson(predicted, share),
-            CAPABILITY_SPEARMAN: spearman(predicted, share),
-            CAPABILITY_ECE: expected_calibration_error(predicted, share, num_bins=self.num_bins),
-            CAPABILITY_QUESTIONS: len(predicted),
-        }
-        return {key: float("nan") if value is None else float(value) for key, value in values.items()}
-
-    def questions_seen(self) -> tuple[Floats, Floats, Floats]:
-        """Return the predicted capability, right samples and samples of the questions of all processes [Q] each."""
-        with self.synced():
-            predicted, correct, samples = self.rows("questions").cpu().numpy().T
-        return predicted, correct, samples
-
-    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw the share of right samples over the predicted capability."""
-        predicted, correct, samples = self.questions_seen()
-        figure, axes = axes_to_draw_on(ax)
-        bins = reliability_bins(predicted, correct / samples, num_bins=self.num_bins)
-        draw_reliability_of(axes, bins, outcome="share of right samples")
-        axes.set_xlabel("predicted capability")
-        return figure, axes
+    response: float
+    capability: float
+    spread: float
 
 
-def _mean(values: Floats) -> float | None:
-    """Return the mean; None of nothing."""
-    return float(values.mean()) if len(values) else None
+def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> Floats:
+    """Compute the squared error of the predicted capability of each question.
+
+    ``(p - c)^2 - [debiased] c (1 - c) / (n - 1)`` with c the share of right ones among n samples. The debiased error
+    has the expectation ``(p - c*)^2``; that of a single question may be negative.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is subtracted.
+
+    Returns:
+        Errors [Q].
+
+    Raises:
+        ValueError: If lengths differ, a value is out of its range, or a question has one sample only and ``debiased``.
+
+    Example:
+        >>> squared_errors([0.5, 0.5], [1, 2], [2, 2], debiased=False).tolist()
+        [0.0, 0.25]
+        >>> squared_errors([0.5, 0.5], [1, 2], [2, 2]).tolist()
+        [-0.25, 0.25]
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    errors = (p - share) ** 2
+    return errors - _noise(share, samples) if debiased else errors
+
+
+def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
+    """Compute the mean squared error of the predicted capability over the questions; lower is better.
+
+    See ``squared_errors``. Debiased it estimates ``E (p - c*)^2`` whatever n is, and may come out below 0 by chance.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is subtracted.
+
+    Returns:
+        The mean; None without questions.
+
+    Raises:
+        ValueError: As ``squared_errors``.
+
+    Example:
+        >>> squared_error([1.0, 0.5], [3, 2], [4, 4], debiased=False)
+        0.03125
+    """
+    errors = squared_errors(predicted, num_correct, num_samples, debiased=debiased)
+    return float(errors.mean()) if len(errors) else None
+
+
+def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
+    """Compute the share of the variance of capability that a prediction explains, at most 1; higher is better.
+
+    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so that a small error on questions that are all alike earns nothing.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+        debiased: Whether the noise of the samples is taken out of both errors.
+
+    Returns:
+        The skill; None where the capabilities do not differ beyond their noise.
+
+    Raises:
+        ValueError: As ``squared_errors``.
+
+    Example:
+        >>> skill([0.25, 0.75], [0, 4], [4, 4]), skill([0.5, 0.5], [0, 4], [4, 4])
+        (0.75, 0.0)
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    if not len(p):
+        return None
+    noise = float(_noise(share, samples).mean()) if debiased else 0.0
+    spread = float(np.var(share)) - noise
+    error = float(np.mean((p - share) ** 2)) - noise
+    return 1.0 - error / spread if spread > 1e-12 else None
+
+
+def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> ErrorParts | None:
+    """Take the squared error against single responses apart into error of capability and spread of the responses.
+
+    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)`` for every p that does not look at the response. All three are
+    estimated without bias from the samples, and the equation holds to the last digit for the estimates too.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: Right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number; at least 2.
+
+    Returns:
+        The parts; None without questions.
+
+    Raises:
+        ValueError: If lengths differ, a value is out of its range, or a question has one sample only.
+
+    Example:
+        >>> error_parts([0.5], [1], [2])  # c* (1 - c*) is estimated by 1/4 * 2 / (2 - 1)
+        ErrorParts(response=0.25, capability=-0.25, spread=0.5)
+    """
+    p, share, samples = _columns(predicted, num_correct, num_samples)
+    if not len(p):
+        return None
+    noise = _noise(share, samples)
+    response = share * (1.0 - p) ** 2 + (1.0 - share) * p**2
+    capability = (p - share) ** 2 - noise
+    return ErrorParts(float(response.mean()), float(capability.mean()), float((noise * samples).mean()))
+
+
+def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: Array, k: int) -> Floats:
+    """Compute the squared error of the predicted pass@k of each question, without the noise of the samples.
+
+    ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
+    ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
+
+    Args:
+        predicted: p, the predicted pass@k of each question [Q], in [0, 1].
+        num_samples: n, the samples of each question [Q] or one number; at least 2 k.
+        num_correct: c, right ones among them [Q].
+        k: Number of samples.
+
+    Returns:
+        Errors [Q].
+
+    Raises:
+        ValueError: If a value is out of its range, or a question has fewer than 2 k samples.
+
+    Example:
+        >>> pass_at_k_squared_errors([0.5, 0.5], 2, [1, 2], 1).tolist()  # as `squared_errors`
+        [-0.25, 0.25]
+        >>> pass_at_k_squared_errors([0.75], 4, [2], 2).round(4).tolist()  # f_2 = 1/6, f_4 = 0
+        [-0.0208]
+    """
+    p = as_rates(predicted, "predicted")
+    if (np.asarray(num_samples) < 2 * k).any():
+        raise InputError(
+            f"Expected `num_samples` to be at least {2 * k}, twice `k`, where the noise of the samples is taken "
+            f"out, but got {int(np.min(num_samples))}. Sample more, or take a smaller k."
+        )
+    once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
+    return p**2 - 2.0 * p * (1.0 - once) + 1.0 - 2.0 * once + twice
+
+
+def random_brier(expected_accuracy: Array) -> float | None:
+    """Compute the squared error that a confidence drawn uniformly from [0, 1] has on average: what no skill costs.
+
+    ``mean(1/3 - c* + c*^2)``
+
+    Args:
+        expected_accuracy: c* of each question [Q].
+
+    Returns:
+        The error; None without questions.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1].
+
+    Example:
+        >>> round(random_brier([0.5]), 6), round(random_brier([0.0, 1.0]), 6)
+        (0.083333, 0.333333)
+    """
+    truth = as_rates(expected_accuracy, "expected_accuracy")
+    return float(np.mean(1.0 / 3.0 - truth + truth**2)) if truth.size else None
+
+
+def _columns(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[Floats, Floats, Floats]:
+    """Return predictions, shares of right samples and numbers of samples, each [Q]."""
+    p = as_rates(predicted, "predicted")
+    samples, correct = checked_counts(num_samples, num_correct)
+    if p.ndim != 1:
+        raise InputError(f"Expected `predicted` to be one-dimensional, but got shape {p.shape}.")
+    check_same_length(predicted=p, num_correct=np.atleast_1d(correct))
+    return p, correct / samples, samples.astype(np.float64)
+
+
+def _noise(share: Floats, samples: Floats) -> Floats:
+    """Return the unbiased estimate of the variance of each share [Q]."""
+    if (samples < 2).any():
+        raise InputError(
+            "Expected `num_samples` to be at least 2 where the noise of the samples is taken out, but got 1. "
+            "Sample more, or pass `debiased=False` and say that the error includes the noise."
+        )
+    return share * (1.0 - share) / (samples - 1.0)
+
+
+@dataclass(frozen=True)
+class TargetGap:
+    """How far the verdicts on one response a question are from the capabilities.
+
+    Attributes:
+        mae: Mean absolute difference; 0 where every question is answered always or never.
+        spearman: Rank correlation; None where one of them is constant.
+        kendall: Kendall's tau-b; likewise.
+    """
+
+    mae: float
+    spearman: float | None
+    kendall: float | None
+
+
+def target_gap(correct: Array, expected_accuracy: Array) -> TargetGap | None:
+    """Compare the verdicts on one response to each question with the capabilities.
+
+    Args:
+        correct: y of one response to each question [Q], 0 or 1.
+        expected_accuracy: c* of each question [Q], in [0, 1].
+
+    Returns:
+        The gap; None without questions.
+
+    Raises:
+        ValueError: If lengths differ or a value is out of its range.
+
+    Example:
+        >>> target_gap([0, 1], [0.25, 0.75])
+        TargetGap(mae=0.25, spearman=1.0, kendall=1.0)
+
+    Reference:
+        arXiv 2602.13540 (the difference between response and capability calibration).
+    """
+    verdicts, truth = as_rates(correct, "correct"), as_rates(expected_accuracy, "expected_accuracy")
+    check_same_length(correct=verdicts, expected_accuracy=truth)
+    if not len(truth):
+        return None
+    return TargetGap(float(np.abs(verdicts - truth).mean()), spearman(verdicts, truth), kendall(verdicts, truth))
+
+
+def drawn_verdicts(expected_accuracy: Array, *, seed: int = 0) -> np.ndarray:
+    """Return the verdict on one response to each question [Q], drawn with its capability: 0.0 or 1.0.
+
+    Example:
+        >>> drawn_verdicts([0.0, 1.0]).tolist()
+        [0.0, 1.0]
+    """
+    truth = as_scores(expected_accuracy, "expected_accuracy")
+    return (np.random.default_rng(seed).random(len(truth)) < truth).astype(np.float64)

@@ -1,115 +1,277 @@
-"""Discrimination over all processes. Exact, so every response is kept: 8 bytes a number."""
+"""How well a score puts right responses above wrong ones. Any real score will do; higher is better.
+
+Every function takes sequences, NumPy arrays or tensors of shape [N], computes in float64 in O(N log N), treats equal
+scores alike whatever their order, and returns None where a value is not defined. An unreadable response is a wrong one.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
 
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
-from selfcal_lightning.metrics.base import ExactMetric, check_vectors
-from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_roc
+from selfcal_lightning.metrics.arrays import (
+    Array,
+    Floats,
+    as_labels,
+    as_scores,
+    check_same_length,
+    concordant_pairs,
+    question_codes,
+)
 
 
-class ConfidenceAUROC(ExactMetric):
-    """Chance that a right response has more confidence than a wrong one; a tie counts one half.
+@dataclass(frozen=True)
+class WithinQuestion:
+    """Discrimination among the responses to the same question.
 
-    As input to ``update``:
-        confidence: Scores [B]; any real numbers.
-        correct: Labels [B], 0 or 1.
+    Attributes:
+        mean: Mean AUROC over the questions that have both right and wrong responses; None where there is none.
+        pooled: Share of concordant pairs among all pairs within those questions; None where there is none.
+        num_questions: Number of such questions.
+    """
 
-    As output of ``compute``: the area in [0, 1] as a float64 scalar; NaN unless there are right and wrong responses.
+    mean: float | None
+    pooled: float | None
+    num_questions: int
+
+
+@dataclass(frozen=True)
+class RocCurve:
+    """Points of the receiver operating characteristic, from (0, 0) to (1, 1), one for every distinct score.
+
+    Attributes:
+        false_positive_rate: Share of wrong responses at or above the threshold [P].
+        true_positive_rate: Share of right responses at or above the threshold [P].
+        threshold: Scores in falling order [P]; the first is infinite.
+    """
+
+    false_positive_rate: Floats
+    true_positive_rate: Floats
+    threshold: Floats
+
+
+def auroc(confidence: Array, correct: Array) -> float | None:
+    """Compute the chance that a right response scores above a wrong one, in [0, 1]; a tie counts one half.
 
     Args:
-        kwargs: Of ``torchmetrics.Metric``.
+        confidence: Scores [N].
+        correct: Labels [N].
+
+    Returns:
+        The area under the ROC curve; None unless there are both right and wrong responses.
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
 
     Example:
-        >>> metric = ConfidenceAUROC()
-        >>> metric.update(torch.tensor([0.9, 0.5, 0.5, 0.1]), torch.tensor([1, 1, 0, 0]))
-        >>> metric.compute()
-        tensor(0.8750, dtype=torch.float64)
+        >>> auroc([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
+        0.875
 
     Reference:
         Fawcett, An introduction to ROC analysis, 2006, section 7.
     """
-
-    higher_is_better = True
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_rows("responses", width=2, dtype=torch.float64)
-
-    def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Keep the responses."""
-        check_vectors(confidence=confidence, correct=correct)
-        self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
-
-    def compute(self) -> Tensor:
-        """Return the area over all responses of all processes."""
-        responses = self.rows("responses").cpu()
-        return _scalar(auroc(responses[:, 0], responses[:, 1]), self.device)
-
-    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw the ROC curve."""
-        with self.synced():
-            responses = self.rows("responses").cpu()
-        figure, axes = axes_to_draw_on(ax)
-        draw_roc(axes, responses[:, 0], responses[:, 1])
-        return figure, axes
+    scores, labels = _checked(confidence, correct)
+    concordant, pairs = concordant_pairs(scores, labels, np.zeros(len(scores), dtype=np.int64), 1)
+    return float(concordant[0] / pairs[0]) if pairs[0] else None
 
 
-class WithinQuestionAUROC(ExactMetric):
-    """AUROC among the responses to each question, averaged over the questions that have right and wrong responses.
+def within_question_discrimination(confidence: Array, correct: Array, question_index: Array) -> WithinQuestion:
+    """Compute AUROC among the responses to each question: does the score know which response is right?
 
-    As input to ``update``:
-        confidence: Scores [B]; any real numbers.
-        correct: Labels [B], 0 or 1.
-        question_index: The question of each response [B], the same number in every process.
-
-    As output of ``compute``: a float64 scalar in [0, 1]; NaN where no question has right and wrong responses.
+    AUROC over all responses also rewards a score that only knows how hard a question is; this one does not.
 
     Args:
-        average: "question" for the mean over questions, "pair" for the share of concordant pairs of all questions.
-        kwargs: Of ``torchmetrics.Metric``.
+        confidence: Scores [N].
+        correct: Labels [N].
+        question_index: The question of each response [N], as integers or strings.
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
 
     Example:
-        >>> metric = WithinQuestionAUROC()
-        >>> metric.update(torch.tensor([0.9, 0.5, 0.6, 0.6]), torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0, 1, 1]))
-        >>> metric.compute()
-        tensor(0.7500, dtype=torch.float64)
+        >>> within_question_discrimination([0.9, 0.5, 0.2, 0.6, 0.6], [True, False, True, True, False], [0, 0, 0, 1, 1])
+        WithinQuestion(mean=0.5, pooled=0.5, num_questions=2)
     """
-
-    higher_is_better = True
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
-
-    def __init__(self, *, average: Literal["question", "pair"] = "question", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if average not in ("question", "pair"):
-            raise InputError(f'Expected `average` to be "question" or "pair", but got {average!r}.')
-        self.average = average
-        self.add_rows("responses", width=2, dtype=torch.float64)
-        self.add_rows("questions", width=1, dtype=torch.int64)
-
-    def update(self, confidence: Tensor, correct: Tensor, question_index: Tensor) -> None:
-        """Keep the responses and their questions."""
-        check_vectors(confidence=confidence, correct=correct, question_index=question_index)
-        self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
-        self.questions.append(question_index.long()[:, None])
-
-    def compute(self) -> Tensor:
-        """Return the value over all responses of all processes."""
-        responses, questions = self.rows("responses").cpu(), self.rows("questions").cpu()
-        result = within_question_discrimination(responses[:, 0], responses[:, 1], questions[:, 0])
-        return _scalar(result.mean if self.average == "question" else result.pooled, self.device)
+    scores, labels = _checked(confidence, correct)
+    questions, codes = question_codes(question_index)
+    check_same_length(confidence=scores, question_index=codes)
+    concordant, pairs = concordant_pairs(scores, labels, codes, len(questions))
+    mixed = pairs > 0
+    if not mixed.any():
+        return WithinQuestion(None, None, 0)
+    return WithinQuestion(
+        mean=float(np.mean(concordant[mixed] / pairs[mixed])),
+        pooled=float(concordant.sum() / pairs.sum()),
+        num_questions=int(mixed.sum()),
+    )
 
 
-def _scalar(value: float | None, device: torch.device) -> Tensor:
-    """Return ``value`` as a float64 scalar; None as NaN."""
-    return torch.tensor(float("nan") if value is None else value, dtype=torch.float64, device=device)
+def roc_curve(confidence: Array, correct: Array) -> RocCurve | None:
+    """Compute the points of the ROC curve; None unless there are both right and wrong responses.
+
+    Args:
+        confidence: Scores [N].
+        correct: Labels [N].
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
+
+    Example:
+        >>> curve = roc_curve([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
+        >>> curve.false_positive_rate.tolist(), curve.true_positive_rate.tolist()
+        ([0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0])
+    """
+    scores, labels = _checked(confidence, correct)
+    if labels.all() or not labels.any():
+        return None
+    threshold, positives, sizes = _falling_groups(scores, labels)
+    positives, negatives = np.cumsum(positives), np.cumsum(sizes - positives)
+    return RocCurve(
+        false_positive_rate=np.append(0.0, negatives / negatives[-1]),
+        true_positive_rate=np.append(0.0, positives / positives[-1]),
+        threshold=np.append(np.inf, threshold),
+    )
+
+
+def auprc(confidence: Array, correct: Array) -> float | None:
+    """Compute the average precision, in [0, 1]: the area under the precision-recall curve, as a step function.
+
+    ``AP = sum_t (R_t - R_{t-1}) P_t`` over the distinct scores t in falling order, R recall and P precision.
+
+    Args:
+        confidence: Scores [N].
+        correct: Labels [N].
+
+    Returns:
+        The average precision; None where no response is right.
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
+
+    Example:
+        >>> auprc([0.9, 0.8, 0.1], [True, False, False])
+        1.0
+    """
+    scores, labels = _checked(confidence, correct)
+    if not labels.any():
+        return None
+    _, positives, sizes = _falling_groups(scores, labels)
+    precision = np.cumsum(positives) / np.cumsum(sizes)
+    return float(np.sum(precision * positives) / positives.sum())
+
+
+def aurc(confidence: Array, correct: Array) -> float | None:
+    """Compute the area under the risk-coverage curve, in [0, 1]; lower is better.
+
+    ``AURC = 1/N sum_k r_k`` with ``r_k`` the share of wrong responses among the k with the highest scores. Within
+    equal scores the order is random, and ``r_k`` its expectation.
+
+    Args:
+        confidence: Scores [N].
+        correct: Labels [N].
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
+
+    Example:
+        >>> aurc([0.9, 0.5, 0.1], [True, True, False])
+        0.1111111111111111
+
+    Reference:
+        Geifman et al., Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers, 2019, section 3.
+    """
+    scores, labels = _checked(confidence, correct)
+    if not len(scores):
+        return None
+    _, positives, sizes = _falling_groups(scores, labels)
+    coverage = np.arange(1, len(scores) + 1)
+    wrong = np.interp(coverage, np.append(0, np.cumsum(sizes)), np.append(0.0, np.cumsum(sizes - positives)))
+    return float(np.mean(wrong / coverage))
+
+
+def average_rank(values: Array) -> Floats:
+    """Return the ranks of ``values`` [N] from 1 upwards; equal values share the mean of their ranks.
+
+    Example:
+        >>> average_rank([0.2, 0.1, 0.2, 0.3]).tolist()
+        [2.5, 1.0, 2.5, 4.0]
+    """
+    _, inverse, counts = np.unique(as_scores(values, "values"), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - 0.5 * (counts - 1))[inverse]
+
+
+def pearson(first: Array, second: Array) -> float | None:
+    """Compute the linear correlation of two columns [N], in [-1, 1]; None where one of them is constant.
+
+    Raises:
+        ValueError: If a value is None or NaN, or the lengths differ.
+
+    Example:
+        >>> pearson([0.0, 1.0, 2.0], [3.0, 2.0, 1.0])
+        -1.0
+    """
+    x, y = as_scores(first, "first"), as_scores(second, "second")
+    check_same_length(first=x, second=y)
+    # A constant may be off its mean by rounding, which is no variation.
+    if not len(x) or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
+        return None
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(np.clip((x @ y) / scale, -1.0, 1.0)) if scale else None
+
+
+def spearman(first: Array, second: Array) -> float | None:
+    """Compute the rank correlation of two columns [N], in [-1, 1]; None where one of them is constant.
+
+    Raises:
+        ValueError: If a value is None or NaN, or the lengths differ.
+
+    Example:
+        >>> spearman([0.1, 0.5, 0.9], [1.0, 2.0, 30.0])
+        1.0
+    """
+    columns = as_scores(first, "first"), as_scores(second, "second")
+    check_same_length(first=columns[0], second=columns[1])
+    return pearson(*map(average_rank, columns))
+
+
+def kendall(first: Array, second: Array) -> float | None:
+    """Compute Kendall's tau-b of two columns [N], in [-1, 1]; None where one of them is constant.
+
+    ``(concordant - discordant) / sqrt((P - ties of first) (P - ties of second))`` over the P pairs of rows. It takes
+    time in N^2 and memory in N.
+
+    Raises:
+        ValueError: If a value is None or NaN, or the lengths differ.
+
+    Example:
+        >>> kendall([0.1, 0.5, 0.9], [1.0, 2.0, 30.0]), kendall([1.0, 2.0], [0.5, 0.1])
+        (1.0, -1.0)
+    """
+    x, y = as_scores(first, "first"), as_scores(second, "second")
+    check_same_length(first=x, second=y)
+    agreement, untied = 0.0, [0.0, 0.0]
+    for row in range(len(x) - 1):
+        signs = [np.sign(column[row + 1 :] - column[row]) for column in (x, y)]
+        agreement += float(signs[0] @ signs[1])
+        untied = [count + float(np.abs(sign).sum()) for count, sign in zip(untied, signs, strict=True)]
+    scale = float(np.sqrt(untied[0] * untied[1]))
+    return agreement / scale if scale else None
+
+
+def _checked(confidence: Array, correct: Array) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return scores [N] and labels [N]."""
+    scores, labels = as_scores(confidence), as_labels(correct)
+    check_same_length(confidence=scores, correct=labels)
+    return scores, labels
+
+
+def _falling_groups(scores: Floats, labels: NDArray[np.bool_]) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Return the distinct scores in falling order [G], and how many right responses [G] and responses [G] have them."""
+    order = np.argsort(-scores, kind="stable")
+    ordered = scores[order]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    positives = np.add.reduceat(labels[order].astype(np.float64), starts)
+    return ordered[starts], positives, np.diff(np.append(starts, len(ordered)))

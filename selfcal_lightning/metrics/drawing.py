@@ -14,9 +14,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from selfcal_lightning.functional.base import Array, Floats
-from selfcal_lightning.functional.calibration import ReliabilityBins
-from selfcal_lightning.functional.discrimination import auroc, roc_curve
+from selfcal_lightning.metrics.arrays import Array, Floats
+from selfcal_lightning.metrics.calibration import ReliabilityBins
+from selfcal_lightning.metrics.discrimination import auroc, roc_curve
 
 BEFORE, AFTER = "#4878a8", "#e0813a"
 RIGHT, WRONG = "#3d8f5f", "#c2504a"

@@ -1,24 +1,30 @@
-"""Networks: loading, LoRA, packed rows, activated adapters, quantisation."""
+"""Loading models and adapters, chat formats, packing."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
-        "activated": ["ask", "check_two_passes", "read_contexts"],
-        "activation": ["adapter_asleep", "load_sleeping_adapter"],
-        "adapter_files": ["adapter_identity", "read_invocation_ids"],
+    submod_attrs={
+        "activated": ["adapter_asleep", "ask", "check_two_passes", "load_sleeping_adapter", "read_contexts"],
         "causal_lm": [
             "Confidence",
+            "WeightFiles",
             "confidence_from_logits",
             "load_causal_lm",
             "load_config",
             "logits_at",
             "recompute_layers",
-            "register_segment_attention",
         ],
+        "chat_format": [
+            "ChatFormat",
+            "DEFAULT_QUERY",
+            "NO_TEXTS",
+            "YES_TEXTS",
+            "generation_end_ids",
+            "load_tokenizer",
+            "vocabulary_size",
+        ],
+        "folders": ["adapter_identity", "read_invocation_ids"],
         "lora": [
             "LoraSettings",
             "adapter_difference",
@@ -30,12 +36,13 @@ __getattr__, __dir__, __all__ = face(
             "save_adapter",
             "set_adapter_state",
         ],
-        "memory_needs": ["adapter_numbers", "all_numbers", "files_on_this_disk", "frozen_bytes"],
-        "meta_models": ["check_architecture"],
-        "model_outputs": ["ModelOutputs", "read_outputs"],
-        "packing_support": [
+        "outputs": ["ModelOutputs", "read_outputs"],
+        "packing": [
+            "TreeMasks",
+            "check_attention",
             "check_packed_equals_separate",
             "check_shared_prefix",
+            "register_segment_attention",
             "runs_packed_rows",
             "shared_prefix_problem",
         ],
@@ -48,8 +55,13 @@ __getattr__, __dir__, __all__ = face(
             "keep_quantized_gradients",
             "load_nf4_causal_lm",
         ],
-        "segment_attention": ["TreeMasks", "check_attention"],
-        "sharded_loading": ["load_sharded_causal_lm"],
-        "weight_files": ["WeightFiles"],
+        "sharded_loading": [
+            "adapter_numbers",
+            "all_numbers",
+            "check_architecture",
+            "files_on_this_disk",
+            "frozen_bytes",
+            "load_sharded_causal_lm",
+        ],
     },
 )

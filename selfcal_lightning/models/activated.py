@@ -8,27 +8,220 @@ pass. The second runs the tokens of the queries over what the first one left, wi
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.prefix_trees import PrefixTree, cut_branches
-from selfcal_lightning.models.activation import adapter_asleep
-from selfcal_lightning.models.causal_lm import selected_logits
-from selfcal_lightning.models.evaluation_mode import evaluation_mode
-from selfcal_lightning.models.model_outputs import ModelOutputs, run_outputs
-from selfcal_lightning.models.packing_support import logit_tolerance, spread_ids
-from selfcal_lightning.models.query_attention import ContextTrees, QueryMasks, States
-from selfcal_lightning.models.segment_attention import SEGMENTS, PackingError, packed_inputs
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.models.causal_lm import evaluation_mode, selected_logits
+from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
+from selfcal_lightning.models.packing import (
+    SEGMENTS,
+    PackingError,
+    PrefixTree,
+    TreeMasks,
+    attention_kernel,
+    cut_branches,
+    logit_tolerance,
+    packed_inputs,
+    spread_ids,
+)
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
     from transformers.cache_utils import Cache, DynamicLayer
+
+
+@contextmanager
+def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
+    """Let the adapter of ``model`` do nothing in the block, as if it were the base model; or wake it in there.
+
+    Which parameters are trained stays as it is: PEFT's own switch freezes what sleeps, which FSDP2 would take over for
+    good from a first forward pass in that state.
+
+    Args:
+        model: A model with an adapter.
+        asleep: Whether it sleeps in the block, or is awake.
+    """
+    changed = [layer for layer in _adapted_layers(model) if layer.disable_adapters != asleep]
+    _switch(changed, asleep=asleep)
+    try:
+        yield
+    finally:
+        _switch(changed, asleep=not asleep)
+
+
+@contextmanager
+def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
+    """Let one of several adapters act in the block, in the place of the one that did before.
+
+    As in ``adapter_asleep``, which parameters are trained stays as it is.
+
+    Args:
+        model: A model with several adapters.
+        name: The adapter.
+    """
+    layers = _adapted_layers(model)
+    before = layers[0].active_adapters
+    _use(layers, [name])
+    try:
+        yield
+    finally:
+        _use(layers, before)
+
+
+def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
+    """Put an activated adapter beside the weights of ``model``, frozen and asleep; ``adapter_asleep`` wakes it.
+
+    Args:
+        model: The base model.
+        adapter: Folder or hub name of the adapter.
+
+    Raises:
+        ValueError: Asleep it changes what the model computes, or awake it changes nothing.
+    """
+    keep_bitsandbytes_quiet()
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(adapter)
+    query = config.alora_invocation_tokens
+    config.alora_invocation_tokens = None  # PEFT's own switch knows single queries at the end of whole rows alone
+    ids = torch.tensor([[*range(1, 9), *query]], device=model.device) % model.config.get_text_config().vocab_size
+    with evaluation_mode(model):
+        base = _last_logits(model, ids)
+        adapted = PeftModel.from_pretrained(model, adapter, config=config)
+        awake = _last_logits(adapted, ids)
+        _switch(_adapted_layers(adapted), asleep=True)
+        asleep = _last_logits(adapted, ids)
+    if not torch.equal(asleep, base):
+        raise InputError(
+            f"Expected the activated adapter {adapter!r} to leave the base model as it is while it sleeps, but logits "
+            f"differ by {(asleep - base).abs().max().item():.3g}: samples would not be the base model's."
+        )
+    if torch.equal(awake, base):
+        raise InputError(
+            f"Expected the activated adapter {adapter!r} to change what follows its query, but it changes nothing. It "
+            "was not trained, or its weights were not found. Leave it out: the confidences are those of the base model."
+        )
+    return adapted
+
+
+@torch.no_grad()
+def _last_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+
+def _adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def _use(layers: Sequence[BaseTunerLayer], names: list[str]) -> None:
+    for layer in layers:
+        with _as_trained(layer):
+            layer.set_adapter(names)
+
+
+@contextmanager
+def _as_trained(layer: BaseTunerLayer) -> Iterator[None]:
+    """Keep which parameters are trained as it is, whatever PEFT's own switches make of it."""
+    trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    yield
+    for parameter, is_trained in trained:
+        parameter.requires_grad_(is_trained)
+
+
+def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
+    for layer in layers:
+        with _as_trained(layer):
+            layer.enable_adapters(not asleep)
+
+
+States = tuple[Tensor, Tensor]
+
+
+class ContextTrees(TreeMasks):
+    """The trees of a packed row whose keys and values are kept, for queries that come later.
+
+    Attributes:
+        states: Keys [1, H_kv, T, D] and values [1, H_kv, T, D_v] of every layer, in the order of the layers.
+    """
+
+    def __init__(self, trees: Sequence[PrefixTree]) -> None:
+        super().__init__(trees)
+        self.states: list[States] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+        """Attend as ever, and keep what was attended to."""
+        self.states.append((_on_its_own(key), _on_its_own(value)))
+        return super().attend(query, key, value, scaling=scaling, dropout=dropout)
+
+
+class QueryMasks(TreeMasks):
+    """Queries of all branches side by side; each attends to its prompt, its response and, causally, to itself.
+
+    Args:
+        trees: The trees of the row that was read before, a branch holding a response alone.
+        states: Keys and values of every layer over that row.
+        num_tokens: Tokens of a query.
+    """
+
+    def __init__(self, trees: Sequence[PrefixTree], states: Sequence[States], num_tokens: int) -> None:
+        super().__init__(trees)
+        self._states, self._num_tokens = states, num_tokens
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+        """Attend from the queries; all shapes as in ``segment_attention``, with T the tokens of all queries.
+
+        Raises:
+            PackingError: There are more layers than had been read.
+        """
+        if self.num_calls == len(self._states):
+            raise PackingError("Expected queries to meet the layers that read their responses, but got one more.")
+        context_keys, context_values = self._states[self.num_calls]
+        self.num_calls += 1
+        heads, num_keys, tokens = query.shape[1], key.shape[1], self._num_tokens
+        # Heads that share keys stand as further tokens of one head, so that nothing of the context is copied for them.
+        groups = heads // num_keys
+        attend, outputs = attention_kernel(query), []
+        places = [
+            (tree, start, length)
+            for tree in self.trees
+            for start, length in zip(tree.branch_starts(), tree.branches, strict=True)
+        ]
+        pieces = zip(places, *(states.split(tokens, dim=2) for states in (query, key, value)), strict=True)
+        for (tree, start, length), queries, own_keys, own_values in pieces:
+            prompt, response = slice(tree.start, tree.start + tree.prompt), slice(start, start + length)
+            keys = torch.cat((context_keys[:, :, prompt], context_keys[:, :, response], own_keys), dim=2)
+            values = torch.cat((context_values[:, :, prompt], context_values[:, :, response], own_values), dim=2)
+            asked = queries.reshape(1, num_keys, groups * tokens, queries.shape[-1])
+            mask = self._mask(groups, keys.shape[2], query.device)
+            answer = attend(asked, keys, values, mask, scaling, dropout)
+            outputs.append(answer.reshape(1, heads, tokens, answer.shape[-1]))
+        return torch.cat(outputs, dim=2)
+
+    def _mask(self, groups: int, keys: int, device: torch.device) -> Tensor:
+        """Return who attends to whom, bool, [groups * tokens, keys]."""
+        if (groups, keys) not in self._masks:
+            tokens = self._num_tokens
+            causal = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
+            self._masks[groups, keys] = causal.repeat(groups, 1)
+        return self._masks[groups, keys]
+
+
+def _on_its_own(states: Tensor) -> Tensor:
+    """Return ``states``, copied where they are a part of something larger that would stay in memory with them."""
+    return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
+
 
 _WAY_OUT = "an activated adapter cannot be trained on it. Set `lora.activated: false` for joint training."
 

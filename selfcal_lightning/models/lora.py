@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.model_files.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
-from selfcal_lightning.models.adapter_files import CONFIG_FILE, invoked_by
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, check_adapter, invoked_by
 from selfcal_lightning.models.quantization import quantized_layers
-from selfcal_lightning.runtime.imports import keep_bitsandbytes_quiet
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

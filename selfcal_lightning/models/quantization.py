@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import nn
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import keep_bitsandbytes_quiet, require
 from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
 from selfcal_lightning.records import Dtype
-from selfcal_lightning.runtime.imports import keep_bitsandbytes_quiet, require
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,15 +1,36 @@
-"""Public reward models: how each is written to and read, and how one is loaded and run."""
+"""Process reward models: formats, scoring, training, rollouts and search."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
-        "formats": ["RewardFormat"],
-        "registry": ["REWARD_FORMATS", "register_reward_format", "reward_format"],
-        "settings": ["RewardSettings"],
+    submod_attrs={
+        "formats": ["REWARD_FORMATS", "RewardFormat", "register_reward_format", "reward_format"],
+        "module": ["QuantileRewardModule", "RewardBatch"],
+        "quantiles": [
+            "Coverage",
+            "QuantileHead",
+            "StepScores",
+            "brier_excess",
+            "coverage",
+            "folded_outputs",
+            "monotone_head_from",
+            "monotone_quantiles",
+            "quantile_head_from",
+        ],
         "reading": ["RewardReader", "open_rewards"],
+        "search": [
+            "Continuation",
+            "Path",
+            "distinct",
+            "grow",
+            "particle_weights",
+            "paths_to_keep",
+            "required_samples",
+            "samples_per_path",
+            "select_topk",
+            "unscored",
+            "update_done",
+        ],
     },
 )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.quantiles import QuantileHead, folded_outputs, monotone_quantiles, quantile_head_from
-from selfcal_lightning.models.weight_files import WeightFiles
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_object
+from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat
-from selfcal_lightning.runtime.json_files import read_json_object
+from selfcal_lightning.rewards.quantiles import QuantileHead, folded_outputs, monotone_quantiles, quantile_head_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,16 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.model_files.attention_backends import without_cudnn
-from selfcal_lightning.model_files.folders import check_all_loaded, check_model_folder, refusal_of_code
-from selfcal_lightning.models.packing_support import packs_rightly, prefer_segments, runs_packed_rows
-from selfcal_lightning.models.segment_attention import SEGMENTS, packed_inputs
-from selfcal_lightning.models.weight_files import WeightFiles
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models.attention_backends import without_cudnn
+from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.folders import check_all_loaded, check_model_folder, refusal_of_code
+from selfcal_lightning.models.packing import SEGMENTS, packed_inputs, packs_rightly, prefer_segments, runs_packed_rows
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.heads import check_head, linked, read_head
-from selfcal_lightning.rewards.layouts import RewardInput
-from selfcal_lightning.rewards.packing import pack
+from selfcal_lightning.rewards.layouts import RewardInput, pack
 
 _OPTION = "reward.model"
 _LOADING = logging.getLogger("transformers.modeling_utils")

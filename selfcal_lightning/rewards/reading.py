@@ -3,31 +3,77 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.model_files.fingerprints import files_sha256, weights_sha256
-from selfcal_lightning.model_files.folders import check_model_folder
-from selfcal_lightning.model_files.locations import config_path
-from selfcal_lightning.model_files.manifests import check_files
-from selfcal_lightning.prompts.chat_format import load_tokenizer
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import read_json_object
+from selfcal_lightning.data.steps import RewardSettings, Steps, check_marker, check_steps, step_prefixes
+from selfcal_lightning.models.chat_format import load_tokenizer
+from selfcal_lightning.models.folders import check_files, check_model_folder, config_path, files_sha256, weights_sha256
 from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.folders import read_reward_file
-from selfcal_lightning.rewards.formats import RewardFormat, Score
+from selfcal_lightning.rewards.formats import REWARD_FORMATS, RewardFormat, Score, reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
-from selfcal_lightning.rewards.packing import batches as packed_batches
-from selfcal_lightning.rewards.registry import REWARD_FORMATS, reward_format
-from selfcal_lightning.rewards.settings import RewardSettings, Steps
-from selfcal_lightning.rewards.steps import check_marker, step_prefixes
+from selfcal_lightning.rewards.layouts import batches as packed_batches
 
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.model import RewardModel
     from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
+
+REWARD_FILE = "reward.json"
+
+
+@dataclass(frozen=True)
+class RewardFile:
+    """``reward.json`` in the folder of a reward model.
+
+    Attributes:
+        format: Name of its format.
+        steps: Where steps ended in training.
+        levels: Levels of its lower and its upper quantile.
+        target: What its scores were trained to say.
+    """
+
+    format: str
+    steps: Steps
+    levels: tuple[float, float]
+    target: str
+
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``."""
+        (folder / REWARD_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_reward_file(folder: Path) -> RewardFile | None:
+    """Return what a folder says of its reward model; None where it was not trained here.
+
+    Raises:
+        InputError: The file is damaged.
+    """
+    path = folder / REWARD_FILE
+    if not path.is_file():
+        return None
+    content = read_json_object(path)
+    wanted = {"format", "steps", "levels", "target"}
+    if not wanted <= content.keys() or len(content["levels"]) != 2:
+        raise InputError(
+            f"Expected {path} to hold {', '.join(sorted(wanted))} of a reward model, but got {content}. Export it "
+            "again."
+        )
+    check_steps(f"steps of {path}", str(content["steps"]))
+    low, high = (float(level) for level in content["levels"])
+    if not 0.0 < low < high < 1.0:
+        raise InputError(
+            f"Expected `levels` in {path} to rise within (0, 1), the lower quantile's first, but got {low} and {high}. "
+            "Export it again."
+        )
+    return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))
+
 
 FORWARD_TOKENS = 8192
 VLLM_TOKENS = 1 << 18  # which it batches itself

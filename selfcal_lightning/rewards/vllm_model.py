@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.engines.vllm.token_outputs import VLLMTokenOutputs
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.models.weight_files import WeightFiles
+from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat, Score
 from selfcal_lightning.rewards.heads import check_head, linked
 from selfcal_lightning.rewards.layouts import RewardInput
-from selfcal_lightning.runtime.json_files import read_json_object
 
 CLASSIFIER = "ForTokenClassification"
 EMBEDDING = "embed_tokens.weight"

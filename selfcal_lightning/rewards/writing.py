@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from selfcal_lightning.data.steps import Steps, step_prefixes
 from selfcal_lightning.records import Question
 from selfcal_lightning.rewards.layouts import RewardEncoder, bare_question
-from selfcal_lightning.rewards.settings import Steps
-from selfcal_lightning.rewards.steps import step_prefixes
 
 _OTHER_STEP = "\u241e"  # begins like no step does
 

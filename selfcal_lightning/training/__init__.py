@@ -1,24 +1,42 @@
-"""What the Trainer needs besides a module: contracts, checkpoints, exact resume, random states, FSDP2."""
+"""Self-calibration: LightningModules, losses, checkpoints, FSDP2 and export."""
 
-from __future__ import annotations
+import lazy_loader
 
-from selfcal_lightning.faces import face
-
-__getattr__, __dir__, __all__ = face(
+__getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    {
-        "checkpoint_checks": [
+    submod_attrs={
+        "batches": ["SSCBatch"],
+        "calibrated_model": ["ExportedAdapter"],
+        "checkpoints": [
+            "AtomicCheckpointIO",
             "check_base_model",
+            "check_checkpoint_file",
             "check_hyper_parameters",
             "check_loss_settings",
             "check_optimizer_settings",
             "check_recomputation",
             "check_trained",
             "generation_settings",
+            "is_address",
+            "read_checkpoint",
         ],
-        "checkpoint_io": ["AtomicCheckpointIO", "check_checkpoint_file", "is_address", "read_checkpoint"],
-        "contracts": ["check_members", "members_of"],
-        "exact_resume": ["ResumeState"],
+        "contracts": [
+            "BasedModule",
+            "CheckpointedModule",
+            "ExportKind",
+            "Exportable",
+            "Mergeable",
+            "PoolModule",
+            "QuestionData",
+            "ReadingModule",
+            "RoundModule",
+            "RowData",
+            "SampledData",
+            "ScoredData",
+            "ScoringModule",
+            "check_members",
+            "members_of",
+        ],
         "model_parallel": [
             "AdapterModelParallelStrategy",
             "gather_trained",
@@ -26,19 +44,9 @@ __getattr__, __dir__, __all__ = face(
             "join_forward",
             "shard_like",
         ],
-        "random_states": ["dropout_stream"],
-        "sampled_data": ["QuestionData", "RowData", "SampledData", "ScoredData"],
+        "resume": ["ResumeState", "dropout_stream"],
+        "scored": ["ScoredRows"],
+        "self_calibration": ["SelfCalibrationModule"],
         "support": ["check_support", "way_of"],
-        "trained_modules": [
-            "BasedModule",
-            "CheckpointedModule",
-            "ExportKind",
-            "Exportable",
-            "Mergeable",
-            "PoolModule",
-            "ReadingModule",
-            "RoundModule",
-            "ScoringModule",
-        ],
     },
 )

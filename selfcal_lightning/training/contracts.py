@@ -1,12 +1,27 @@
-"""Contracts between the parts of a training: which members one offers to the others, and who lacks which."""
+"""What a data module over sampled responses offers to callbacks and to the module that is trained on it."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from types import FunctionType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.records import Question
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.capability.metrics import CapabilityMetrics
+    from selfcal_lightning.capability.probe import ProbeBasis
+    from selfcal_lightning.data.store.shards import SampleIndex
+    from selfcal_lightning.models.chat_format import ChatFormat, Prompt
+    from selfcal_lightning.models.lora import LoraSettings
+    from selfcal_lightning.training.metrics import CalibrationMetrics
 
 GUIDE = "docs/development/adding_a_module.md"
 
@@ -69,7 +84,7 @@ def check_members(value: object, contract: type, *, who: str, kind: str) -> None
         ...     name: str
         >>> check_members(object(), Named, who="The log", kind="a module")
         Traceback (most recent call last):
-        selfcal_lightning.errors.InputError: Expected a module with `name` for The log, but got object, which lacks ...
+        selfcal_lightning.core.errors.InputError: ...
     """
     missing = missing_members(value, contract)
     if not missing:
@@ -106,3 +121,549 @@ def import_class(path: str, *, option: str) -> type:
     if not isinstance(found, type):
         raise InputError(f"Expected `{option}` to be the path of a class, but got {path!r}.")
     return found
+
+
+MODULE = "a module"
+ExportKind = Literal["adapter", "model", "module"]
+
+
+class ReadingModule(Protocol):
+    """What ``SSCDataModule`` asks of the module that it makes batches for."""
+
+    @property
+    def activated(self) -> bool:
+        """Whether what is trained acts on the confidence query alone, so that rows of generation train nothing."""
+        ...
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """Attention of the model that reads the rows; None where the module chooses one that can read packed rows."""
+        ...
+
+
+class PoolModule(Protocol):
+    """What ``CalibrationCurve`` reads: the validation pool, scored."""
+
+    @property
+    def val_metrics(self) -> CalibrationMetrics:
+        """Metrics that ``validation_step`` updates."""
+        ...
+
+
+class CapabilityModule(Protocol):
+    """What ``CapabilityCurve`` reads: the validation questions, with their predicted capability."""
+
+    @property
+    def val_metrics(self) -> CapabilityMetrics:
+        """Metrics that ``validation_step`` updates."""
+        ...
+
+
+class BasedModule(Protocol):
+    """A module over a base model, as ``SSCGeneration`` samples from it before training."""
+
+    @property
+    def base_model(self) -> str:
+        """Folder or hub name of the base model."""
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit of a hub model."""
+        ...
+
+    @property
+    def query(self) -> str:
+        """Text of the confidence query."""
+        ...
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """How questions are put to the model; None is their tasks' own way."""
+        ...
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Raise InputError where the Trainer runs in a way that does not work; asked before long work, too."""
+        ...
+
+
+class CheckpointedModule(Protocol):
+    """What ``TrainedCheckpoint`` keeps of a module, and holds a checkpoint against."""
+
+    @property
+    def base_model(self) -> str:
+        """Folder or hub name of the base model."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What ``base_model_identity`` says of it; empty before the model is loaded."""
+        ...
+
+    @property
+    def hparams(self) -> MutableMapping[str, Any]:
+        """Settings, as plain types, by ``save_hyperparameters``."""
+        ...
+
+
+class Exportable(Protocol):
+    """A module whose trained part becomes a folder, and is taken from there again."""
+
+    @property
+    def base_model(self) -> str:
+        """Folder or hub name of the base model."""
+        ...
+
+    @property
+    def export_kind(self) -> ExportKind:
+        """What is written: a LoRA "adapter", the whole "model", or trained weights of the "module" in its own files."""
+        ...
+
+    @property
+    def exported_from(self) -> Path | None:
+        """Folder that the weights are taken from; None where they begin anew."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the trained module, JSON-able: ``base_model`` and ``hyper_parameters`` at least."""
+        ...
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the trained weights, and what they need to be used, into an empty folder.
+
+        Args:
+            folder: Where to.
+            state: The trained parameters by their names in the module, in full, where its own are cut over processes.
+        """
+        ...
+
+    def load_export(self, folder: Path) -> None:
+        """Take the weights from a folder that :meth:`save_export` filled; asked before the model is loaded.
+
+        Raises:
+            InputError: They are of another base model, or of other settings; at the latest when the model is loaded.
+        """
+        ...
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint, to be exported: its model loaded, on the CPU.
+
+        Args:
+            path: The file.
+            base_model: Folder or hub name of the base model, where it is not where the checkpoint says.
+            dtype: Of the frozen weights.
+        """
+        ...
+
+
+@runtime_checkable
+class SideBySide(Protocol):
+    """An exportable module that trains several adapters, each of which is exported for itself."""
+
+    @property
+    def beside(self) -> Mapping[str, Any]:
+        """Settings of the adapters beside the first one, by name."""
+        ...
+
+    def describe_beside(self, name: str) -> dict[str, Any]:
+        """Return what ``describe`` would return had the adapter been trained alone."""
+        ...
+
+    def save_beside(self, name: str, folder: Path) -> None:
+        """Write the adapter, and what it needs to be used, into an empty folder."""
+        ...
+
+
+class Mergeable(Exportable, Protocol):
+    """A module whose trained part can become part of its base model."""
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit of a hub model."""
+        ...
+
+    def merged(self) -> PreTrainedModel:
+        """Return the whole model with what was trained merged into it."""
+        ...
+
+
+class RoundModule(Exportable, BasedModule, Protocol):
+    """A module that trains the generator by an adapter: later rounds of ``SSCGeneration`` are sampled with it."""
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapter; None trains all weights."""
+        ...
+
+    @property
+    def activated(self) -> bool:
+        """Whether the adapter leaves the generator as it is."""
+        ...
+
+    @property
+    def quantization(self) -> str | None:
+        """How the frozen weights are quantised."""
+        ...
+
+    @property
+    def torch_dtype(self) -> str:
+        """Of the frozen weights."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The model with its adapter; None before it is loaded."""
+        ...
+
+    @property
+    def chat(self) -> ChatFormat | None:
+        """Renders prompts and the confidence query; None before the model is loaded."""
+        ...
+
+    @property
+    def hparams(self) -> MutableMapping[str, Any]:
+        """Settings, as plain types."""
+        ...
+
+
+class ScoringModule(Exportable, Protocol):
+    """A module whose ``predict_step`` returns rows and their confidences, as ``ConfidenceWriter`` stores them."""
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit of a hub model."""
+        ...
+
+    def confidence_origin(self) -> dict[str, Any]:
+        """Return what its confidences depend on beside the trained weights, JSON-able."""
+        ...
+
+
+def reading_module(module: object, *, who: str) -> ReadingModule:
+    """Return a module as what a data module reads of it.
+
+    Raises:
+        InputError: It lacks members of ``ReadingModule``.
+    """
+    check_members(module, ReadingModule, who=who, kind=MODULE)
+    return cast("ReadingModule", module)
+
+
+def linked_arguments(data_module: type, module: type, parameters: Mapping[type, frozenset[str]]) -> tuple[str, ...]:
+    """Return the arguments that a data module takes over from the module on the command line.
+
+    A class names what it takes over in ``linked_arguments``; one that names nothing takes nothing. What the module
+    does not take itself is no link.
+
+    Args:
+        data_module: Class of the data module.
+        module: Class of the module.
+        parameters: Names of the arguments of both.
+    """
+    named = vars_of(data_module).get("linked_arguments", ())
+    return tuple(name for name in named if name in parameters[module] and name in parameters[data_module])
+
+
+def vars_of(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class, those of its parents included."""
+    return {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+
+
+# Protocols are handed over as the contracts that they are, and never made instances of.
+# mypy: disable-error-code="type-abstract"
+
+DATA_MODULE = "a data module"
+C = TypeVar("C")
+
+
+class Source(Protocol):
+    """Where questions come from."""
+
+    @property
+    def task(self) -> str:
+        """Name of their task."""
+        ...
+
+    @property
+    def limit(self) -> int | None:
+        """Most questions that it gives; None where it gives all."""
+        ...
+
+
+class SampledData(Protocol):
+    """What an export says of the data that a module was trained on."""
+
+    @property
+    def store_dir(self) -> str | None:
+        """Folder of the sample store; None where there is none."""
+        ...
+
+    @property
+    def sources(self) -> Mapping[Any, Sequence[Source]]:
+        """Sources of the questions by split; an empty list where the store alone knows them."""
+        ...
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+
+        ``questions`` holds what identifies the questions, which an export hashes.
+        """
+        ...
+
+
+class StoredData(Protocol):
+    """Where the responses lie, how many there are, and which of them are scored."""
+
+    @property
+    def store_dir(self) -> str:
+        """Folder of the sample store."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Responses to a question."""
+        ...
+
+    @property
+    def predict_split(self) -> str:
+        """Split that the verb ``predict`` scores."""
+        ...
+
+
+class QuestionData(StoredData, SampledData, Protocol):
+    """What ``SSCGeneration`` reads: which questions are asked, how often, and where their responses go."""
+
+    @property
+    def regenerate_every_n_epochs(self) -> int | None:
+        """Epochs after which the training questions are sampled again; None where they never are."""
+        ...
+
+    @property
+    def p_true(self) -> str:
+        """Confidence that targets are made of: "normalised" or "raw"."""
+        ...
+
+    @property
+    def drop_none(self) -> bool:
+        """Whether unreadable responses stay out of targets."""
+        ...
+
+    def questions(self, split: Any) -> list[Question]:
+        """Return the questions of a split."""
+        ...
+
+    def known_questions(self, verb: str) -> Mapping[Any, Sequence[Question]] | None:
+        """Return the questions that a verb reads, by split; None where the hub would have to be asked."""
+        ...
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        ...
+
+
+class ScoredData(StoredData, Protocol):
+    """What ``ConfidenceWriter`` reads: which responses were scored."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens; a confidence may depend on what was cut."""
+        ...
+
+    @property
+    def predict_index(self) -> SampleIndex | None:
+        """Which response stands behind a batch's ``row``; None before the loader was asked for."""
+        ...
+
+
+class RowData(Protocol):
+    """What ``SelfCalibrationModule`` asks of the data module that makes its batches."""
+
+    @property
+    def packing(self) -> str:
+        """How rows share a prompt; "off" where they never do."""
+        ...
+
+    @property
+    def eta(self) -> float:
+        """Threshold of the generation loss."""
+        ...
+
+
+class StepData(Protocol):
+    """What ``QuantileRewardModule`` asks of the data module that makes its batches."""
+
+    @property
+    def format(self) -> str | None:
+        """Format of the public reward model that rows are written for; None where they are the policy's."""
+        ...
+
+    @property
+    def steps(self) -> str:
+        """Where steps end."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """What is learnt."""
+        ...
+
+
+class PolicyData(Protocol):
+    """What ``TestTimeTrainingModule`` asks of the data module that makes its batches."""
+
+    @property
+    def reward(self) -> str:
+        """What the policy gradient learns from."""
+        ...
+
+    @property
+    def learnt_target(self) -> str | None:
+        """What P(True) learns."""
+        ...
+
+    def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
+        """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
+        ...
+
+    def teaches(self, epoch: int) -> bool:
+        """Return whether the round of ``epoch`` has something to teach."""
+        ...
+
+    def is_fresh(self, epoch: int) -> bool:
+        """Return whether ``epoch`` is the first one that is trained on its round."""
+        ...
+
+
+class AnchorData(StoredData, Protocol):
+    """What ``AdaptationGuard`` reads: the rounds of a store, and the responses of round 0 as batches."""
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        ...
+
+    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[Any]:
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
+        ...
+
+
+class ProbeData(Protocol):
+    """What ``LinearProbeModule`` asks of the data module that reads its features."""
+
+    @property
+    def basis(self) -> ProbeBasis | None:
+        """What the features and targets of training are; None where no training is set up."""
+        ...
+
+
+def sampled_data(data: object, *, who: str) -> SampledData | None:
+    """Return a data module as what an export reads of it; None where loaders were given without one.
+
+    Raises:
+        InputError: It lacks members of ``SampledData``.
+    """
+    return _checked_or_none(data, SampledData, who=who)
+
+
+def question_data(data: object, *, who: str) -> QuestionData:
+    """Return a data module as what sampling reads of it.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``QuestionData``.
+    """
+    return _checked(data, QuestionData, who=who, holds="with questions", remedy="use SSCDataModule")
+
+
+def scored_data(data: object, *, who: str) -> ScoredData:
+    """Return a data module as what is written of the responses that it gave to be scored.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``ScoredData``.
+    """
+    return _checked(data, ScoredData, who=who, holds="over a sample store", remedy="use SSCDataModule")
+
+
+def row_data(data: object, *, who: str) -> RowData | None:
+    """Return a data module as what a module reads of it; None where loaders were given without one.
+
+    Raises:
+        InputError: It lacks members of ``RowData``.
+    """
+    return _checked_or_none(data, RowData, who=who)
+
+
+def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str) -> None:
+    """Hold a data module against the steps, the target and the format that a reward model states, by their names.
+
+    Raises:
+        InputError: It lacks members of ``StepData``, or has others.
+    """
+    checked = _checked_or_none(data, StepData, who=who)
+    if checked is not None:
+        _check_stated(stated, {"steps": checked.steps, "target": checked.target, "format": checked.format})
+
+
+def policy_data(data: object, *, reward: str, target: str | None, who: str) -> PolicyData:
+    """Return a data module as what test-time training reads of it, held against what the module states.
+
+    Raises:
+        InputError: There is none, it lacks members of ``PolicyData``, or has another reward or target.
+    """
+    checked = _checked(data, PolicyData, who=who, holds="with rewards", remedy="use RolloutDataModule")
+    _check_stated({"reward": reward, "target": target}, {"reward": checked.reward, "target": checked.learnt_target})
+    return checked
+
+
+def anchor_data(data: object, *, who: str) -> AnchorData:
+    """Return a data module as what is read of its rounds.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``AnchorData``.
+    """
+    return _checked(data, AnchorData, who=who, holds="with rounds", remedy="use RolloutDataModule")
+
+
+def probe_data(data: object, *, who: str) -> ProbeData:
+    """Return a data module as what a probe reads of it.
+
+    Raises:
+        InputError: There is none, or it lacks members of ``ProbeData``.
+    """
+    return _checked(data, ProbeData, who=who, holds="with features", remedy="use ProbeDataModule")
+
+
+def _checked(data: object, contract: type[C], *, who: str, holds: str, remedy: str) -> C:
+    """Return a data module that keeps a contract.
+
+    Args:
+        data: The data module.
+        contract: The protocol.
+        who: Who needs it, for the message.
+        holds: What is wanted of it, for the message where there is none.
+        remedy: What to do then.
+
+    Raises:
+        InputError: There is none, or it lacks members.
+    """
+    checked = _checked_or_none(data, contract, who=who)
+    if checked is None:
+        raise InputError(f"Expected a data module {holds} for {who}, but got none: {remedy}.")
+    return checked
+
+
+def _checked_or_none(data: object, contract: type[C], *, who: str) -> C | None:
+    """Return a data module that keeps a contract; None where there is none."""
+    if data is None:
+        return None
+    check_members(data, contract, who=who, kind=DATA_MODULE)
+    return cast("C", data)
+
+
+def _check_stated(stated: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
+    """Raise InputError where a data module has another setting than the module states, naming the first."""
+    for name, value in stated.items():
+        if value != found[name]:
+            raise InputError(
+                f"Expected `{name}` of the data module to be {value!r}, as the module states it, but got "
+                f"{found[name]!r}. Give both the same."
+            )

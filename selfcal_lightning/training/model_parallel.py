@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -16,16 +17,70 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
-from selfcal_lightning.training.checkpoint_io import is_address
-from selfcal_lightning.training.lightning_internals import never_infer
+from selfcal_lightning.training.checkpoints import is_address
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+
+TRIED_VERSIONS = ("2.6.6",)
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """Return the trainer of a module; None where there is none yet, for which the public attribute raises."""
+    trainer: Trainer | None = module._trainer
+    return trainer
+
+
+def forget_sigterm(trainer: Trainer) -> None:
+    """Let Lightning forget a SIGTERM that its own handler noted: it would end the run without a checkpoint."""
+    trainer._signal_connector.received_sigterm = False
+
+
+def deals_rows_anew(trainer: Trainer) -> bool:
+    """Return whether Lightning would put a distributed sampler into every loader."""
+    connector = trainer._accelerator_connector
+    return bool(connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1))
+
+
+def build_validation_loaders(trainer: Trainer) -> None:
+    """Build the loaders of validation in the middle of a training, before Lightning itself does."""
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    trainer.training = True
+
+
+def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> bool:
+    """Return whether a callback decides to stop when an epoch ends, and not before."""
+    if isinstance(callback, Timer):
+        return bool(callback._interval == "epoch")
+    late = callback._check_on_train_epoch_end
+    if late is None:  # what Lightning's own `setup` takes it for; it may come later
+        return trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    return bool(late)
+
+
+def begin_epoch_after_whole_one(trainer: Trainer) -> None:
+    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch.
+
+    Resumed from such a checkpoint, Lightning 2.6.6 (``_FitLoop.reset``) counts the old epoch as done, yet takes itself
+    to be in the middle of one still: it neither counts the new epoch as begun nor calls ``on_train_epoch_start``, and
+    checkpoints written within it look like those of an epoch's end, from which it would start the epoch again.
+    """
+    loop = trainer.fit_loop
+    if loop.restarted_mid_epoch and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
+        loop.reset_restart_stage()
+
+
+def never_infer(trainer: Trainer) -> None:
+    """Let evaluation run under ``no_grad`` and not under ``inference_mode``."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False
 
 
 class AdapterModelParallelStrategy(ModelParallelStrategy):

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
-from selfcal_lightning.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 

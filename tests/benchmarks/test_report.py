@@ -11,8 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from selfcal_lightning.functional.estimates import ScoredResponses
-from selfcal_lightning.functional.question_means import estimate_of
+from selfcal_lightning.metrics.bootstrap import ScoredResponses, estimate_of
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
 
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
+from selfcal_lightning.metrics.calibration import ErrorBounds
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "capability"
 RESULTS = FOLDER.parent / "results"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selfcal_lightning.functional.quantiles import coverage
-from selfcal_lightning.metrics.steps import QuantileMetrics, StepMetrics
+from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
+from selfcal_lightning.rewards.quantiles import coverage
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -92,7 +92,7 @@ def test_accuracy_is_read_at_equal_tokens_in_every_resample(module: Module) -> N
 
 
 def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(module: Module) -> None:
-    from selfcal_lightning.strategies.thresholds.grids import GridOutcome
+    from selfcal_lightning.inference.threshold_fitting import GridOutcome
 
     grid = tuple(float(n) for n in range(1, 9))
     hits = np.array([[n >= 2, n >= 7] for n in range(1, 9)])

@@ -13,8 +13,8 @@ import pytest
 from support.house import ROOT
 from support.selection_stores import sums_entry, sums_store
 
-from selfcal_lightning.functional.base import Floats
-from selfcal_lightning.selection.settings import SelectionSettings
+from selfcal_lightning.adaptation.picking import SelectionSettings
+from selfcal_lightning.metrics.arrays import Floats
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfcal_lightning.functional.prefix_trees import tree_attention_mask
+from selfcal_lightning.models.packing import tree_attention_mask
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
 ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "aiohttp")

@@ -17,9 +17,9 @@ from support.training_runs import data_module, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
-from selfcal_lightning.model_files.manifests import MANIFEST, check_files, read_manifest
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.folders import MANIFEST, check_files, read_manifest
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
 

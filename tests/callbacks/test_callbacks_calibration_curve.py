@@ -14,7 +14,7 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labelled
-from selfcal_lightning.metrics.collection import CalibrationPoints
+from selfcal_lightning.training.metrics import CalibrationPoints
 
 FIGURES = ("reliability", "roc", "distribution")
 

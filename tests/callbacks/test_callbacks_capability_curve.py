@@ -11,11 +11,10 @@ from support.capability_pools import capability_store, give_states
 from support.training_runs import module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
-from selfcal_lightning.callbacks.capability_curve import CapabilityCurve
+from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, CapabilityCurve
+from selfcal_lightning.capability.probe_module import LinearProbeModule
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.probe import ProbeDataModule
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.probes.linear_probe import LinearProbeModule
 
 FIGURES = ("reliability", "scatter")
 

@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from support.options import nested
 from support.training_runs import data_module, generation, module_of, trainer_with
 
-from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.callbacks.generation import SSCGeneration
+from selfcal_lightning.core import processes as rendezvous
+from selfcal_lightning.core.processes import Rendezvous
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.runtime import rendezvous
-from selfcal_lightning.runtime.rendezvous import Rendezvous
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 def contents(store: Path) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -13,18 +13,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from support.training_runs import data_module, generation, module_of, trainer_with
 
-from selfcal_lightning.callbacks.generation.callback import SSCGeneration
-from selfcal_lightning.callbacks.generation.rounds import ResumedAt, resumed_at
+from selfcal_lightning.callbacks.generation import ResumedAt, SSCGeneration, resumed_at
+from selfcal_lightning.commands.pools import run_drop_rounds
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.generation.rounds.adapters import adapter_folder, checkpoint_file
-from selfcal_lightning.generation.rounds.engine_check import AdapterMismatchError
-from selfcal_lightning.model_files.fingerprints import weights_sha256
-from selfcal_lightning.model_files.manifests import MANIFEST, list_files, read_manifest
+from selfcal_lightning.models.folders import MANIFEST, list_files, read_manifest, weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.pipelines.drop_rounds import run_drop_rounds
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.rounds import AdapterMismatchError, adapter_folder, checkpoint_file
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 LORA = LoraSettings(r=4, dropout=0.2, activated=False)
 ROWS = {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False}  # two layers write no answers
@@ -101,8 +98,8 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
     assert len(set(hashes)) == 3
     assert SampleStore(store).question_ids(split="validation", round=1) == set()
 
-    from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
-    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+    from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     chat = ChatFormat(load_tokenizer(tiny_model))
     engine = TransformersEngine(tiny_model, adapter=str(adapter_folder(store, 2)), chat=chat)

@@ -17,14 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training_runs import data_module, generation, module_of
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
+from selfcal_lightning.core import processes as rendezvous
+from selfcal_lightning.core import signals as stop_signals
+from selfcal_lightning.core.processes import Rendezvous
+from selfcal_lightning.core.signals import PreemptedError, StopSignals
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.generation import sampler as sampling
+from selfcal_lightning.engines.sampling import sampler as sampling
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.runtime import rendezvous, stop_signals
-from selfcal_lightning.runtime.rendezvous import Rendezvous
-from selfcal_lightning.runtime.stop_signals import PreemptedError, StopSignals
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.training.checkpoints import AtomicCheckpointIO
 
 STEPS_PER_EPOCH = 4
 

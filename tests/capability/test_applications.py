@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store
 
-from selfcal_lightning.capability.calibration import calibration_questions
+from selfcal_lightning.capability.allocation import beta_allocation, greedy_allocation, interpolated_allocation
+from selfcal_lightning.capability.distributions import beta_pass_at_k, fit_concentration, fit_pass_at_k_maps
+from selfcal_lightning.capability.fitted_maps import calibration_questions
 from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.capability.score_files import QuestionScore, read_scores, write_scores
+from selfcal_lightning.capability.scoring import QuestionScore, read_scores, write_scores
 from selfcal_lightning.cli import run
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.functional.allocation import beta_allocation, greedy_allocation, interpolated_allocation
-from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration
-from selfcal_lightning.functional.capability_maps import fit_pass_at_k_maps
-from selfcal_lightning.generation.sample_plan import load_plan
-from selfcal_lightning.pipelines.capability.allocate import run_allocate
-from selfcal_lightning.pipelines.capability.fit_asking_threshold import run_fit_asking_threshold
-from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
-from selfcal_lightning.pipelines.capability.predict_pass_at_k import run_predict_pass_at_k
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
-from selfcal_lightning.store.question_annotations import QuestionAnnotation
-from selfcal_lightning.store.shards import question_digest
+from selfcal_lightning.commands.capability import (
+    run_allocate,
+    run_fit_asking_threshold,
+    run_fit_probe,
+    run_predict_pass_at_k,
+    run_score_questions,
+)
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.engines.sampling.plan import load_plan
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,17 @@ import pytest
 from support.capability_pools import SPLITS, capability_store, made_up
 from support.fakes import FakeChat, ReplyingEngine, fake_questions
 
+from selfcal_lightning.capability import evaluation as estimates
 from selfcal_lightning.capability.estimators import VERBAL_ESTIMATORS, random_values, verbalized_before
+from selfcal_lightning.capability.evaluation import decompose_errors, definition_gap
 from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.confidence.estimators.verbal_scales import NUMBERS, TEN_WORDS
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.evaluation.capability import estimates
-from selfcal_lightning.evaluation.capability.decomposition import decompose_errors, definition_gap
-from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.commands.capability import run_evaluate_capability, run_score_questions
+from selfcal_lightning.confidence.verbalized import NUMBERS, TEN_WORDS
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.annotations import Annotation, QuestionAnnotation
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.store.annotations import Annotation
-from selfcal_lightning.store.question_annotations import QuestionAnnotation
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.tasks.registry import load_some
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def test_words_before_an_answer() -> None:
 @pytest.mark.parametrize("name", VERBAL_ESTIMATORS)
 def test_every_name_is_scored_into_a_store_and_judged(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ReplyingEngine(lambda prompt: rf"\boxed{{0.{1 + len(prompt) % 8}}}")
-    monkeypatch.setattr("selfcal_lightning.capability.prompt_model.open_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("selfcal_lightning.capability.features.open_engine", lambda *_, **__: engine)
     values = run_score_questions(name, store_dir=str(store), split="test", model="bundled", overwrite=True)
     assert len(values) == 24
     assert None not in values

@@ -10,18 +10,25 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
 
+from selfcal_lightning.capability.distributions import (
+    beta_pass_at_k,
+    fit_concentration,
+    fit_inflated_beta,
+    isotonic_knots,
+    quantile_mapping,
+)
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps, load_maps
-from selfcal_lightning.capability.score_files import QuestionScore, read_scores, write_scores
+from selfcal_lightning.capability.scoring import QuestionScore, read_scores, write_scores
 from selfcal_lightning.cli import run
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.capability_beta import beta_pass_at_k, fit_concentration, fit_inflated_beta
-from selfcal_lightning.functional.capability_maps import isotonic_knots, quantile_mapping
-from selfcal_lightning.pipelines.capability.allocate import run_allocate
-from selfcal_lightning.pipelines.capability.fit_capability_maps import run_fit_capability_maps
-from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
-from selfcal_lightning.pipelines.capability.map_scores import run_map_scores
-from selfcal_lightning.pipelines.capability.predict_pass_at_k import run_predict_pass_at_k
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
+from selfcal_lightning.commands.capability import (
+    run_allocate,
+    run_fit_capability_maps,
+    run_fit_probe,
+    run_map_scores,
+    run_predict_pass_at_k,
+    run_score_questions,
+)
+from selfcal_lightning.core.errors import InputError
 
 
 @pytest.fixture(scope="module")

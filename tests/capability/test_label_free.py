@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from selfcal_lightning.capability.label_free import label_free_confidences, with_question_confidence
+from selfcal_lightning.capability.probe import label_free_confidences, with_question_confidence
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.hidden_states import PromptStates
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.discrimination import auroc
+from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 

@@ -14,21 +14,19 @@ from safetensors import safe_open
 from support.capability_pools import SPLITS, capability_store, chance
 from support.other_models import changed_copy, plain_copy
 
-from selfcal_lightning.capability import prompt_features
-from selfcal_lightning.capability.feature_folder import FeatureFolder
+from selfcal_lightning.capability import features as prompt_features
+from selfcal_lightning.capability.features import FeatureFolder
 from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.capability.probe import design, load_probe
-from selfcal_lightning.capability.probe_fitting import fit_probe
+from selfcal_lightning.capability.probe import design, fit_probe, load_probe
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.store.annotations import QuestionAnnotation, question_annotation_names
 from selfcal_lightning.engines.hidden_states import PromptStates
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.functional.discrimination import spearman
-from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
-from selfcal_lightning.pipelines.score import run_score
-from selfcal_lightning.store.question_annotations import QuestionAnnotation, question_annotation_names
+from selfcal_lightning.metrics.discrimination import spearman
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +157,7 @@ def test_p_true_before_is_the_query_after_an_empty_response(place: Path, tiny_mo
     values = run_score_questions("p_true_before", store_dir=str(place / "store"), split="test", query="Sure?")
     engine = TransformersEngine(tiny_model)
     question = load_capability_pool(str(place / "store"), split="test", task=None).questions[0]
-    from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     chat = ChatFormat(load_tokenizer(tiny_model), query="Sure?")
     ids = chat.prompt_ids(question.messages) + chat.query.suffix_ids

@@ -9,8 +9,8 @@ import pytest
 from support.store_samples import make_store, write
 
 from selfcal_lightning.capability.question_table import question_table
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.pools.recorded import load_recorded_pool
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.fitting.calibration_split import split_in_halves
-from selfcal_lightning.confidence.fitting.fusion import Fusion
-from selfcal_lightning.confidence.fitting.loading import load_scorer
-from selfcal_lightning.confidence.fitting.scaling import Scaler
-from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
-from selfcal_lightning.strategies.vectorised.orders import SEED
+from selfcal_lightning.confidence.fusion import Fusion, load_scorer
+from selfcal_lightning.confidence.scaling import Scaler
+from selfcal_lightning.confidence.splits import split_in_halves
+from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.vectorised import SEED
 
 NUM_QUESTIONS = 60
 
@@ -143,8 +142,8 @@ def test_mistakes_are_told(
 
 def test_annotations_of_a_store_are_merged_in(pool: str, tmp_path: Path) -> None:
     """A confidence that was computed later lies beside the rows; a fusion that names it gets it."""
-    from selfcal_lightning.store.annotations import Annotation
-    from selfcal_lightning.store.sample_store import SampleStore
+    from selfcal_lightning.data.store.annotations import Annotation
+    from selfcal_lightning.data.store.sample_store import SampleStore
 
     folder = tmp_path / "store"
     assert run(["import-pool", "--path", pool, "--store_dir", str(folder)]) == 0

@@ -12,14 +12,8 @@ from support.fakes import FakeChat, FakeEngine
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import STORED
-from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
-from selfcal_lightning.confidence.estimators.p_true import PTrue
-from selfcal_lightning.confidence.estimators.registry import (
-    ESTIMATORS,
-    build_estimator,
-    estimator_class,
-    estimator_settings,
-)
+from selfcal_lightning.confidence.estimators import PTrue, ResponseConsistency
+from selfcal_lightning.confidence.registry import ESTIMATORS, build_estimator, estimator_class, estimator_settings
 
 
 def entry_of(answers: list[str | None], name: str = "q") -> Any:

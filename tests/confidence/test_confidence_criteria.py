@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import sample_store
 
-from selfcal_lightning.confidence.estimators.p_true import PTrue
-from selfcal_lightning.confidence.estimators.registry import build_estimator
-from selfcal_lightning.confidence.estimators.step_self_evaluation import StepSelfEvaluation
-from selfcal_lightning.confidence.estimators.token_pieces import step_ends_of, token_pieces
-from selfcal_lightning.confidence.estimators.token_reader import ResponseStatistics, TokenReader
-from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence.certainty import lowest_group_confidence, token_statistics, top_k_confidence
+from selfcal_lightning.confidence.estimators import PTrue
+from selfcal_lightning.confidence.registry import build_estimator
+from selfcal_lightning.confidence.scoring_model import CriteriaSettings
+from selfcal_lightning.confidence.step_estimators import StepSelfEvaluation
+from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
+from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
+from selfcal_lightning.confidence.trajectories import chain_of_embedding, response_layer_means
+from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.functional.certainty import token_statistics, top_k_confidence
-from selfcal_lightning.functional.response_certainty import lowest_group_confidence
-from selfcal_lightning.functional.standardised_weights import lowest_share, standardised_weights
-from selfcal_lightning.functional.steps import Span
-from selfcal_lightning.functional.trajectories import chain_of_embedding, response_layer_means
-from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.metrics.consistency import lowest_share, standardised_weights
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 Pool = list[QuestionSamples]

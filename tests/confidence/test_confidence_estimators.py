@@ -11,20 +11,14 @@ from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics, sample_store
 
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.estimators.p_true import PTrue
-from selfcal_lightning.confidence.estimators.token_ids import entry_ids
-from selfcal_lightning.confidence.estimators.token_reader import TokenReader
-from selfcal_lightning.confidence.estimators.token_statistics import (
-    MeanLogprob,
-    SelfCertainty,
-    SequenceLogprob,
-    TokenEntropy,
-)
+from selfcal_lightning.confidence.estimators import MeanLogprob, PTrue, SelfCertainty, SequenceLogprob, TokenEntropy
+from selfcal_lightning.confidence.token_ids import entry_ids
+from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
-from selfcal_lightning.models import packing_support
-from selfcal_lightning.models.segment_attention import PackingError
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models import packing as packing_support
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.packing import PackingError
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 Pool = list[QuestionSamples]

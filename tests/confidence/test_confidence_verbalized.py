@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.fakes import FakeEngine
 
-from selfcal_lightning.confidence.estimators.verbalized import VERBAL_QUERY, Verbalized, parse_confidence
+from selfcal_lightning.confidence.verbalized import VERBAL_QUERY, Verbalized, parse_confidence
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
 
 TEXTS = ("The answer is 3.", "The answer is 4.", "The answer is 3.")

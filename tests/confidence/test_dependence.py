@@ -11,19 +11,16 @@ import pytest
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.strategy_pools import make_entry
 
+from selfcal_lightning.commands.pools import run_export_pool
+from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.base import SampleScorer, add_scores
-from selfcal_lightning.confidence.dependence import RecordedConfidence, pool_dependent, recorded_confidences
-from selfcal_lightning.confidence.estimators.registry import ESTIMATORS
-from selfcal_lightning.confidence.fitting.fusion import fit_fusion
-from selfcal_lightning.confidence.fitting.loading import load_scorer
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.confidence.fitting.weighed_pool import carried_confidences, weigh_pool
-from selfcal_lightning.pipelines.export_pool import run_export_pool
-from selfcal_lightning.pipelines.score import run_score
-from selfcal_lightning.pools.importing import import_pool
-from selfcal_lightning.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.confidence.fusion import carried_confidences, fit_fusion, load_scorer, weigh_pool
+from selfcal_lightning.confidence.registry import ESTIMATORS, RecordedConfidence, pool_dependent, recorded_confidences
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
-from selfcal_lightning.strategies.sources import EngineSource
 
 CONSISTENCY = "response_consistency"
 

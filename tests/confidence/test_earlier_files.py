@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.confidence.fitting.fusion import Fusion
-from selfcal_lightning.confidence.fitting.loading import load_scorer, load_scorers
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.confidence.fusion import Fusion, load_scorer, load_scorers
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Sample
-from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
 
 FITTED_ON = {
     "split_hash": "b6385b874c5fc218bd2185c0a04b13db7738519d89bfd550c746884eeea35194", "num_questions": 4,

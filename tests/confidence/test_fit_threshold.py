@@ -17,16 +17,16 @@ from support.options import nested
 from support.recorded_pools import NUM_SAMPLES, SAMPLING, sample_store
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.fitting.scaling import Scaler, fit_scaler
-from selfcal_lightning.confidence.fitting.weighed_pool import weigh_pool
+from selfcal_lightning.commands.answer import run_answer
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.fit_confidence import run_fit_threshold
+from selfcal_lightning.confidence.fusion import weigh_pool
+from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_pool, load_recorded_pool
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.evaluation.strategies.settings import StrategySettings
-from selfcal_lightning.evaluation.strategies.thresholds import evaluate_given
-from selfcal_lightning.pipelines.answer import run_answer
-from selfcal_lightning.pipelines.evaluate import run_evaluate
-from selfcal_lightning.pipelines.fit_threshold import run_fit_threshold
-from selfcal_lightning.pools.recorded import RecordedPool, load_pool, load_recorded_pool
-from selfcal_lightning.strategies.thresholds.fitted import FittedThreshold
+from selfcal_lightning.evaluation.curves import StrategySettings
+from selfcal_lightning.evaluation.thresholds import evaluate_given
+from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
 def write_pool(

@@ -14,15 +14,13 @@ from sklearn.linear_model import LogisticRegression
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
-from selfcal_lightning.confidence.fitting.features import ResponseTable, feature_value
-from selfcal_lightning.confidence.fitting.fusion import DEFAULT_FEATURES, Fusion, fit_fusion
-from selfcal_lightning.confidence.fitting.loading import load_scorer
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.confidence.fitting.weighed_pool import weigh_pool
-from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.confidence.features import ResponseTable, feature_value
+from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer, weigh_pool
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
 
 
 def mixed_pool(num_questions: int = 60, *, prefix: str = "q", seed: int = 0) -> list[QuestionSamples]:

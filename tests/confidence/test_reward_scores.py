@@ -16,23 +16,22 @@ import pytest
 from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
 from support.reward_models import stand_in
 
-from selfcal_lightning import plugins
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence import scoring as running
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.fitting.features import LOGIT
-from selfcal_lightning.confidence.scoring import running
+from selfcal_lightning.confidence.features import LOGIT
+from selfcal_lightning.core import plugins
+from selfcal_lightning.data.steps import RewardSettings, aggregate
+from selfcal_lightning.data.store.annotations import annotation_names
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.functional.steps import aggregate
-from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.sources import ReplaySource
+from selfcal_lightning.inference.voting import BestOfN
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.formats import REWARD_FORMATS, reward_format
 from selfcal_lightning.rewards.reading import RewardReader, open_rewards
-from selfcal_lightning.rewards.registry import REWARD_FORMATS, reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.store.annotations import annotation_names
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.strategies.driver import run_strategy
-from selfcal_lightning.strategies.replay_source import ReplaySource
-from selfcal_lightning.strategies.rules.best_of_n import BestOfN
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
 STEPS = ["prm", "prm_min", "prm_prod"]

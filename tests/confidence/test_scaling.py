@@ -16,12 +16,10 @@ from sklearn.linear_model import LogisticRegression
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores, split_hash
-from selfcal_lightning.confidence.fitting.calibration_split import check_not_fitted_on, split_in_halves
-from selfcal_lightning.confidence.fitting.loading import load_scorer, load_scorers
-from selfcal_lightning.confidence.fitting.logistic import fit_logistic
-from selfcal_lightning.confidence.fitting.scaling import Scaler, fit_scaler
-from selfcal_lightning.confidence.fitting.scaling_maps import IsotonicMap, PlattMap, TemperatureMap
-from selfcal_lightning.functional.base import Floats
+from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
+from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_logistic, fit_scaler
+from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
+from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 
 

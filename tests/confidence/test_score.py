@@ -16,23 +16,22 @@ import pytest
 from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.pools import run_export_pool
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence import scoring as running
+from selfcal_lightning.confidence import scoring as score_store
+from selfcal_lightning.confidence import scoring_model
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.estimators.consistency import ResponseConsistency
-from selfcal_lightning.confidence.estimators.token_reader import TokenReader
-from selfcal_lightning.confidence.estimators.token_statistics import SelfCertainty, TokenEntropy
-from selfcal_lightning.confidence.scoring import model as scoring_model
-from selfcal_lightning.confidence.scoring import running
-from selfcal_lightning.confidence.scoring import store_target as score_store
-from selfcal_lightning.confidence.scoring.model import ModelSettings, ScoringModel
+from selfcal_lightning.confidence.estimators import ResponseConsistency, SelfCertainty, TokenEntropy
+from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
+from selfcal_lightning.confidence.token_reader import TokenReader
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.store.annotations import Annotation, annotation_names
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.pipelines.export_pool import run_export_pool
-from selfcal_lightning.pipelines.score import run_score
-from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.store.annotations import Annotation, annotation_names
-from selfcal_lightning.store.sample_store import SampleStore
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
 

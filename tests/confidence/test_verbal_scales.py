@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from support.fakes import FakeChat, ReplyingEngine
 
-from selfcal_lightning.confidence.estimators.registry import build_estimator
-from selfcal_lightning.confidence.estimators.verbal_scales import (
+from selfcal_lightning.confidence.registry import build_estimator
+from selfcal_lightning.confidence.verbalized import (
     NUMBERS,
     PERCENTAGES,
     TEN_WORDS,
     WORDS,
+    ask_for_confidences,
     parse_percentage,
     parse_words,
 )
-from selfcal_lightning.confidence.estimators.verbalized import ask_for_confidences
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 

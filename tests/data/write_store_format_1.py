@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.store.annotations import Annotation
-from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 
 SAMPLING = {"temperature": 0.8, "edt_scale": None, "edt_theta": 1.0, "top_p": 1.0, "max_new_tokens": 16}
 PROMPT = {"query": "Right?", "suffix_ids": [1, 2, 3], "yes_ids": [4], "no_ids": [5], "template_sha256": "t" * 8}

@@ -13,12 +13,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, Sample
-from selfcal_lightning.store.sample_store import StoredRow
+from selfcal_lightning.training.batches import SSCBatch
 
 
 def make_row(chat: ChatFormat, text: str = "3+4=7. The answer is 7.", **changes: Any) -> StoredRow:

@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
 
+from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.pools.importing import import_pool
 from selfcal_lightning.records import Question
 
 
@@ -256,7 +256,7 @@ def test_what_a_split_without_sources_reads_of_the_store_is_said(
     pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.rounds.rank_zero_info", lines.append)
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_rows.rank_zero_info", lines.append)
     pool.data(store_dir).val_dataloader()
     assert lines == []
     pool.data(store_dir, validation=[]).val_dataloader()

@@ -12,11 +12,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.ssc_pools import Pool, Recorder, fit, random_samples
 
-from selfcal_lightning.datamodules.ssc.rounds import pool_rounds, read_rounds, round_of_epoch, rounds_to_read
-from selfcal_lightning.datamodules.ssc.teachers import TargetRecipe
-from selfcal_lightning.datamodules.ssc.tuples import build_table
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.ssc.stored_rows import pool_rounds, read_rounds, round_of_epoch, rounds_to_read
+from selfcal_lightning.datamodules.ssc.tuples import TargetRecipe, build_table
 from selfcal_lightning.records import Question
-from selfcal_lightning.store.sample_store import SampleStore
 
 RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
 

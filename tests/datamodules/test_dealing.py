@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from selfcal_lightning.datamodules.ssc.dealing import (
+from selfcal_lightning.datamodules.ssc.mixture import EpochDraw
+from selfcal_lightning.datamodules.ssc.sampler import (
     DealByLength,
     DealByPrompt,
     count_packed,
     group_by_question,
     packed_summary,
 )
-from selfcal_lightning.datamodules.ssc.mixture import EpochDraw
 
 
 def make_draw(num_questions: int = 40, num_rows: int = 600, seed: int = 0) -> tuple[EpochDraw, np.ndarray]:

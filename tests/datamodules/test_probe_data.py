@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from support.capability_pools import SPLITS, capability_store, give_states
 
-from selfcal_lightning.datamodules.probe import ProbeDataModule, set_aside
-from selfcal_lightning.datamodules.probe_rows import EpochOrder
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.datamodules.probe import EpochOrder, ProbeDataModule, set_aside
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.errors import InputError
 from selfcal_lightning.records import Message, Question
 
 

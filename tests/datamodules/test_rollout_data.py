@@ -12,14 +12,14 @@ import pytest
 import torch
 from support.ssc_pools import TRAIN, Pool, random_samples
 
+from selfcal_lightning.adaptation.module import PolicyBatch
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.commands.selection import run_select
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.adaptation import PolicyBatch
-from selfcal_lightning.pipelines.score import run_score
-from selfcal_lightning.pipelines.selection.select import run_select
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.store.columns import counted_samples
-from selfcal_lightning.store.sample_store import SampleStore
 
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
 Fields = list[dict[str, Any]]

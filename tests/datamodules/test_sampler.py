@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selfcal_lightning.datamodules.ssc.dealing import DealByLength
 from selfcal_lightning.datamodules.ssc.mixture import (
     NUM_BUCKETS,
     EpochDraw,
@@ -20,6 +19,7 @@ from selfcal_lightning.datamodules.ssc.mixture import (
     reference_counts,
 )
 from selfcal_lightning.datamodules.ssc.sampler import (
+    DealByLength,
     MicroBatch,
     OptimizerStepSampler,
     limited_batches,

@@ -12,12 +12,12 @@ import torch
 from support.module_batches import NO_DROPOUT, Row, batch_of, module_of
 from support.ssc_pools import Pool
 
-from selfcal_lightning.confidence.fitting.fusion import Fusion, fit_fusion
-from selfcal_lightning.datamodules.ssc.teachers import read_recipe
-from selfcal_lightning.functional.losses import calibration_loss, group_ranking_loss
-from selfcal_lightning.modules.loss_parts import calibration_part
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.ssc.tuples import read_recipe
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.training.losses import calibration_loss, group_ranking_loss
+from selfcal_lightning.training.self_calibration import calibration_part
 
 
 def teacher_of(store: str, path: Path, features: tuple[str, ...] = ("logit:p_true",)) -> Fusion:

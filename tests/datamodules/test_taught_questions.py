@@ -16,15 +16,15 @@ from support.training_runs import data_module, module_of, trainer_with
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.capability.origins import check_origins
+from selfcal_lightning.capability.scoring import check_origins
+from selfcal_lightning.commands.capability import run_score_questions
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.checks import check_beside, check_generation_ratio, check_taught
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.capability import agreeing_pairs, top_share
+from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.beside import BesideSettings
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
-from selfcal_lightning.store.question_annotations import QuestionAnnotation
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.calibrated_model import BesideSettings
 
 OF_LABELS = "expected_accuracy"
 OF_TARGETS: dict[str, Callable[[list[Any]], float | None]] = {

@@ -17,7 +17,7 @@ from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import engine as engine_module
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Dtype, Request, SamplingSettings
 
 
@@ -191,7 +191,7 @@ def test_an_adapter_that_does_nothing_is_refused(tiny_model: str, adapter: str, 
 def test_an_adapter_that_does_not_sleep_is_refused(
     tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from selfcal_lightning.models import activation
+    from selfcal_lightning.models import activated as activation
 
     switch = activation._switch
     monkeypatch.setattr(activation, "_switch", lambda layers, asleep: switch(layers[1:], asleep=asleep))

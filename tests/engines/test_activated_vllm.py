@@ -15,10 +15,10 @@ from support.engine_reference import EDT, QUESTIONS, Reference
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
 
 from selfcal_lightning.engines.base import generate
-from selfcal_lightning.engines.transformers import sleep as transformers_sleep
+from selfcal_lightning.engines.transformers import contexts as transformers_sleep
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
 
 pytestmark = [
@@ -153,7 +153,7 @@ def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path
 
     from support.exported import shaken
 
-    from selfcal_lightning.exports.writing import write_export
+    from selfcal_lightning.training.export import write_export
 
     module = shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
     for parameter in module.parameters():

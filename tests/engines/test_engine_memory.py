@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfcal_lightning.callbacks.generation.engines import engine_weights_bytes
-from selfcal_lightning.engines.memory import memory_share
+from selfcal_lightning.callbacks.generation import engine_weights_bytes
+from selfcal_lightning.engines.settings import memory_share
 
 GIB = 1 << 30
 

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from selfcal_lightning.callbacks.generation import callback as generation
-from selfcal_lightning.callbacks.generation import engines as generation_engines
-from selfcal_lightning.callbacks.generation.callback import SSCGeneration
-from selfcal_lightning.callbacks.generation.engines import Place, start_engine
+from selfcal_lightning.callbacks import generation
+from selfcal_lightning.callbacks import generation as generation_engines
+from selfcal_lightning.callbacks.generation import EnginePlace as Place
+from selfcal_lightning.callbacks.generation import SSCGeneration, start_engine
+from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.engines import opening
 from selfcal_lightning.engines.opening import check_can_draw, open_engine
+from selfcal_lightning.engines.sampling import running as shares
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm import engine as vllm
-from selfcal_lightning.generation import process_share as shares
-from selfcal_lightning.pipelines.generate import run_generate
-from selfcal_lightning.prompts.chat_format import ChatFormat
-from selfcal_lightning.prompts.given import Prompt, PromptExample
+from selfcal_lightning.models.chat_format import ChatFormat, Prompt, PromptExample
 from selfcal_lightning.records import SamplingSettings
 
 
@@ -75,7 +74,7 @@ def test_every_way_to_one_engine_gives_one_size_of_its_batch(
 
     monkeypatch.setattr(TransformersEngine, "__init__", remember)
     monkeypatch.setattr(vllm.VLLMEngine, "__init__", remember)
-    monkeypatch.setattr("selfcal_lightning.runtime.imports.is_installed", lambda module: True)  # nothing is started
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)  # nothing is started
     # A signature of the real classes is what options are held against.
     monkeypatch.setattr(opening, "_check_engine_args", lambda options, known: None)
     with pytest.raises(Opened):

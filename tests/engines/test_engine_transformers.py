@@ -16,14 +16,14 @@ from support.engine_contract import EngineContract
 from support.engine_reference import EDT, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
+from selfcal_lightning.engines.sampling.sampler import store_fingerprint
+from selfcal_lightning.engines.sampling.shares import open_existing
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
-from selfcal_lightning.generation.existing import open_existing
-from selfcal_lightning.generation.sampler import store_fingerprint
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Request, SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore
 
 SMALL: dict[str, Any] = {
     "vocab_size": 704,

@@ -17,9 +17,9 @@ from support.engine_reference import EDT, GREEDY, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
+from selfcal_lightning.engines.transformers.slots import dynamic_temperature, tempered_probabilities
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
-from selfcal_lightning.functional.sampling import dynamic_temperature, tempered_probabilities
 from selfcal_lightning.records import Request, SamplingSettings
 
 pytestmark = [
@@ -176,8 +176,8 @@ def test_p_true_agrees_with_transformers_and_the_module_on_the_same_ids(
 
 def _module_masses(path: str, rows: list[tuple[int, ...]]) -> torch.Tensor:
     """Return the Yes and No masses of the training module, [rows, 2], float32."""
-    from selfcal_lightning.modules.batch import SSCBatch
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.batches import SSCBatch
+    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
     module = SelfCalibrationModule(path, lora=None, torch_dtype="float32")
     module.configure_model()

@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from selfcal_lightning.engines.vllm import engine as vllm
-from selfcal_lightning.engines.vllm import start_order
-from selfcal_lightning.engines.vllm.channel import Channel
+from selfcal_lightning.engines.vllm import process as start_order
 from selfcal_lightning.engines.vllm.flights import Flight, FlightBook
-from selfcal_lightning.engines.vllm.model_files import lora_rank
-from selfcal_lightning.engines.vllm.process import WorkerProcess, worker_environment
-from selfcal_lightning.engines.vllm.records import EngineCrashedError, wire_messages
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.engines.vllm.process import Channel, WorkerProcess, worker_environment
+from selfcal_lightning.engines.vllm.records import EngineCrashedError, lora_rank, wire_messages
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
 
 
@@ -125,7 +123,7 @@ def test_the_environment_is_clean_and_bound_to_the_ranks_gpus() -> None:
 
 
 def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.runtime.imports.is_installed", lambda module: False)
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: False)
     monkeypatch.setattr(vllm, "is_installed", lambda module: False)
     with pytest.raises(ImportError, match=r"'\.\[vllm\]'"):
         vllm.VLLMEngine("model")
@@ -135,7 +133,7 @@ def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pyt
 CHILD = """
 import os, socket, sys, time
 from pathlib import Path
-from selfcal_lightning.engines.vllm.channel import Channel
+from selfcal_lightning.engines.vllm.process import Channel
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 (settings,) = channel.receive()
@@ -279,7 +277,7 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
 def test_a_continuation_has_the_stream_that_its_runner_needs(by_position: bool) -> None:
     """Runner V1 begins a stream with the first token drawn, which must not be that of the prefix; V2 has none."""
     pytest.importorskip("vllm")
-    from selfcal_lightning.engines.vllm.params import sampling_params
+    from selfcal_lightning.engines.vllm.worker import sampling_params
 
     plain = Request("q", (1, 2), SamplingSettings(edt_scale=None), seed=7)
     longer = replace(plain, prefix_ids=(5, 6), step_ids=(19, 3))

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.prompt_states import decoder_layers
-from selfcal_lightning.errors import InputError
 
 PROMPTS = [[5, 9, 11], [7], [5, 9, 11, 40, 41, 42, 43, 44], [12, 13, 14, 15]]
 EACH = LevelSettings(average=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from selfcal_lightning.engines.transformers import TransformersEngine
-from selfcal_lightning.engines.transformers.nesting import NestedRow, nested_batch, nested_rows
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, nested_rows
 
 
 def test_every_context_is_in_one_row() -> None:

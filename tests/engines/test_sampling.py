@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfcal_lightning.functional.sampling import (
+from selfcal_lightning.engines.transformers.slots import (
     draw,
     dynamic_temperature,
     nucleus,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from selfcal_lightning.engines.activated_probe import ProbeAnswers, check_answers, check_equals_module, make_probe
-from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
+from selfcal_lightning.engines.base import ADAPTER_VARIABLE
 from selfcal_lightning.engines.vllm import plugin as vllm_plugin
 from selfcal_lightning.engines.vllm.process import worker_environment
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfcal_lightning.functional.sampling import dynamic_temperature, tempered_probabilities
+from selfcal_lightning.engines.transformers.slots import dynamic_temperature, tempered_probabilities
 
 pytestmark = [
     pytest.mark.vllm,

@@ -18,14 +18,15 @@ from support.training_runs import data_module, generation, trainer_with
 
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
-from selfcal_lightning.exports.writing import write_export
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.pipelines.evaluate import TestSet, run_evaluate
-from selfcal_lightning.pipelines.generate import run_generate
-from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.evaluation.inputs import TestSet
 from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.training.export import write_export
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
 OPTIONS: dict[str, Any] = {"task": "word_problems", "split": "validation", "limit": 3, "num_samples": 4}
@@ -169,7 +170,7 @@ def write_config(folder: Path, tiny_model: str, store: Path, lora: dict[str, Any
             "accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, "enable_progress_bar": False,
             "default_root_dir": str(folder), "logger": False, "enable_model_summary": False,
         },
-        "model": {"class_path": "selfcal_lightning.modules.self_calibration.SelfCalibrationModule",
+        "model": {"class_path": "selfcal_lightning.training.self_calibration.SelfCalibrationModule",
                   "init_args": {"base_model": tiny_model, "lora": lora}},
         "data": {"class_path": "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
                  "init_args": {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]}},

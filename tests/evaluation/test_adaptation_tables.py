@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.evaluation.adaptation.comparison import Change, compare_set, verdict
-from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice, load_sets
-from selfcal_lightning.evaluation.adaptation.samples import SampledSet
-from selfcal_lightning.evaluation.adaptation.tables import adaptation_markdown
-from selfcal_lightning.functional.adaptation import collapse, round_monitors
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.adaptation.evaluation import Change, SampledSet, adaptation_markdown, compare_set, verdict
+from selfcal_lightning.adaptation.monitors import collapse, round_monitors
+from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from support.options import nested
 
-from selfcal_lightning.confidence.fitting.scaling import fit_scaler
-from selfcal_lightning.evaluation.calibration.metrics import compare_pools, result_keys, scored_responses, summarise
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.inputs import Inputs, split_off_calibration
-from selfcal_lightning.pipelines.evaluate import TrainingCost, run_evaluate
-from selfcal_lightning.pools.recorded import load_pool, load_recorded_pool
+from selfcal_lightning.evaluation.metrics import compare_pools, result_keys, scored_responses, summarise
+from selfcal_lightning.evaluation.test_set import TrainingCost
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
+from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.thresholds.fitting import fit_risk_threshold
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
 COUNTS = (
@@ -299,7 +300,7 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
 
 
 def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
-    from selfcal_lightning.confidence.fitting.calibration_split import halve_pool
+    from selfcal_lightning.confidence.splits import halve_pool
 
     path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -317,7 +318,7 @@ def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_sampled_as_test_and_calibration(tmp_path: Path) -> None:
-    from selfcal_lightning.pipelines.evaluate import TestSet
+    from selfcal_lightning.evaluation.inputs import TestSet
 
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
@@ -352,7 +353,7 @@ def test_cost_is_given_in_tokens_or_in_seconds() -> None:
 
 @pytest.mark.slow
 def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from selfcal_lightning.pipelines.evaluate import TestSet
+    from selfcal_lightning.evaluation.inputs import TestSet
 
     tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]
     arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50, "num_reshuffles": 3, "tables": "short"}

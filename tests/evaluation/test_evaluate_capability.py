@@ -10,21 +10,23 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store
 
+from selfcal_lightning.capability.budgets import BETA_AROUND as BETA
+from selfcal_lightning.capability.budgets import (
+    INFLATED,
+    MAPS,
+    POWER,
+    compare_budgets,
+    compare_mixing,
+    pass_at_k_curves,
+)
+from selfcal_lightning.capability.evaluation import TestQuestions, compare_asking, compare_estimators, test_questions
 from selfcal_lightning.capability.inputs import load_capability_pool
 from selfcal_lightning.capability.question_table import QuestionTable
 from selfcal_lightning.cli import run
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.evaluation.capability.asking import compare_asking
-from selfcal_lightning.evaluation.capability.budgets import compare_budgets
-from selfcal_lightning.evaluation.capability.comparison import compare_estimators
-from selfcal_lightning.evaluation.capability.estimates import TestQuestions, test_questions
-from selfcal_lightning.evaluation.capability.mixing import compare_mixing
-from selfcal_lightning.evaluation.capability.pass_at_k import BETA, INFLATED, MAPS, POWER, pass_at_k_curves
-from selfcal_lightning.functional.capability_errors import skill, squared_error
-from selfcal_lightning.pipelines.capability.evaluate_capability import run_evaluate_capability
-from selfcal_lightning.pipelines.capability.fit_probe import run_fit_probe
-from selfcal_lightning.pipelines.capability.score_questions import run_score_questions
-from selfcal_lightning.store.question_annotations import QuestionAnnotation
+from selfcal_lightning.commands.capability import run_evaluate_capability, run_fit_probe, run_score_questions
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.metrics.capability import skill, squared_error
 
 questions_of = test_questions
 del test_questions  # no test

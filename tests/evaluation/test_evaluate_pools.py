@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.confidence.fitting.features import feature_value
-from selfcal_lightning.confidence.fitting.weighed_pool import carried_confidences
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.confidence.features import feature_value
+from selfcal_lightning.confidence.fusion import carried_confidences
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.evaluation.inputs import PoolSource
-from selfcal_lightning.pipelines.evaluate import run_evaluate
-from selfcal_lightning.pools.importing import import_pool
-from selfcal_lightning.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.records import Sample
 
 

@@ -12,15 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from selfcal_lightning.evaluation.reports.calibration_figures import (
+from selfcal_lightning.evaluation.figures import (
     confidence_distribution,
     reliability_comparison,
     reliability_diagram,
     reliability_grid,
     roc_figure,
 )
-from selfcal_lightning.functional.calibration import reliability_bins
-from selfcal_lightning.functional.estimates import ScoredResponses
+from selfcal_lightning.metrics.bootstrap import ScoredResponses
+from selfcal_lightning.metrics.calibration import reliability_bins
 
 ODD_POOLS = {
     "none": ([], []),
@@ -151,7 +151,7 @@ def test_odd_pools_draw_without_a_warning(name: str) -> None:
 
 
 def test_figures_do_not_touch_pyplot() -> None:
-    code = "import sys, selfcal_lightning.evaluation.reports.calibration_figures as f; "
+    code = "import sys, selfcal_lightning.evaluation.figures as f; "
     code += "f.roc_figure({'a': ([.1, .9], [0, 1])}); "
     code += "sys.exit('matplotlib.pyplot' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.evaluation.paper.protocol import (
-    PaperCurve,
-    aggregation_csv,
-    metric_csv,
-    metric_rows,
-    paper_curves,
-)
-from selfcal_lightning.pools.recorded import RecordedPool
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.paper import PaperCurve, aggregation_csv, metric_csv, metric_rows, paper_curves
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 # Names of the vectors -> ours. What the reference calls "es" is adaptive consistency with confidence.

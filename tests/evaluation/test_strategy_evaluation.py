@@ -10,28 +10,32 @@ import pytest
 from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.base import MissingConfidenceError
-from selfcal_lightning.confidence.fitting.weighed_pool import WeighedPool, fit_confidences, weigh_pool
-from selfcal_lightning.evaluation.calibration_split import calibrate_side
-from selfcal_lightning.evaluation.inputs import Inputs, check_inputs
-from selfcal_lightning.evaluation.strategies.consensus import consensus_rows
-from selfcal_lightning.evaluation.strategies.curves import Job, StrategyCurve, check_pool, evaluate_jobs
-from selfcal_lightning.evaluation.strategies.evaluation import StrategyReport, report_on, run_strategies
-from selfcal_lightning.evaluation.strategies.plans import make_jobs
-from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.evaluation.strategies.settings import StrategySettings
-from selfcal_lightning.evaluation.strategies.side import SideStrategies
-from selfcal_lightning.evaluation.strategies.statistics import (
-    break_even_rows,
-    budget_rows,
-    resample_curves,
-    saving_rows,
+from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.curves import (
+    Job,
+    Reshuffles,
+    StrategyCurve,
+    StrategySettings,
+    check_pool,
+    evaluate_jobs,
+    make_jobs,
 )
-from selfcal_lightning.evaluation.test_set import prepare_test
-from selfcal_lightning.pools.recorded import RecordedPool
-from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
-from selfcal_lightning.strategies.thresholds.grids import GridOutcome, with_setting
-from selfcal_lightning.strategies.vectorised import orders
+from selfcal_lightning.evaluation.inputs import Inputs, check_inputs
+from selfcal_lightning.evaluation.statistics import break_even_rows, budget_rows, resample_curves, saving_rows
+from selfcal_lightning.evaluation.strategies import (
+    SideStrategies,
+    StrategyReport,
+    consensus_rows,
+    report_on,
+    run_strategies,
+)
+from selfcal_lightning.evaluation.test_set import calibrate_side, prepare_test
+from selfcal_lightning.inference import vectorised as orders
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.vectorised import with_setting
+from selfcal_lightning.inference.voting import SelfConsistency
 
 ALL = (
     "self_consistency", "adaptive_consistency", "adaptive_beta", "adaptive_entropy", "window_stopping",

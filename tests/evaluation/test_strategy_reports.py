@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from selfcal_lightning.evaluation.reports.strategy_figures import accuracy_figure, risk_coverage_figure
-from selfcal_lightning.evaluation.reports.strategy_rows import (
+from selfcal_lightning.evaluation.figures import accuracy_figure, risk_coverage_figure
+from selfcal_lightning.evaluation.strategy_tables import (
     BreakEvenRow,
     BudgetRow,
     ChosenSetting,
@@ -18,8 +18,6 @@ from selfcal_lightning.evaluation.reports.strategy_rows import (
     Contender,
     CurveRow,
     SavingRow,
-)
-from selfcal_lightning.evaluation.reports.strategy_tables import (
     break_even_table,
     budget_table,
     consensus_table,
@@ -28,8 +26,8 @@ from selfcal_lightning.evaluation.reports.strategy_tables import (
     short_table,
     strategies_markdown,
 )
-from selfcal_lightning.functional.curves import risk_coverage, wilson_interval
-from selfcal_lightning.functional.estimates import Estimate
+from selfcal_lightning.metrics.bootstrap import Estimate
+from selfcal_lightning.metrics.curves import risk_coverage, wilson_interval
 
 VOTES, STOP = Contender("base", "self_consistency", None), Contender("base", "early_stopping", "sequence_logprob_platt")
 

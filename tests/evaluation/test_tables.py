@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from selfcal_lightning.evaluation.reports.calibration_tables import (
+from selfcal_lightning.evaluation.tables import (
     ComparisonRow,
     comparison_csv,
     comparison_markdown,
@@ -17,8 +17,8 @@ from selfcal_lightning.evaluation.reports.calibration_tables import (
     comparison_table,
     format_estimate,
 )
-from selfcal_lightning.functional.base import AUROC, ECE, PASS_AT_1
-from selfcal_lightning.functional.bootstrap import Estimate, ScoredResponses, paired_bootstrap
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1
+from selfcal_lightning.metrics.bootstrap import Estimate, ScoredResponses, paired_bootstrap
 
 UNKNOWN = Estimate(None, None, None)
 BETTER = ComparisonRow(ECE, "test", Estimate(0.3, 0.2, 0.4), Estimate(0.1, 0.05, 0.2), Estimate(-0.2, -0.3, -0.1))

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from selfcal_lightning.evaluation.calibration.votes import compare_votes, vote_hits
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.pools.recorded import RecordedPool, texts_digest
+from selfcal_lightning.evaluation.calibration import compare_votes, vote_hits
+from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.evaluation.inputs import Inputs
-from selfcal_lightning.evaluation.strategies.reshuffles import Reshuffles
-from selfcal_lightning.pools.importing import import_pool
-from selfcal_lightning.pools.recorded import RecordedPool
-from selfcal_lightning.pools.texts import texts_digest
+from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.strategies.rules.self_consistency import SelfConsistency
 
 WIDTH = 4
 

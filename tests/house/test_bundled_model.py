@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.data.tasks.word_problems import Difficulty, WordProblems, stream_problems
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
-from selfcal_lightning.tasks.families.word_problems import Difficulty, WordProblems, stream_problems
 
 FOLDER = Path(__file__).resolve().parents[2] / "selfcal_lightning" / "assets" / "tiny_solver"
 EASY = Difficulty(level_weights=(1.0, 0.0, 0.0), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))

@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
-from selfcal_lightning.tasks.families.word_problem_templates import Equation, Problem
-from selfcal_lightning.tasks.families.word_problems import WordProblems, sample_problem, write_solution
+from selfcal_lightning.data.tasks.word_problems import Equation, Problem, WordProblems, sample_problem, write_solution
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import resolve_model
 
 NUM_PROBLEMS = 300
 STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")

@@ -17,7 +17,7 @@ from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import FUNCTION_VERBS
-from selfcal_lightning.presets import PRESETS, CommonCase, as_arguments, prepare
+from selfcal_lightning.commands.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
 
 def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch) -> None:
     from selfcal_lightning.datamodules.rewards import RewardDataModule
-    from selfcal_lightning.modules.rewards import QuantileRewardModule
+    from selfcal_lightning.rewards.module import QuantileRewardModule
 
     cli = instantiated(
         ["fit", "--config", str(REWARDS), *ON_CPU, "--model.init_args.target", "vote_share"], monkeypatch
@@ -136,7 +136,7 @@ def test_training_from_a_public_reward_model_instantiates(
 ) -> None:
     from support.reward_models import stand_in as public_stand_in
 
-    from selfcal_lightning.rewards.registry import reward_format
+    from selfcal_lightning.rewards.formats import reward_format
 
     document = yaml.safe_load(path.read_text())
     format = document["model"]["init_args"]["format"]
@@ -168,10 +168,10 @@ def test_training_from_a_public_reward_model_instantiates(
 def test_training_config_instantiates(
     path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+    from selfcal_lightning.callbacks.generation import SSCGeneration
     from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
     from selfcal_lightning.models.lora import LoraSettings
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
     from selfcal_lightning.training.support import way_of
 
     monkeypatch.chdir(tmp_path)
@@ -232,10 +232,9 @@ def test_the_training_of_an_adaptation_instantiates(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What `selfcal adapt` hands to `selfcal fit` is what that takes, with module and data in agreement."""
+    from selfcal_lightning.adaptation.runs import Adaptation, QuestionSlice, fit_settings
+    from selfcal_lightning.commands.two_stages import write_settings
     from selfcal_lightning.engines.settings import EngineSettings
-    from selfcal_lightning.evaluation.adaptation.fitting import Adaptation, fit_settings
-    from selfcal_lightning.evaluation.adaptation.questions import QuestionSlice
-    from selfcal_lightning.pipelines.two_stages import write_settings
 
     given = given_to("adapt", ["--config", str(path)], monkeypatch)
     one = Adaptation(

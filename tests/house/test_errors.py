@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.errors import InputError, MissingPackageError, RunError, UserError, did_you_mean, unknown_name
+from selfcal_lightning.core.errors import (
+    InputError,
+    MissingPackageError,
+    RunError,
+    UserError,
+    did_you_mean,
+    unknown_name,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +72,7 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
 def test_a_wrong_option_is_one_sentence_and_a_short_usage(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
 ) -> None:
-    from selfcal_lightning.model_files.locations import config_path
+    from selfcal_lightning.models.folders import config_path
 
     with pytest.raises(SystemExit) as end:
         run([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
@@ -110,7 +117,7 @@ def test_unknown_tasks_splits_and_files_are_refused_at_once(
     asked: list[object] = []
     for place in ("process_share.open_engine", "running.sample_share"):
         monkeypatch.setattr(f"selfcal_lightning.generation.{place}", lambda *a, **_: asked.append(a))
-    monkeypatch.setattr("selfcal_lightning.prompts.chat_format.load_tokenizer", lambda *a, **_: asked.append(a))
+    monkeypatch.setattr("selfcal_lightning.models.chat_format.load_tokenizer", lambda *a, **_: asked.append(a))
     assert run(["generate", "--model", "bundled", "--store_dir", f"{tmp_path}/store", *options]) == 1
     shown = capsys.readouterr().err
     assert all(word in shown for word in words), shown

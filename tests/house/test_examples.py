@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from selfcal_lightning.prompts.chat_format import load_tokenizer
+from selfcal_lightning.models.chat_format import load_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAID = {

@@ -17,30 +17,30 @@ PROMISED = (
     "selfcal_lightning.callbacks.generation.SSCGeneration",
     "selfcal_lightning.callbacks.preemption.PreemptionCheckpoint",
     "selfcal_lightning.datamodules.questions.QuestionSource",
-    "selfcal_lightning.datamodules.ssc.SSCDataModule",
+    "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
     "selfcal_lightning.engines.base.generate",
-    "selfcal_lightning.engines.openai.OpenAIEngine",
+    "selfcal_lightning.engines.openai.engine.OpenAIEngine",
     "selfcal_lightning.engines.opening.EngineOptions",
-    "selfcal_lightning.engines.transformers.TransformersEngine",
-    "selfcal_lightning.engines.vllm.VLLMEngine",
-    "selfcal_lightning.errors.InputError",
-    "selfcal_lightning.locations.resolve_model",
-    "selfcal_lightning.metrics.calibration.BinnedCalibrationError",
-    "selfcal_lightning.metrics.discrimination.ConfidenceAUROC",
-    "selfcal_lightning.modules.model_parallel.AdapterModelParallelStrategy",
-    "selfcal_lightning.modules.self_calibration.SelfCalibrationModule",
-    "selfcal_lightning.prompts.ChatFormat",
-    "selfcal_lightning.prompts.load_tokenizer",
+    "selfcal_lightning.engines.transformers.engine.TransformersEngine",
+    "selfcal_lightning.engines.vllm.engine.VLLMEngine",
+    "selfcal_lightning.core.errors.InputError",
+    "selfcal_lightning.models.folders.resolve_model",
+    "selfcal_lightning.metrics.streaming.BinnedCalibrationError",
+    "selfcal_lightning.metrics.streaming.ConfidenceAUROC",
+    "selfcal_lightning.training.model_parallel.AdapterModelParallelStrategy",
+    "selfcal_lightning.training.self_calibration.SelfCalibrationModule",
+    "selfcal_lightning.models.chat_format.ChatFormat",
+    "selfcal_lightning.models.chat_format.load_tokenizer",
     "selfcal_lightning.records.SamplingSettings",
-    "selfcal_lightning.store.SampleStore",
-    "selfcal_lightning.strategies.base.Ask",
-    "selfcal_lightning.strategies.driver.run_strategy",
-    "selfcal_lightning.strategies.early_stopping.EarlyStopping",
-    "selfcal_lightning.strategies.sources.EngineSource",
-    "selfcal_lightning.tasks.answers.NumberAnswers",
-    "selfcal_lightning.tasks.dataset.DatasetTask",
-    "selfcal_lightning.tasks.registry.get_task",
-    "selfcal_lightning.tasks.rows.HubSource",
+    "selfcal_lightning.data.store.sample_store.SampleStore",
+    "selfcal_lightning.inference.base.Ask",
+    "selfcal_lightning.inference.driver.run_strategy",
+    "selfcal_lightning.inference.stopping.EarlyStopping",
+    "selfcal_lightning.inference.sources.EngineSource",
+    "selfcal_lightning.data.tasks.answer_types.NumberAnswers",
+    "selfcal_lightning.data.tasks.dataset.DatasetTask",
+    "selfcal_lightning.data.tasks.registry.get_task",
+    "selfcal_lightning.data.tasks.rows.HubSource",
 )
 HEAVY = ("torch", "vllm", "transformers", "lightning", "pyarrow", "matplotlib", "datasets")
 
@@ -62,7 +62,7 @@ def test_a_class_is_one_class_by_all_of_its_names() -> None:
     }
     for short, full in pairs.items():
         assert of_path(f"{short}.SSCDataModule") is of_path(f"{full}.SSCDataModule")
-    old, new = "selfcal_lightning.modules.model_parallel", "selfcal_lightning.training.model_parallel"
+    old, new = "selfcal_lightning.training.model_parallel", "selfcal_lightning.training.model_parallel"
     assert of_path(f"{old}.AdapterModelParallelStrategy") is of_path(f"{new}.AdapterModelParallelStrategy")
 
 

@@ -47,8 +47,8 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
 
 def test_it_is_the_verbs_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same preset and the same arguments as those of `selfcal fit --model M --questions Q`."""
-    from selfcal_lightning import front
-    from selfcal_lightning.presets import as_arguments, common_case
+    from selfcal_lightning.commands import python as front
+    from selfcal_lightning.commands.presets import as_arguments, common_case
 
     monkeypatch.chdir(tmp_path)
     Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems(12)))
@@ -71,7 +71,7 @@ def test_it_is_the_verbs_configuration(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_questions_may_be_a_file_mappings_or_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning import front
+    from selfcal_lightning.commands import python as front
 
     rows = [{"question": f"{n}+1?", "answer": n + 1} for n in range(3)]
     records = sc.get_task("local_number").load("t", path=write(tmp_path / "q.jsonl", rows))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from selfcal_lightning.runtime.imports import is_installed, require
+from selfcal_lightning.core.imports import is_installed, require
 
 
 def test_a_missing_dependency_names_its_extra() -> None:

@@ -33,9 +33,9 @@ def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
     code = (
         "import sys\n"
         f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
-        "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.store.sample_store\n"
-        "import selfcal_lightning.pipelines.generate, selfcal_lightning.pipelines.evaluate\n"
-        "import selfcal_lightning.pipelines.export, selfcal_lightning.pipelines.import_pool\n"
+        "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.data.store.sample_store\n"
+        "import selfcal_lightning.commands.generate, selfcal_lightning.commands.evaluate\n"
+        "import selfcal_lightning.commands.export, selfcal_lightning.commands.pools\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.presets import CommonCase, common_case, prepare, split_arguments
-from selfcal_lightning.tasks.registry import load_some
+from selfcal_lightning.commands.presets import CommonCase, common_case, prepare, split_arguments
+from selfcal_lightning.data.tasks.registry import load_some
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:

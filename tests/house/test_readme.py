@@ -13,8 +13,8 @@ import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
-from selfcal_lightning.presets import as_arguments, common_case
-from selfcal_lightning.tasks.registry import TASKS
+from selfcal_lightning.commands.presets import as_arguments, common_case
+from selfcal_lightning.data.tasks.registry import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -7,19 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from selfcal_lightning.evaluation.capability.comparison import share_error_bounds
-from selfcal_lightning.functional.base import ECE
-from selfcal_lightning.functional.bootstrap import (
+from selfcal_lightning.capability.evaluation import share_error_bounds
+from selfcal_lightning.metrics.arrays import ECE
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
     ScoredResponses,
     bootstrap_interval,
     calibration_error_bounds,
     paired_bootstrap,
     question_bootstrap,
+    resample_weights,
 )
-from selfcal_lightning.functional.calibration import expected_calibration_error
-from selfcal_lightning.functional.calibration_bias import ErrorBounds
-from selfcal_lightning.functional.estimates import Estimate
-from selfcal_lightning.functional.question_means import resample_weights
+from selfcal_lightning.metrics.calibration import ErrorBounds, expected_calibration_error
 
 NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200
 # A share of NUM_SETS intervals that hold the truth lies above this unless their level is below 95 % (three sigma).
@@ -95,7 +94,7 @@ def test_a_clear_change_stays_clear() -> None:
 
 
 def test_the_debiased_error_is_nearer_to_the_truth() -> None:
-    from selfcal_lightning.functional.calibration_bias import debiased_calibration_error
+    from selfcal_lightning.metrics.calibration import debiased_calibration_error
 
     draw = np.random.default_rng(10)
     for excess, left_over in ((0.0, 0.65), (0.03, 0.35), (0.25, None)):
@@ -111,7 +110,7 @@ def test_the_debiased_error_is_nearer_to_the_truth() -> None:
 
 def test_debiasing_by_simulation_of_its_formula() -> None:
     """The expected absolute gaps by drawing them, instead of the folded normal's mean."""
-    from selfcal_lightning.functional.calibration_bias import debiased_calibration_error
+    from selfcal_lightning.metrics.calibration import debiased_calibration_error
 
     draw = np.random.default_rng(11)
     confidence, correct, question = columns(simulate(0.05, draw, num_questions=80))

@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 
-from selfcal_lightning.metrics.capability import CapabilityMetrics
-from selfcal_lightning.metrics.capability_parts import CapabilityErrorParts
+from selfcal_lightning.capability.metrics import CapabilityErrorParts, CapabilityMetrics
 
 P, RIGHT, SAMPLES = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([1, 2, 3]), torch.tensor([2, 4, 4])
 

@@ -14,11 +14,10 @@ from support.processes import run_processes
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from selfcal_lightning.metrics.calibration import BinnedCalibrationError
-from selfcal_lightning.metrics.capability import CapabilityMetrics
-from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.metrics.discrimination import ConfidenceAUROC, WithinQuestionAUROC
-from selfcal_lightning.metrics.steps import QuantileMetrics, StepMetrics
+from selfcal_lightning.capability.metrics import CapabilityMetrics
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
+from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
+from selfcal_lightning.training.metrics import CalibrationMetrics
 
 Batch = dict[str, Any]
 

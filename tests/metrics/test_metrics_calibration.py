@@ -7,12 +7,12 @@ import torch
 from numpy.testing import assert_allclose
 from torchmetrics.classification import BinaryCalibrationError
 
-from selfcal_lightning.functional.calibration import (
+from selfcal_lightning.metrics.calibration import (
     expected_calibration_error,
     maximum_calibration_error,
     reliability_bins,
 )
-from selfcal_lightning.metrics.calibration import BinnedCalibrationError
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError
 
 
 def _responses() -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy import stats
 
-from selfcal_lightning.functional.capability_errors import skill, squared_error
-from selfcal_lightning.metrics.capability import CAPABILITY_QUESTIONS, KEYS, CapabilityMetrics
+from selfcal_lightning.capability.metrics import CAPABILITY_QUESTIONS, KEYS, CapabilityMetrics
+from selfcal_lightning.metrics.capability import skill, squared_error
 
 Vectors = Callable[[str], dict[str, Any]]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from selfcal_lightning.functional.calibration import brier_score, expected_calibration_error, maximum_calibration_error
-from selfcal_lightning.functional.discrimination import auroc, spearman, within_question_discrimination
-from selfcal_lightning.metrics.collection import KEYS, CalibrationMetrics
+from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error, maximum_calibration_error
+from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
+from selfcal_lightning.training.metrics import KEYS, CalibrationMetrics
 
 NAN = float("nan")
 FAMILIES = ("calibration", "discrimination", "accuracy", "target", "mass", "count")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torchmetrics.classification import BinaryAUROC
 
-from selfcal_lightning.functional.discrimination import auroc, within_question_discrimination
-from selfcal_lightning.metrics.discrimination import ConfidenceAUROC, WithinQuestionAUROC
+from selfcal_lightning.metrics.discrimination import auroc, within_question_discrimination
+from selfcal_lightning.metrics.streaming import ConfidenceAUROC, WithinQuestionAUROC
 
 
 def _responses() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,14 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from selfcal_lightning import functional, metrics
-from selfcal_lightning.metrics import (
-    BinnedCalibrationError,
-    CalibrationMetrics,
-    CapabilityMetrics,
-    ConfidenceAUROC,
-    StepMetrics,
-    WithinQuestionAUROC,
-)
+from selfcal_lightning.capability.metrics import CapabilityMetrics
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
+from selfcal_lightning.rewards.metrics import StepMetrics
+from selfcal_lightning.training.metrics import CalibrationMetrics
 
 CONFIDENCE = torch.tensor([0.15, 0.15, 0.85, 0.85, 0.85, 0.85])
 CORRECT = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfcal_lightning.functional.calibration import brier_score, expected_calibration_error
-from selfcal_lightning.functional.losses import pinball_loss
-from selfcal_lightning.functional.quantiles import brier_excess, coverage
-from selfcal_lightning.functional.steps import POSITIONS
-from selfcal_lightning.metrics.steps import QuantileMetrics, StepMetrics
+from selfcal_lightning.data.steps import POSITIONS
+from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
+from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
+from selfcal_lightning.rewards.quantiles import brier_excess, coverage
+from selfcal_lightning.training.losses import pinball_loss
 
 
 def _prefixes(size: int = 600) -> dict[str, Tensor]:

@@ -17,14 +17,13 @@ from support.peft_alora import reference_loss, reference_p_true, reference_peft_
 from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
-from selfcal_lightning.models.activation import adapter_asleep
+from selfcal_lightning.models.activated import Contexts, adapter_asleep, ask, check_two_passes, read_contexts
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.packing_support import logit_tolerance, prefer_segments, spread_ids
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.packing import logit_tolerance, prefer_segments, spread_ids
 from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
 WINDOW = 24  # tokens; prompts alone are longer

@@ -15,17 +15,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from selfcal_lightning.functional import output_layer
-from selfcal_lightning.models.model_outputs import (
-    HiddenOutputs,
-    LogitOutputs,
-    ModelOutputs,
-    ends_with_head,
-    read_outputs,
-)
-from selfcal_lightning.modules.step_log import StepLog
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models import outputs as output_layer
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, read_outputs
 from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.training.self_calibration import StepLog
 
 SMALL = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -13,13 +13,13 @@ from support.ssc_pools import Pool
 from support.ssc_pools import fit as fit_recorder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from selfcal_lightning.models.packing_support import (
+from selfcal_lightning.models.packing import (
     check_packed_equals_separate,
     prefer_segments,
     runs_packed_rows,
     shared_prefix_problem,
 )
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.Mo
         return forward(self, hidden_states, **arguments) if self.layer_idx == 0 else (hidden_states, None)
 
     monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
-    monkeypatch.setattr("selfcal_lightning.models.packing_support._PROBED", {})
+    monkeypatch.setattr("selfcal_lightning.models.packing._PROBED", {})
     assert "layers that do not attend by the trees" in str(shared_prefix_problem(config_of("llama")))
 
 
@@ -85,7 +85,7 @@ def test_float32_weights_under_autocast_take_the_masks_of_gpus(monkeypatch: pyte
     """Their fused kernels want queries, keys and values of one dtype, which autocast sees to only afterwards."""
     from torch.nn.attention.bias import causal_lower_right
 
-    from selfcal_lightning.models import segment_attention
+    from selfcal_lightning.models import packing as segment_attention
 
     monkeypatch.setattr(
         segment_attention.TreeMasks, "branch_mask", lambda _, *lengths: causal_lower_right(*lengths[:2])

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.confidence_writer import prediction_origin
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import merge_adapter
 from selfcal_lightning.models.quantization import keep_quantized_gradients, load_nf4_causal_lm, quantized_layers
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 
@@ -142,7 +142,7 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 def test_a_missing_package_is_named_before_anything_is_sampled(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("selfcal_lightning.runtime.imports.is_installed", lambda name: name != "bitsandbytes")
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda name: name != "bitsandbytes")
     data = data_module(tiny_model, tmp_path / "store")
     with pytest.raises(ImportError, match=r"`bitsandbytes` to be installed.*'\.\[qlora\]'"):
         quiet_trainer(callbacks=[generation()]).fit(module_of(tiny_model, **settings), datamodule=data)

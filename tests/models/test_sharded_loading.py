@@ -14,10 +14,9 @@ from support.processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm, local_rows
-from selfcal_lightning.models.weight_files import WeightFiles
 
 # 5 rows of A cannot be shared evenly by two processes; dropout draws nothing at the start.
 LORA = LoraSettings(r=5, alpha=8, dropout=0.1, target_modules=("q_proj", "v_proj", "down_proj"))

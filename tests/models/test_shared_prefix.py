@@ -16,23 +16,23 @@ from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.datamodules.ssc.collate import shares_prefix
-from selfcal_lightning.functional.prefix_trees import PrefixTree, tree_attention_mask, tree_position_ids
 from selfcal_lightning.models.causal_lm import logits_at
-from selfcal_lightning.models.packing_support import (
-    check_packed_equals_separate,
-    check_shared_prefix,
-    shared_prefix_problem,
-)
-from selfcal_lightning.models.segment_attention import (
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.packing import (
     FLEX,
     SEGMENTS,
+    PrefixTree,
     TreeMasks,
+    check_packed_equals_separate,
+    check_shared_prefix,
     packed_inputs,
     segment_attention,
+    shared_prefix_problem,
+    tree_attention_mask,
     tree_block_mask,
+    tree_position_ids,
 )
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding

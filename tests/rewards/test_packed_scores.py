@@ -13,17 +13,15 @@ from support.reward_models import stand_in
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaConfig, LlamaModel
 
-from selfcal_lightning.models import packing_support
-from selfcal_lightning.models.segment_attention import PackingError
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.data.steps import RewardSettings, token_step_ends
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models import packing as packing_support
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.packing import PackingError
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.rewards.layouts import RewardInput
-from selfcal_lightning.rewards.packing import batches, pack
+from selfcal_lightning.rewards.formats import reward_format
+from selfcal_lightning.rewards.layouts import RewardInput, batches, pack
 from selfcal_lightning.rewards.reading import RewardReader, open_rewards
-from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.rewards.steps import token_step_ends
-from selfcal_lightning.store.sample_store import SampleStore
 
 
 @pytest.fixture(scope="module")

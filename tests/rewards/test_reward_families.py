@@ -19,10 +19,10 @@ from transformers import (
     Qwen2Config,
 )
 
+from selfcal_lightning.data.steps import RewardSettings
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.reading import open_rewards
-from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
 
 QUESTION = "Tom has 34 apples and buys 75. How many?"
 TEXTS = ("First 34+75=109. The answer is 109.", "First 34+75=108. So 108+1=109. The answer is 109.")

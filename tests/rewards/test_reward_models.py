@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from support.reward_models import HIDDEN, head_of, stand_in
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from selfcal_lightning.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.steps import RewardSettings
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.answering import open_search
+from selfcal_lightning.rewards.formats import REWARD_FORMATS, RewardFormat, register_reward_format, reward_format
 from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards
-from selfcal_lightning.rewards.registry import REWARD_FORMATS, register_reward_format, reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.serving.searches import open_search
 
 QUESTION = "Tom has 34 apples and buys 75. How many?"
 TEXTS = ("First 34+75=109. The answer is 109.", "First 34+75=108. So 108+1=109. The answer is 109.", "  ")
@@ -292,7 +291,7 @@ def test_settings_name_what_there_is(tmp_path: Path) -> None:
 
 def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(reward_format("reasoneval"), name="mine")
-    monkeypatch.setattr("selfcal_lightning.rewards.registry.REWARD_FORMATS", dict(REWARD_FORMATS))
+    monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", dict(REWARD_FORMATS))
     assert register_reward_format(mine) is mine
     with pytest.raises(InputError, match="'mine' is taken already"):
         register_reward_format(mine)

@@ -9,21 +9,25 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.estimators.token_pieces import step_ends_of, steps_of
-from selfcal_lightning.confidence.scoring.criteria import CriteriaSettings
-from selfcal_lightning.datamodules.rewards import RewardDataModule
-from selfcal_lightning.datamodules.rewards.collate import RewardCollator
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.functional.steps import StepEnd
-from selfcal_lightning.generation.rollouts import RolloutSource, check_source
-from selfcal_lightning.modules.rewards.module import QuantileRewardModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.confidence.scoring_model import CriteriaSettings
+from selfcal_lightning.confidence.token_ids import step_ends_of, steps_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import (
+    RewardSettings,
+    StepEnd,
+    StepStops,
+    check_marker,
+    step_prefixes,
+    token_step_ends,
+)
+from selfcal_lightning.datamodules.rewards import RewardCollator, RewardDataModule
+from selfcal_lightning.engines.sampling.rollouts import RolloutSource, check_source
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.folders import RewardFile, read_reward_file
+from selfcal_lightning.rewards.formats import QUANTILE_PRM, reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder
-from selfcal_lightning.rewards.registry import QUANTILE_PRM, reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.rewards.steps import StepStops, check_marker, step_prefixes, token_step_ends
+from selfcal_lightning.rewards.module import QuantileRewardModule
+from selfcal_lightning.rewards.reading import RewardFile, read_reward_file
 
 TEXT = "First 34+75=109. So 109+1=110. The answer is 110"
 MARKER = "marker:="

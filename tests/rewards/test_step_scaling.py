@@ -12,17 +12,15 @@ from support.reward_models import stand_in
 from support.ssc_pools import Pool
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.fitting.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.pipelines.rewards.fit_step_scaler import run_fit_step_scaler
-from selfcal_lightning.pipelines.score import run_score
+from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import Rate, RewardSettings
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.formats import Score
-from selfcal_lightning.rewards.prefixes import Rate
+from selfcal_lightning.rewards.formats import Score, reward_format
 from selfcal_lightning.rewards.reading import open_rewards
-from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.rewards.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
 
 FORMAT = "trl-prm"
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.reward_models import stand_in
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.modules.rewards import QuantileRewardModule
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.rewards.formats import reward_format
+from selfcal_lightning.rewards.module import QuantileRewardModule
 from selfcal_lightning.rewards.reading import check_rewards, open_rewards
-from selfcal_lightning.rewards.registry import reward_format
-from selfcal_lightning.rewards.settings import RewardSettings
-from selfcal_lightning.store.sample_store import SampleStore
 
 
 @pytest.fixture(scope="module")

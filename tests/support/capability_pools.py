@@ -6,19 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.capability.feature_folder import prompt_digest
+from selfcal_lightning.capability.features import PromptModel, feature_origin, prompt_digest
 from selfcal_lightning.capability.inputs import feature_folder, load_capability_pool
-from selfcal_lightning.capability.prompt_features import feature_origin
-from selfcal_lightning.capability.prompt_model import PromptModel
-from selfcal_lightning.confidence.scoring.model import ModelSettings
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.model_files.fingerprints import weights_sha256
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import resolve_model, weights_sha256
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
-from selfcal_lightning.tasks.registry import load_some
 
 SPLITS = {"train": ("train", 40), "test": ("test_id", 24), "calibration": ("calibration", 24)}
 SAMPLES = 8

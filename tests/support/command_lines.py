@@ -33,7 +33,7 @@ def instantiated(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the command line of a Trainer's verb with its model, data and trainer built, and nothing run."""
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from selfcal_lightning.command_line.lightning_cli import SelfCalibrationCLI
+    from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
 
     with monkeypatch.context() as patch:
         patch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)

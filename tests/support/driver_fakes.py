@@ -11,20 +11,12 @@ from pathlib import Path
 from support.fakes import FakeChat, FakeEngine, FakeTask
 
 from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
-from selfcal_lightning.records import (
-    Question,
-    QuestionSamples,
-    Request,
-    Response,
-    Sample,
-    SamplingSettings,
-    Verdict,
-)
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.strategies.base import Ask, Solving, leader, make_verdict, weighted_votes
-from selfcal_lightning.strategies.sources import EngineSource
+from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.inference.base import Ask, Solving, leader, make_verdict, weighted_votes
+from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.records import Question, QuestionSamples, Request, Response, Sample, SamplingSettings, Verdict
 
 SAMPLING = SamplingSettings(max_new_tokens=64)
 

@@ -20,8 +20,8 @@ from support.continuation_contract import ContinuationContract
 from support.engine_reference import EDT, FIXED, GREEDY, QUESTIONS, Reference
 
 from selfcal_lightning.engines.base import Engine, generate
-from selfcal_lightning.functional.sampling import dynamic_temperature
-from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.engines.transformers.slots import dynamic_temperature
+from selfcal_lightning.models.folders import weights_sha256
 from selfcal_lightning.records import Request, SamplingSettings
 
 NUM_ONE_TOKEN_SAMPLES = 1024

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:

@@ -7,10 +7,9 @@ from pathlib import Path
 from support.fakes import FakeChat, FakeEngine, FakeTask
 from support.kill_worker import NUM_SAMPLES, SAMPLING, SEED
 
-from selfcal_lightning.generation.report import GenerationReport
-from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
 from selfcal_lightning.records import Question, QuestionSamples
-from selfcal_lightning.store.sample_store import SampleStore
 
 
 def open_store(

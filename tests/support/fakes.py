@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from selfcal_lightning.data.tasks.base import AnswerType
 from selfcal_lightning.records import ConfidenceQuery, Message, Question, Request, Response
-from selfcal_lightning.tasks.base import AnswerType
 
 
 class FakeChat:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
-from selfcal_lightning.generation.report import GenerationReport
-from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
 from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore
 
 NUM_SAMPLES, SEED, SAMPLING = 3, 7, SamplingSettings(max_new_tokens=64)
 QUESTIONS = fake_questions(40)

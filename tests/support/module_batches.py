@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
 from selfcal_lightning.records import Message
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 NO_DROPOUT = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
 

@@ -9,7 +9,7 @@ from support.openai_models import CannedModel
 from support.openai_server import FakeServer
 
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import ConfidenceQuery, Message, Request, SamplingSettings
 
 KEY_NAME = "SELFCAL_TEST_KEY"

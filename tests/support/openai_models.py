@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.functional.sampling import dynamic_temperature
+from selfcal_lightning.engines.transformers.slots import dynamic_temperature
 from selfcal_lightning.records import Request, SamplingSettings
 
 

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapter_state
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.training.batches import SSCBatch
 
 
 def reference_peft_model(folder: Path | str, lora: LoraSettings, like: PeftModel, chat: ChatFormat) -> PeftModel:

@@ -12,16 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.metrics.collection import CalibrationMetrics
-from selfcal_lightning.model_files.identity import base_model_identity, same_base_model
-from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.causal_lm import load_causal_lm
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.modules.checkpoint_hooks import TrainedCheckpoint
-from selfcal_lightning.modules.self_calibration import ScoredRows
-from selfcal_lightning.prompts.chat_format import DEFAULT_QUERY
-from selfcal_lightning.training.lightning_internals import trainer_of
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.folders import base_model_identity, read_manifest, same_base_model
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.calibrated_model import TrainedCheckpoint
+from selfcal_lightning.training.metrics import CalibrationMetrics
+from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.scored import ScoredRows
 from selfcal_lightning.training.support import Support, Way, check_features
 
 FILE = "probe.safetensors"

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.generation.sampler import generate_samples, store_fingerprint
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore
-from selfcal_lightning.tasks.registry import get_task
 
 NUM_QUESTIONS, NUM_SAMPLES = 4, 3
 SAMPLING = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=60)

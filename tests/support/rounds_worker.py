@@ -17,10 +17,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training_runs import data_module, generation, module_of
 
-from selfcal_lightning.exports.writing import write_export
-from selfcal_lightning.model_files.fingerprints import weights_sha256
+from selfcal_lightning.data.store.parts import ShardWriter
+from selfcal_lightning.models.folders import weights_sha256
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.store.parts import ShardWriter
+from selfcal_lightning.training.export import write_export
 
 
 def kill_after(questions: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from support.store_samples import make_store
 
-from selfcal_lightning.pipelines.selection.select import run_select
+from selfcal_lightning.adaptation.selection_files import Selection
+from selfcal_lightning.commands.selection import run_select
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.selection.files import Selection
-from selfcal_lightning.store.sample_store import SampleStore
 
 NUM_QUESTIONS, NUM_SAMPLES = 12, 4
 

@@ -17,6 +17,9 @@ from pathlib import Path
 import numpy as np
 from support.fakes import FakeChat, FakeEngine
 
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.records import (
     Message,
     Question,
@@ -27,9 +30,6 @@ from selfcal_lightning.records import (
     SamplingSettings,
     Verdict,
 )
-from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.driver import run_strategy
-from selfcal_lightning.strategies.sources import EngineSource
 
 REFERENCE = "1"
 UNREADABLE = 0.03

@@ -13,12 +13,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource, load_questions
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
-from selfcal_lightning.modules.batch import SSCBatch
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample
-from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
+from selfcal_lightning.training.batches import SSCBatch
 
 TRAIN = [QuestionSource("word_problems", split="train", limit=12)]
 VALIDATION = [QuestionSource("word_problems", split="validation", limit=5)]

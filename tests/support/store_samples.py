@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore, StoreFingerprint
 
 MODEL = ModelIdentity("m", weights_sha256="w")
 FINGERPRINT = StoreFingerprint(

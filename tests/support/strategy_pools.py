@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.vectorised import UNREADABLE, PoolArrays
 from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.vectorised.arrays import UNREADABLE, PoolArrays
 
 
 def make_entry(

@@ -8,11 +8,11 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from support.options import nested
 
-from selfcal_lightning.callbacks.generation.callback import SSCGeneration
+from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 def data_module(tiny_model: str, store: Path, **settings: Any) -> SSCDataModule:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from support.strategy_pools import make_entry, random_pool
 
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.vectorised import UNREADABLE, PoolArrays
 from selfcal_lightning.records import QuestionSamples, Verdict
-from selfcal_lightning.strategies.base import Strategy
-from selfcal_lightning.strategies.replay import replay
-from selfcal_lightning.strategies.vectorised.arrays import UNREADABLE, PoolArrays
 
 SCORE = "score"
 

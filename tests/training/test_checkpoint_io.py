@@ -14,9 +14,9 @@ import torch
 from support.kill_worker import die_at
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.command_line.lightning_cli import DATA_MODULE, MODULE
-from selfcal_lightning.model_files.identity import base_model_identity
-from selfcal_lightning.training.checkpoint_io import AtomicCheckpointIO
+from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
+from selfcal_lightning.models.folders import base_model_identity
+from selfcal_lightning.training.checkpoints import AtomicCheckpointIO
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_resuming_from_a_checkpoint_that_is_cut_short(
 def test_resuming_with_another_adapter_or_from_weights_alone(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
     module = SelfCalibrationModule(tiny_model)
     module.configure_model()
@@ -228,7 +228,7 @@ def test_resuming_with_another_adapter_or_from_weights_alone(
 def test_fit_writes_atomically_unless_another_way_is_named(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: list[str], name: str
 ) -> None:
-    from selfcal_lightning.command_line.lightning_cli import SelfCalibrationCLI
+    from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
 
     built: list[Any] = []
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda cli, _: built.append(cli.trainer))

@@ -15,10 +15,17 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.training import QuestionData, ReadingModule, RowData, SampledData, ScoredData, members_of
-from selfcal_lightning.training.contracts import missing_members
-from selfcal_lightning.training.sampled_data import row_data
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.training.contracts import (
+    QuestionData,
+    ReadingModule,
+    RowData,
+    SampledData,
+    ScoredData,
+    members_of,
+    missing_members,
+    row_data,
+)
 
 OF_DATA = (SampledData, QuestionData, ScoredData, RowData)
 

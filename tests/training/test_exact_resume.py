@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import SampleStore
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "resume_worker.py"
 SECONDS = 240

@@ -14,8 +14,8 @@ from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, gather_trained
 
 State = dict[str, torch.Tensor]

@@ -23,12 +23,12 @@ from support.ssc_pools import Pool
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.model_files.identity import base_model_identity
+from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.store.sample_store import SampleStore
 from selfcal_lightning.training.model_parallel import gather_trained
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 ROWS_PER_MICRO_STEP = 4
 ACTIVATED = LoraSettings(r=4, alpha=8, dropout=0.0)
@@ -260,7 +260,7 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
 
 
 def identify(tiny_model: str) -> dict[str, Any]:
-    from selfcal_lightning.modules import calibrated_model
+    from selfcal_lightning.training import calibrated_model
     from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
     hashed, real = [], calibrated_model.base_model_identity

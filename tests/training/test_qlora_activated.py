@@ -15,9 +15,9 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
-from selfcal_lightning.model_files.manifests import read_manifest
+from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 FOUR_BITS = BitsAndBytesConfig(

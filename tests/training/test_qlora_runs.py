@@ -22,9 +22,9 @@ from support.module_batches import (
 )
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.quantization import build_optimizer, quantized_layers
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

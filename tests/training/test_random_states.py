@@ -14,8 +14,8 @@ from support.module_batches import quiet_trainer
 from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
-from selfcal_lightning.datamodules.signals import outlive_signals
-from selfcal_lightning.training.random_states import random_states, restore_of_rank, restore_random_states
+from selfcal_lightning.datamodules.questions import outlive_signals
+from selfcal_lightning.training.resume import random_states, restore_of_rank, restore_random_states
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from support.module_batches import MIXED, Planned, batch_of, module_of, quiet_trainer
 from torch.utils.data import DataLoader
 
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.quantization import quantized_layers
-from selfcal_lightning.modules.self_calibration import SelfCalibrationModule
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_guard_of_qlora_is_what_keeps_them(
     """A1.1: where this fails, bitsandbytes has changed, and the guard may go."""
     if not repacks_in_evaluation():
         pytest.skip("needs a CPU with AVX512-BF16: on others bitsandbytes does not repack")
-    monkeypatch.setattr("selfcal_lightning.modules.calibrated_model.keep_quantized_gradients", lambda model: None)
+    monkeypatch.setattr("selfcal_lightning.training.calibrated_model.keep_quantized_gradients", lambda model: None)
     gradients = fit_after("sanity check", module_of(tiny_model, quantization="nf4"), chat)
     assert all(not value for step in gradients.seen for value in step.values())
 

@@ -103,7 +103,7 @@ def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path)
 
 def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
-    from selfcal_lightning.models.meta_models import check_architecture
+    from selfcal_lightning.models.sharded_loading import check_architecture
 
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)

@@ -10,27 +10,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.core.imports import is_installed, require
 from selfcal_lightning.engines.activated_probe import make_probe, query_settings
-from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
-from selfcal_lightning.engines.base import Failure
-from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.base import Failure, check_prefix, check_query, ends_with_query
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
-from selfcal_lightning.engines.openai.adapter import try_adapter
-from selfcal_lightning.engines.openai.address import check_base_url, presentable, read_key
-from selfcal_lightning.engines.openai.completions import draw, score
-from selfcal_lightning.engines.openai.facts import ServerFacts, inspect_server
-from selfcal_lightning.engines.openai.jobs import BackgroundJobs
-from selfcal_lightning.engines.openai.records import Flight, OpenAIStatistics
-from selfcal_lightning.engines.openai.retries import ServerError
-from selfcal_lightning.engines.openai.transport import Transport, is_refusal, presentably
-from selfcal_lightning.engines.openai.wire import check_sampling
-from selfcal_lightning.errors import InputError, RunError, check_at_least
-from selfcal_lightning.model_files.fingerprints import weights_sha256
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
-from selfcal_lightning.prompts.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
+from selfcal_lightning.engines.openai.server import ServerFacts, draw, inspect_server, score, try_adapter
+from selfcal_lightning.engines.openai.transport import (
+    BackgroundJobs,
+    Transport,
+    check_base_url,
+    is_refusal,
+    presentable,
+    presentably,
+    read_key,
+)
+from selfcal_lightning.engines.openai.wire import Flight, OpenAIStatistics, ServerError, check_sampling
+from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
+from selfcal_lightning.models.folders import adapter_identity, read_invocation_ids, resolve_model, weights_sha256
 from selfcal_lightning.records import Request, Response
-from selfcal_lightning.runtime.imports import is_installed, require
 
 _DEFAULT_BATCH = 64
 
@@ -333,7 +331,7 @@ class OpenAIEngine:
 
         awake = jobs.run(presentably(try_adapter(ask, probe, exact=exact), key=self._key))
         if exact and weights is not None:
-            from selfcal_lightning.engines.transformers.sleep import hold_against_module
+            from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
             origin = {"model": weights, "revision": self._identity["revision"], "adapter": self._identity["adapter"]}
             hold_against_module(awake, probe.contexts, settings, engine="the server", **origin)

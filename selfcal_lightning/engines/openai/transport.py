@@ -3,27 +3,202 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import os
+import queue
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from selfcal_lightning.engines.openai.address import presentable
-from selfcal_lightning.engines.openai.retries import (
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import require
+from selfcal_lightning.engines.openai.wire import (
     ServerError,
     TransientError,
     backoff_seconds,
     is_transient,
     retry_after_seconds,
 )
-from selfcal_lightning.runtime.imports import require
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
+
+_BASE_URL = re.compile(r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?(?:/[\w./~-]*)?")
+_HIDDEN = "[key]"
+_LONGEST = 800
+
+
+def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
+    """Return ``base_url`` without a trailing slash.
+
+    Args:
+        base_url: ``https://HOST[:PORT][/PATH]``, or ``http://`` for this machine.
+        allow_http: Whether ``http://`` may name another machine.
+
+    Raises:
+        ValueError: The address is not of this form, holds a user name, a password or a query, or would send prompts
+            and key over the network in the clear.
+
+    Example:
+        >>> check_base_url("http://127.0.0.1:8000/v1/")
+        'http://127.0.0.1:8000/v1'
+    """
+    match = _BASE_URL.fullmatch(base_url)
+    if match is None:  # it may hold a password, so it is not repeated
+        raise InputError(
+            "Expected `base_url` to be like https://host:port/v1, without a user name, a password or a query, but got "
+            "something else. The key belongs into the environment variable that `api_key_env` names."
+        )
+    if match["scheme"] == "http" and not allow_http and not _is_this_machine(match["host"]):
+        raise InputError(
+            f"Expected `base_url` to begin with https:// unless it names this machine, but got {base_url!r}: prompts "
+            "and key would travel in the clear. Use https, an ssh tunnel to 127.0.0.1, or set `allow_http`."
+        )
+    return base_url.rstrip("/")
+
+
+def read_key(name: str) -> str | None:
+    """Return the key in the environment variable ``name``, None where it is unset or empty.
+
+    Raises:
+        ValueError: When it holds what cannot stand in a header, such as a line break. It is not shown.
+    """
+    key = os.environ.get(name, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it anew.")
+    return key or None
+
+
+def presentable(text: str, *, key: str | None) -> str:
+    r"""Return what may be shown of ``text`` that a server or a library wrote: short, printable, and without the key.
+
+    Example:
+        >>> presentable("wrong key sk-1\n", key="sk-1")
+        'wrong key [key]'
+    """
+    hidden = text if key is None else text.replace(key, _HIDDEN)  # before it is cut, or half a key would stay
+    line = " ".join("".join(c if c.isprintable() else " " for c in hidden).split())
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
+
+
+def _is_this_machine(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+T = TypeVar("T")
+Job = Callable[[], Coroutine[Any, Any, Any]]
+Outcome = tuple[int, Any, BaseException | None]
+
+
+class BackgroundJobs:
+    """Runs numbered jobs in an event loop of its own and hands over what they return or raise.
+
+    Args:
+        limit: Most jobs that run at a time; the others wait in their order.
+
+    Example:
+        >>> async def double(n):
+        ...     return 2 * n
+        >>> jobs = BackgroundJobs(limit=2)
+        >>> jobs.add([(n, lambda n=n: double(n)) for n in range(3)])
+        >>> sorted(jobs.take()[:2] for _ in range(3))
+        [(0, 0), (1, 2), (2, 4)]
+        >>> jobs.close()
+    """
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._waiting: deque[tuple[int, Job]] = deque()
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="selfcal-server", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run one coroutine beside the jobs, wait for it and return its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted; one that is done stays as it is
+
+    def add(self, jobs: Sequence[tuple[int, Job]], *, first: bool = False) -> None:
+        """Queue jobs by number, before those that wait when ``first``."""
+        self._loop.call_soon_threadsafe(self._queue, list(jobs), first)
+
+    def take(self) -> Outcome:
+        """Wait for a job to finish and return its number, what it returned, and what it raised."""
+        return self._outcomes.get()
+
+    def take_ready(self) -> list[Outcome]:
+        """Return the outcomes that are there."""
+        outcomes = []
+        while not self._outcomes.empty():
+            outcomes.append(self._outcomes.get())
+        return outcomes
+
+    def drop(self, numbers: Iterable[int]) -> set[int]:
+        """Cancel jobs, wait until they have ended and return those that had been begun.
+
+        A job that finishes meanwhile still has an outcome.
+        """
+        return self.run(self._drop(set(numbers)))
+
+    def close(self, *, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel everything, run ``last`` in the loop and end the thread. Closing twice is allowed."""
+        if not self._thread.is_alive():  # closed, or a forked copy, which has no such thread
+            return
+        self.run(self._drop(None))
+        if last is not None:
+            self.run(last())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _queue(self, jobs: list[tuple[int, Job]], first: bool) -> None:
+        if first:
+            self._waiting.extendleft(reversed(jobs))
+        else:
+            self._waiting.extend(jobs)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._limit:
+            number, job = self._waiting.popleft()
+            task = self._loop.create_task(job())
+            self._running[number] = task
+            task.add_done_callback(lambda done, number=number: self._on_done(number, done))
+
+    def _on_done(self, number: int, task: asyncio.Task[Any]) -> None:
+        del self._running[number]
+        if not task.cancelled():
+            error = task.exception()
+            self._outcomes.put((number, None if error else task.result(), error))
+        self._fill()
+
+    async def _drop(self, numbers: set[int] | None) -> set[int]:
+        unwanted = self._running.keys() if numbers is None else self._running.keys() & numbers
+        begun = {number: self._running[number] for number in unwanted}
+        self._waiting = deque(item for item in self._waiting if numbers is not None and item[0] not in numbers)
+        for task in begun.values():
+            task.cancel()
+        await asyncio.gather(*begun.values(), return_exceptions=True)
+        return set(begun)
+
 
 _logger = logging.getLogger(__name__)
 _LONGEST_BODY = 1 << 26
@@ -45,7 +220,6 @@ class EventReader(Protocol):
         ...
 
 
-T = TypeVar("T")
 Reader = TypeVar("Reader", bound=EventReader)
 
 

@@ -7,8 +7,10 @@ from typing import TypeVar
 
 import torch
 
-from selfcal_lightning.engines.transformers.model import CachedModel
-from selfcal_lightning.engines.transformers.rows import SlotRows
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.activated_probe import Table, check_equals_module
+from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.engines.transformers.slots import SlotRows
 from selfcal_lightning.records import Request
 
 FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
@@ -87,3 +89,109 @@ def chunks_of(items: Sequence[T], lengths: Sequence[int], most: int) -> list[lis
             chunks.append([])
         chunks[-1].append(item)
     return chunks
+
+
+def read_queries(
+    model: CachedModel, rows: SlotRows, slots: Sequence[int], *, awake: bool
+) -> dict[int, tuple[float, float]]:
+    """Return the Yes and No masses after the query of each slot, in one forward pass over the slots' own caches.
+
+    Args:
+        model: The model and its cache.
+        rows: The rows of the requests.
+        slots: Slots whose requests are done and have a query.
+        awake: Whether an activated adapter, asleep otherwise, reads the query.
+    """
+    if not slots:
+        return {}
+    where = torch.tensor(slots, device=model.device)
+    pending, stopped = rows.pending[where].tolist(), rows.stopped[where].tolist()
+    queries = [rows.requests[slot].query for slot in slots]
+    if awake:
+        rows.position[where] += _read_last_tokens(model, rows, where)
+        stopped = [True] * len(slots)
+    inputs = [
+        list(query.suffix_ids) if ended else [last, *query.suffix_ids]
+        for query, last, ended in zip(queries, pending, stopped, strict=True)
+    ]
+    longest = max(map(len, inputs))
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in inputs], device=model.device)
+    starts = rows.position[where]
+    width = int(starts.max()) + longest
+    model.reserve(max(slots) + 1, width)
+    lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
+    logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
+    p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
+    masses = {}
+    for query in dict.fromkeys(queries):
+        members = [i for i, other in enumerate(queries) if other == query]
+        yes = p[members][:, list(query.yes_ids)].sum(1).tolist()
+        no = p[members][:, list(query.no_ids)].sum(1).tolist()
+        masses |= {slots[i]: pair for i, pair in zip(members, zip(yes, no, strict=True), strict=True)}
+    return masses
+
+
+def _read_last_tokens(model: CachedModel, rows: SlotRows, where: torch.Tensor) -> torch.Tensor:
+    """Let the base model read the last tokens of responses that were cut, and return how many each has, [rows].
+
+    They are not in the cache yet, where those of a response that ended are, and are no tokens of the query.
+    """
+    cut = where[~rows.stopped[where]]
+    if len(cut):
+        starts = rows.position[cut]
+        width = int(starts.max()) + 1
+        model.reserve(int(cut.max()) + 1, width)
+        model.extend(cut, starts, rows.pending[cut][:, None], width)
+    return (~rows.stopped[where]).long()
+
+
+def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
+    """Hold an adapter that sleeps while contexts are read against one that is awake for the query.
+
+    Its loading has compared what it does asleep with the base model; this compares the engine's own two passes.
+
+    Args:
+        model: The model with its adapter, asleep.
+        query_ids: Tokens of the query.
+
+    Raises:
+        ValueError: The query is read without the adapter, or a context with it.
+    """
+    vocabulary = model.network.config.get_text_config().vocab_size
+    context = [i % vocabulary for i in range(1, 9)]
+    asleep = model.next_token_logits([context])
+    awake = model.query_logits([context], query_ids)
+    silent = model.query_logits([context], query_ids, awake=False)
+    if torch.equal(awake, silent) or not torch.equal(model.next_token_logits([context]), asleep):
+        raise InputError(
+            "Expected an adapter that is awake for its query and asleep before and after it, but got "
+            f"{'one that never wakes' if torch.equal(awake, silent) else 'one that stays awake'}. Is it one that "
+            "`selfcal fit` exported, and its weights not all zero?"
+        )
+
+
+def hold_against_module(
+    awake: Table, contexts: Sequence[Sequence[int]], activated: Mapping[str, Sequence[int]], *, model: str,
+    revision: str | None, adapter: str, engine: str,
+) -> float:  # fmt: skip
+    """Return the largest difference of an engine's probabilities from those of the training module, both in float32.
+
+    The module's are read on the CPU; the model is in memory for as long as this takes.
+
+    Args:
+        awake: What the engine says after ``contexts`` with the query, [contexts][tokens].
+        contexts: Token ids.
+        activated: The ``query`` and the ``token_ids`` that were asked for.
+        model: Folder or hub name of the base model.
+        revision: Its revision on the hub.
+        adapter: Folder of the activated adapter.
+        engine: Name of the engine, for the message.
+
+    Raises:
+        ValueError: They differ by more than 1e-4.
+    """
+    cached = CachedModel(load_network(model, revision=revision, adapter=adapter, dtype="float32", device="cpu"))
+    with torch.no_grad():
+        logits = torch.cat([cached.query_logits([context], activated["query"]) for context in contexts])
+    module = logits.double().softmax(-1)[:, list(activated["token_ids"])].tolist()
+    return check_equals_module(awake, module, engine=engine)

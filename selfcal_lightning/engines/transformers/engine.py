@@ -11,21 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from selfcal_lightning.engines.activated_queries import check_query, ends_with_query
-from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.engines.base import check_prefix, check_query, ends_with_query
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.engines.transformers.contexts import chunks_of, encode_contexts
+from selfcal_lightning.engines.transformers.contexts import check_sleep, chunks_of, encode_contexts, read_queries
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
-from selfcal_lightning.engines.transformers.nesting import nested_rows
+from selfcal_lightning.engines.transformers.prefixes import nested_rows
 from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states
-from selfcal_lightning.engines.transformers.queries import read_queries
-from selfcal_lightning.engines.transformers.rows import SlotRows
-from selfcal_lightning.engines.transformers.sleep import check_sleep
-from selfcal_lightning.errors import InputError, RunError
-from selfcal_lightning.model_files.fingerprints import tensors_sha256, weights_sha256
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.models.adapter_files import read_invocation_ids
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.engines.transformers.slots import SlotRows
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, tensors_sha256, weights_sha256
 from selfcal_lightning.records import Dtype, Request, Response
 
 if TYPE_CHECKING:

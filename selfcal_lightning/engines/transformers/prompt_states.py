@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel
-from selfcal_lightning.errors import InputError
 
 _FORWARD_TOKENS = 8192
 

@@ -30,9 +30,9 @@ from vllm.v1.worker.gpu.lora_utils import NO_LORA_ID, LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from selfcal_lightning.engines.activated_queries import ends_with_query
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.models.adapter_files import read_invocation_ids
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.base import ends_with_query
+from selfcal_lightning.models.folders import read_invocation_ids
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -11,7 +11,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.sample.logits_processor import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

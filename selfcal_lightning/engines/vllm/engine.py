@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.core.errors import RunError, check_at_least
+from selfcal_lightning.core.imports import is_installed, require
 from selfcal_lightning.engines.activated_probe import query_settings
-from selfcal_lightning.engines.activated_queries import check_query
-from selfcal_lightning.engines.base import Failure
-from selfcal_lightning.engines.continuations import check_prefix
+from selfcal_lightning.engines.base import Failure, check_prefix, check_query
 from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
 from selfcal_lightning.engines.vllm.flights import (
     CrashesInARow,
@@ -21,7 +21,7 @@ from selfcal_lightning.engines.vllm.flights import (
     check_scored,
     score_flights,
 )
-from selfcal_lightning.engines.vllm.process import StartRefusedError, WorkerProcess, way_out
+from selfcal_lightning.engines.vllm.process import StartRefusedError, WorkerProcess, make_order, way_out
 from selfcal_lightning.engines.vllm.records import (
     EngineCrashedError,
     Tally,
@@ -29,15 +29,15 @@ from selfcal_lightning.engines.vllm.records import (
     read_response,
     wire_messages,
 )
-from selfcal_lightning.engines.vllm.start_order import make_order
-from selfcal_lightning.errors import RunError, check_at_least
-from selfcal_lightning.model_files.fingerprints import weights_sha256
-from selfcal_lightning.model_files.folders import check_model_folder
-from selfcal_lightning.model_files.locations import resolve_model
-from selfcal_lightning.models.adapter_files import adapter_identity, read_invocation_ids
-from selfcal_lightning.prompts.chat_format import ChatFormat, generation_end_ids, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer
+from selfcal_lightning.models.folders import (
+    adapter_identity,
+    check_model_folder,
+    read_invocation_ids,
+    resolve_model,
+    weights_sha256,
+)
 from selfcal_lightning.records import Request, Response
-from selfcal_lightning.runtime.imports import is_installed, require
 
 _logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ class VLLMEngine:
 
     def _check_against_module(self, activated: dict[str, Any]) -> None:
         """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
-        from selfcal_lightning.engines.transformers.sleep import hold_against_module
+        from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
         told, origin = self._limits["probe"], {"model": self.model, "revision": self.revision, "adapter": self.adapter}
         try:

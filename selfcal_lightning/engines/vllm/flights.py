@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.records import Request
 
 SHRINK = 8

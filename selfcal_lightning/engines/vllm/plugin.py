@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
+from selfcal_lightning.engines.base import ADAPTER_VARIABLE
 
 
 def register() -> None:

@@ -4,20 +4,95 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from selfcal_lightning.engines.activated_queries import ADAPTER_VARIABLE
-from selfcal_lightning.engines.vllm.channel import Channel
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.base import ADAPTER_VARIABLE
+from selfcal_lightning.engines.vllm.records import lora_rank
+from selfcal_lightning.models.folders import model_folder, weights_bytes
+
+_HEADER = struct.Struct(">I")
+_CHUNK = 1 << 18
+
+
+class Channel:
+    """Sends and receives JSON objects over a connected socket; nothing that arrives is ever executed.
+
+    Each message is a 4-byte big-endian length and that many bytes of UTF-8 JSON. Floats survive exactly, infinities
+    and NaN included.
+
+    Example:
+        >>> left, right = (Channel(end) for end in socket.socketpair())
+        >>> left.send({"op": "cancel", "ids": [3]})
+        >>> right.receive(timeout=1.0)
+        [{'op': 'cancel', 'ids': [3]}]
+        >>> left.close(), right.close()
+        (None, None)
+    """
+
+    def __init__(self, connection: socket.socket, *, send_timeout: float | None = None) -> None:
+        connection.settimeout(send_timeout)
+        self._socket = connection
+        self._buffer = bytearray()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message. Raises OSError (a TimeoutError where the reader stopped reading) when it cannot."""
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+
+    def receive(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for messages and return all that have arrived whole.
+
+        Args:
+            timeout: Longest wait in seconds; None waits for ever.
+
+        Returns:
+            At least one message, or an empty list after ``timeout``.
+
+        Raises:
+            EOFError: The other side is gone.
+        """
+        while not (messages := self._whole_messages()):
+            readable, _, _ = select.select([self._socket], [], [], timeout)
+            if not readable:
+                return []
+            try:
+                received = self._socket.recv(_CHUNK)
+            except ConnectionError as error:
+                raise EOFError(str(error)) from error
+            if not received:
+                raise EOFError("the other side closed the channel")
+            self._buffer += received
+        return messages
+
+    def close(self) -> None:
+        """Close the socket; the other side then sees the end."""
+        self._socket.close()
+
+    def _whole_messages(self) -> list[dict[str, Any]]:
+        messages, start = [], 0
+        while len(self._buffer) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._buffer, start)
+            end = start + _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(json.loads(self._buffer[start + _HEADER.size : end]))
+            start = end
+        del self._buffer[:start]
+        return messages
+
 
 WORKER_MODULE = "selfcal_lightning.engines.vllm.worker"
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"})
@@ -210,3 +285,53 @@ def _temporary_log() -> Path:
     handle, name = tempfile.mkstemp(prefix=f"selfcal-vllm-{time.strftime('%H%M%S')}-", suffix=".log")
     os.close(handle)
     return Path(name)
+
+
+START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
+
+
+class StartOrder(NamedTuple):
+    """What the child is told (``settings``), its ``environment``, and its ``timeout`` in seconds."""
+
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    timeout: float
+
+
+def make_order(
+    settings: Mapping[str, Any],
+    *,
+    model: str,
+    revision: str | None,
+    adapter: str | None,
+    activated: Mapping[str, Any] | None,
+    devices: Sequence[int] | None,
+    num_threads: int | None,
+    timeout: float | None,
+) -> StartOrder:
+    """Return the order of a start; the files of a hub model are downloaded here.
+
+    Args:
+        settings: Those of the engine.
+        model: Folder or hub name of the model.
+        revision: Its revision on the hub.
+        adapter: Folder of a LoRA adapter.
+        activated: What asks an activated one; None where it is awake throughout.
+        devices: GPUs, as the caller counts them.
+        num_threads: OpenMP threads of the child.
+        timeout: Longest start in seconds; None goes by the weights.
+    """
+    # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
+    folder = model_folder(model, revision=revision)
+    rank = None if adapter is None else lora_rank(adapter)
+    if timeout is None:
+        timeout = START_SECONDS + weights_bytes(model, revision=revision) / START_BYTES_A_SECOND
+    environment = worker_environment(
+        os.environ,
+        on_cpu=is_cpu_build(),
+        devices=devices,
+        num_threads=num_threads,
+        activated_adapter=None if activated is None else adapter,
+    )
+    told = {**settings, "model": str(folder), "adapter": adapter, "lora_rank": rank, "activated": activated}
+    return StartOrder(told, environment, timeout)

@@ -14,7 +14,7 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
 
-from selfcal_lightning.errors import InputError
+from selfcal_lightning.core.errors import InputError
 
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping

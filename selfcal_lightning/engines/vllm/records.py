@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from selfcal_lightning.engines.base import EngineStoppedError
-from selfcal_lightning.engines.continuations import stream_seed
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.base import EngineStoppedError, stream_seed
 from selfcal_lightning.engines.vllm.flights import Flight
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.folders import check_adapter
 from selfcal_lightning.records import Request, Response
 
 
@@ -138,3 +139,22 @@ def _sample_form(request: Request, max_tokens: int) -> dict[str, Any]:
         "step_ids": list(map(int, request.step_ids)),
         "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
     }
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
+
+
+def lora_rank(adapter: str) -> int:
+    """Return the rank that vLLM has to make room for: the next above the largest in an adapter's folder.
+
+    Raises:
+        InputError: It is no folder of a LoRA adapter, its files are damaged, or its rank is more than vLLM serves.
+    """
+    config = check_adapter(adapter)
+    rank = max([config["r"], *config.get("rank_pattern", {}).values()])
+    if rank > LORA_RANKS[-1]:
+        raise InputError(
+            f"Expected the rank of the adapter {adapter!r} to be at most {LORA_RANKS[-1]}, which is what vLLM serves, "
+            f"but got {rank}. Use the transformers engine, or merge the adapter with `selfcal export`."
+        )
+    return min(served for served in LORA_RANKS if served >= rank)

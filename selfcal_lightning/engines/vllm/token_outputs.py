@@ -13,11 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.engines.vllm.channel import Channel
-from selfcal_lightning.engines.vllm.process import WorkerProcess, is_cpu_build, way_out, worker_environment
-from selfcal_lightning.engines.vllm.start_order import START_SECONDS
-from selfcal_lightning.errors import RunError
-from selfcal_lightning.runtime.imports import check_installed
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.engines.vllm.process import (
+    START_SECONDS,
+    Channel,
+    WorkerProcess,
+    is_cpu_build,
+    way_out,
+    worker_environment,
+)
 
 MODULE = "selfcal_lightning.engines.vllm.token_outputs"
 SEND_SECONDS = 60.0

@@ -23,22 +23,120 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.engines.activated_queries import ends_with_query
-from selfcal_lightning.engines.continuations import finish_of
-from selfcal_lightning.engines.vllm.channel import Channel
-from selfcal_lightning.engines.vllm.params import probabilities, query_params, sampling_params
-from selfcal_lightning.engines.vllm.self_test import try_adapter
-from selfcal_lightning.errors import InputError
-from selfcal_lightning.plugins import load_plugins_of_parent
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plugins import load_plugins_of_parent
+from selfcal_lightning.engines.activated_probe import ProbeAnswers, Table, check_answers, make_probe
+from selfcal_lightning.engines.base import ends_with_query, finish_of
+from selfcal_lightning.engines.vllm.process import Channel
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
+
+COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
+
+
+def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_position: bool) -> SamplingParams:
+    """Return what draws one response.
+
+    Args:
+        spec: The wire form of a sample.
+        stop_ids: Ids that end a response.
+        by_position: Whether vLLM draws a token with a number that follows from the seed and the token's position, as
+            model runner V2 does. Runner V1 begins a stream with the first token drawn.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    temperature, edt = spec["temperature"], spec["edt"]
+    if 0.0 < temperature < COLDEST_PLAIN_TEMPERATURE and edt is None:
+        edt = [temperature, 1.0, 0.0]
+    return SamplingParams(
+        temperature=temperature if edt is None else 1.0,
+        extra_args=None if edt is None else {"edt": edt},
+        top_p=spec["top_p"],
+        max_tokens=spec["max_tokens"],
+        seed=spec["seed" if by_position else "stream_seed"],
+        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])),
+        ignore_eos=True,  # the end-of-turn ids are all named above
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def query_params(token_ids: Sequence[int]) -> SamplingParams:
+    """Return what reads the probabilities of at most 128 tokens after a prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprob_token_ids=list(dict.fromkeys(token_ids)),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> list[float]:
+    """Return the probabilities of the tokens from the answer to ``query_params``."""
+    (position,) = completion.logprobs
+    return [math.exp(position[token].logprob) for token in token_ids]
+
+
+def try_adapter(
+    engine: LLMEngine, lora: LoRARequest, activated: dict[str, Any], limits: dict[str, Any]
+) -> dict[str, Any]:
+    """Hold an activated adapter against the base model and return what was asked, and what it says awake.
+
+    All is asked in steps that hold the tokens of both, over a cache that the base model has filled.
+
+    Args:
+        engine: Where nothing else is in flight.
+        lora: The adapter.
+        activated: Its ``query``, and the ``token_ids`` of Yes and No.
+        limits: What is known of the engine.
+
+    Raises:
+        ValueError: It does not sleep, or does not wake.
+    """
+    longest = limits["max_context"]
+    probe = make_probe(activated["query"], activated["token_ids"], vocabulary=limits["vocabulary"], longest=longest)
+    base = _ask(engine, [(context, None) for context in probe.contexts], probe.token_ids)
+    mixed = [*((prompt, lora) for prompt in probe.asked), *((prompt, None) for prompt in probe.asked)]
+    together = _ask(engine, [*mixed, *((context, lora) for context in probe.contexts)], probe.token_ids)
+    count = len(base)
+    awake, base_asked, asleep = (together[start : start + count] for start in range(0, 3 * count, count))
+    again = _ask(engine, [(prompt, None) for prompt in probe.asked], probe.token_ids)
+    answers = ProbeAnswers(base, asleep, base_asked, awake, again)
+    check_answers(answers, exact=limits["dtype"] == "float32", engine="vLLM")
+    engine.reset_prefix_cache()
+    return {"contexts": probe.contexts, "awake": awake}
+
+
+def _ask(
+    engine: LLMEngine, prompts: Sequence[tuple[tuple[int, ...], LoRARequest | None]], token_ids: Sequence[int]
+) -> Table:
+    """Return the probabilities of the tokens after prompts, each with the adapter or without it."""
+    found: dict[str, list[float]] = {}
+    for i, (prompt, lora) in enumerate(prompts):
+        engine_input = {"type": "token", "prompt_token_ids": list(prompt)}
+        engine.add_request(f"t{i}", engine_input, query_params(token_ids), lora_request=lora)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = probabilities(output.outputs[0], token_ids)
+    return [found[f"t{i}"] for i in range(len(prompts))]
+
 
 EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
 PROGRESS_SECONDS = 1.0

@@ -8,7 +8,7 @@ import pytest
 from support.openai_engines import KEY, KEY_NAME, Connect, canned, connecting
 from support.openai_server import FakeServer
 
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.vllm.process import worker_environment
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTEXT = 256

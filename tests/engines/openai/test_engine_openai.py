@@ -19,13 +19,13 @@ from support.openai_models import RealModel
 from support.openai_server import Exchange, FakeServer, is_silent, says, status
 from support.options import nested
 
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
-from selfcal_lightning.engines.openai.retries import ServerError
-from selfcal_lightning.pipelines.generate import run_generate
-from selfcal_lightning.prompts.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.engines.openai.wire import ServerError
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
-from selfcal_lightning.store.sample_store import SampleStore
 
 pytestmark = pytest.mark.usefixtures("key")
 

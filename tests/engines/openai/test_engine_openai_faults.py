@@ -9,7 +9,7 @@ from support.openai_engines import EVENT, KEY, Connect, requests_of
 from support.openai_server import FakeServer, Fault, hangs_up, is_silent, says, status
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
-from selfcal_lightning.prompts.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message
 
 pytestmark = pytest.mark.usefixtures("key")

@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.openai_engines import KEY, KEY_NAME
 
-from selfcal_lightning.engines.openai.address import check_base_url, presentable, read_key
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
-from selfcal_lightning.engines.openai.jobs import BackgroundJobs
-from selfcal_lightning.engines.openai.retries import ServerError, backoff_seconds, retry_after_seconds
-from selfcal_lightning.engines.openai.wire import SampleReader, choose_model, read_probabilities
+from selfcal_lightning.engines.openai.transport import BackgroundJobs, check_base_url, presentable, read_key
+from selfcal_lightning.engines.openai.wire import (
+    SampleReader,
+    ServerError,
+    backoff_seconds,
+    choose_model,
+    read_probabilities,
+    retry_after_seconds,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["token_id:5", "stop", -1.0, 10**400]),

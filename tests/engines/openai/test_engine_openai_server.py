@@ -17,13 +17,13 @@ from support.engine_contract import EngineContract
 from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
 from support.vllm_server import free_port, wait_until_ready
 
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.records import Request, SamplingSettings
-from selfcal_lightning.store.sample_store import SampleStore
 
 pytestmark = [
     pytest.mark.slow,

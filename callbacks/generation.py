@@ -1,0 +1,874 @@
+"""Fill the sample store before it is read: by the base model at first, by the model in training in later rounds."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+
+from selfcal_lightning.callbacks.preemption import interrupt_of
+from selfcal_lightning.core import processes as rendezvous
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.core.plan import Participant, Place, Plan
+from selfcal_lightning.core.processes import Rendezvous
+from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.core.signals import Interrupt, never
+from selfcal_lightning.data.store.manifest import check_place
+from selfcal_lightning.data.store.overview import plan_sampling
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import open_engine, serve_model
+from selfcal_lightning.engines.sampling.running import part_name
+from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.shares import is_complete, open_existing, select_share
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings, memory_share
+from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import resolve_model, weights_bytes, weights_sha256
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.training.contracts import BasedModule, QuestionData, RoundModule, check_members, question_data
+from selfcal_lightning.training.model_parallel import decides_at_epoch_end
+from selfcal_lightning.training.rounds import (
+    adapter_folder,
+    check_adapter,
+    check_same_training,
+    checkpoint_file,
+    describe_round,
+    describe_shift,
+    keep_adapter,
+    make_probes,
+    question_targets,
+    serving,
+)
+from selfcal_lightning.training.support import way_of
+
+
+def splits_of(verb: str, data: QuestionData) -> tuple[str, ...]:
+    """Return the splits that a verb of the Trainer reads."""
+    if verb == "predict":
+        return (data.predict_split,)
+    return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}[verb]
+
+
+def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: QuestionData) -> Plan:
+    """Return how many responses a verb of the Trainer needs, and what of them the store holds.
+
+    Args:
+        callback: Who draws them.
+        verb: The verb.
+        trainer: The trainer.
+        data: The data module, which knows questions, store and number of samples.
+
+    Raises:
+        MissingPackageError: The engine is an extra that is not installed.
+        InputError: ``store_dir`` is something else than a store.
+    """
+    if callback.engine.name == "vllm":
+        check_installed("vllm", extra="vllm")
+    splits = [split for split in splits_of(verb, data) if data.sources[split]]
+    if not splits:
+        return Plan(notes=(f"No sources of questions are configured: the samples in {data.store_dir} are used.",))
+    known = data.known_questions(verb)
+    limits = [source.limit for split in splits for source in data.sources[split]]
+    sampling = plan_sampling(
+        data.store_dir,
+        None if known is None else {question.id for split in splits for question in known[split]},
+        num_samples=data.num_samples,
+        most_tokens=callback.sampling.max_new_tokens,
+        most_questions=None if None in limits else sum(limit or 0 for limit in limits),
+    )
+    return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=_later_rounds(trainer, data))
+
+
+def check_generation_settings(
+    engine: EngineSettings,
+    *,
+    gpu_memory_utilization: float | None,
+    questions_per_shard: int,
+    stall_timeout: float,
+) -> None:
+    """Raise InputError where one of them is out of its range; for their meaning see ``SSCGeneration``."""
+    engine.check_local()
+    if engine.name == "transformers" and gpu_memory_utilization is not None:
+        raise InputError("Expected `gpu_memory_utilization` to be None with the engine transformers; it is vLLM's.")
+    if gpu_memory_utilization is not None and not 0.0 < gpu_memory_utilization <= 1.0:
+        raise InputError(f"Expected `gpu_memory_utilization` to lie in (0, 1], but got {gpu_memory_utilization}.")
+    if questions_per_shard < 1:
+        raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
+    if not stall_timeout > 0.0:
+        raise InputError(f"Expected `stall_timeout` to be above 0 seconds, but got {stall_timeout}.")
+
+
+def _later_rounds(trainer: Trainer, data: QuestionData) -> tuple[str, ...]:
+    every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
+    if every is None or epochs in (None, -1):
+        return ()
+    rounds = math.ceil(epochs / every) - 1
+    return (f"{rounds} later rounds sample the training questions again, as many responses each.",) if rounds else ()
+
+
+MEMORY = "gpu_memory_utilization"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where a process of the Trainer runs.
+
+    Attributes:
+        device: Its device.
+        local_rank: Its number on this machine.
+        processes: Processes on this machine.
+    """
+
+    device: torch.device
+    local_rank: int = 0
+    processes: int = 1
+
+
+def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place: EnginePlace) -> Engine:
+    """Start an engine of its own where a process of the Trainer runs.
+
+    Args:
+        options: Which engine, and how.
+        model: Folder or hub name of the model, or "bundled".
+        chat: Renders prompts and the confidence query.
+        place: Where to.
+
+    Raises:
+        ValueError: There are fewer GPUs than the engines of this machine's processes take.
+    """
+    return open_engine(_bound(options, place), model, chat=chat)
+
+
+def start_round_engine(
+    options: EngineOptions, module: RoundModule, chat: ChatFormat, *, adapter: str, place: EnginePlace
+) -> Engine:
+    """Start the engine of a later round, beside the trainer on the same device.
+
+    The transformers engine runs the trainer's own model, unless it is asked for another dtype; then it loads the base
+    model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
+
+    Args:
+        options: Which engine, and how.
+        module: The module, its model holding the adapter of the round.
+        chat: Renders prompts and the confidence query.
+        adapter: Folder of that adapter.
+        place: Where the process runs.
+
+    Raises:
+        ValueError: vLLM would not have enough of the GPU's memory.
+    """
+    gc.collect()
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = resolve_model(module.base_model)
+    own_dtype = str(module.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    if options.name == "transformers" and options.dtype in ("auto", own_dtype):
+        return serve_model(
+            options,
+            module.model,
+            chat=chat,
+            source=model,
+            adapter_sha256=weights_sha256(adapter),
+            quantization=module.quantization,
+        )
+    options = replace(options, adapter=adapter)
+    if options.name == "vllm" and place.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(place.device)
+        weights = engine_weights_bytes(model, revision=options.revision, dtype=options.dtype) // options.num_gpus
+        share = memory_share(free, total, weights=weights, limit=options.engine_args.get(MEMORY))
+        options = replace(options, engine_args={**options.engine_args, MEMORY: share})
+    return start_engine(options, model, chat, place=place)
+
+
+def _bound(options: EngineOptions, place: EnginePlace) -> EngineOptions:
+    """Return the options of an engine that runs where the process does."""
+    if options.name == "transformers":
+        return replace(options, engine_args={"device": str(place.device), **options.engine_args})
+    if place.device.type != "cuda":
+        return options
+    return replace(options, engine_args={"devices": _gpus(options.num_gpus, place), **options.engine_args})
+
+
+def _gpus(count: int, place: EnginePlace) -> list[int]:
+    """Return the GPUs of one process's engine: its own, or ``count`` that no other process's engine takes."""
+    if count == 1:
+        return [place.device.index]
+    there = torch.cuda.device_count()
+    if place.processes * count > there:
+        raise InputError(
+            f"Expected {place.processes} engine(s) of `tensor_parallel_size` {count} to find "
+            f"{place.processes * count} GPUs, but got {there}. Start fewer processes (`trainer.devices`), or lower "
+            "`tensor_parallel_size`."
+        )
+    return list(range(place.local_rank * count, (place.local_rank + 1) * count))
+
+
+def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:
+    """Return the bytes that a model's weights take in vLLM on a GPU.
+
+    Args:
+        model: Folder or hub name of the model.
+        revision: Revision on the hub.
+        dtype: What they are asked for in; "auto" is the stored dtype, and 16 bits for weights stored in 32.
+    """
+    try:
+        files = WeightFiles.of_model(model, revision=revision)
+    except ValueError:  # files of other names, or something that the engine's own start will name
+        return weights_bytes(model, revision=revision)
+    if dtype != "auto":
+        return files.bytes_in(getattr(torch, dtype))
+    return files.bytes_in(torch.bfloat16) if files.first_float_dtype() == torch.float32 else files.total_bytes
+
+
+# A shard that is named and not there yet, or a stale handle: for a moment, on a disk over the network.
+LATE = (OSError, StoreCorruptError)
+
+
+def wait_for_shares(meeting: Rendezvous, store: SampleStore, wanted: set[str], *, round: int) -> None:
+    """Wait until every process has sampled its share; the first one shows how far all of them are.
+
+    Args:
+        meeting: Where this process has shown that it is done.
+        store: The store.
+        wanted: Ids of all questions.
+        round: Generation round.
+
+    Raises:
+        RuntimeError: A process failed or gives no sign of life.
+        PreemptedError: A process was asked to stop.
+    """
+    if meeting.rank != 0 or meeting.world_size == 1:
+        meeting.meet()
+        return
+    parts = {part_name((rank, meeting.world_size)) for rank in range(meeting.world_size)}
+    try:
+        before = store.committed_questions(parts=parts, round=round)
+        missing = len(wanted - store.question_ids(round=round, include_parts=True))
+    except LATE:  # others are writing; a bar is not worth a run
+        meeting.meet()
+        return
+    with Progress(missing, label=f"Round {round}, other processes", unit="questions") as bar:
+
+        def look() -> None:
+            try:
+                done = store.committed_questions(parts=parts, round=round) - before
+            except LATE:  # the next look will tell
+                return
+            bar.update(min(done, missing) - bar.done)
+
+        meeting.meet(look)
+        look()
+
+
+def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wanted: set[str], *, round: int) -> None:
+    """Show readers what all processes have written: the first one joins the parts, then the others see for themselves.
+
+    A file system that is shared over a network may show files of another machine late. So whoever misses something
+    looks again, for as long as a process may be silent.
+
+    Args:
+        joining: A meeting of all processes, not used before.
+        looking: Another one.
+        store: The store.
+        wanted: Ids of all questions.
+        round: Generation round.
+
+    Raises:
+        RuntimeError: Questions are missing, or another process failed.
+        PreemptedError: A process was asked to stop.
+    """
+    with joining.together():
+        if joining.rank == 0:
+            _look_until_there(joining, store, wanted, round=round, join=True)
+    with looking.together():  # nobody goes on into a collective that another one does not reach
+        if looking.rank != 0:
+            _look_until_there(looking, store, wanted, round=round, join=False)
+
+
+def _look_until_there(meeting: Rendezvous, store: SampleStore, wanted: set[str], *, round: int, join: bool) -> None:
+    started = time.monotonic()
+    patience = meeting.stall_timeout if meeting.world_size > 1 else 0.0
+    while True:
+        problem: Exception
+        try:
+            if join:
+                store.join()
+            missing = wanted - store.question_ids(round=round)
+            if not missing:
+                return
+            problem = RuntimeError(
+                f"Expected {store.path} to hold round {round} of all {len(wanted)} questions, but {len(missing)} are "
+                f"missing, for example {min(missing)!r}. All processes must see one file system, and sample the same "
+                "questions."
+            )
+        except LATE as error:
+            problem = error
+        if time.monotonic() - started >= patience:
+            raise problem
+        meeting.check()
+        time.sleep(rendezvous.POLL_SECONDS)
+
+
+TRAINER_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
+CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedAt:
+    """Where a checkpoint goes on.
+
+    Attributes:
+        epoch: The epoch whose batches come next.
+        at_start: Whether none of them has been trained on, so that the weights are those that a round of this epoch is
+            sampled with.
+        global_step: Optimiser steps taken.
+    """
+
+    epoch: int
+    at_start: bool
+    global_step: int
+
+
+def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
+    """Return where training goes on from a checkpoint of Lightning's Trainer.
+
+    Counted are epochs begun and epochs completed. Checkpoints written between the last batch of an epoch and its end
+    (after a validation, in ``on_train_epoch_end``) count it as begun and not as completed.
+
+    Args:
+        checkpoint: As handed to ``Callback.on_load_checkpoint``.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    completed, step = epochs["completed"], checkpoint["global_step"]
+    if epochs["started"] == completed:
+        return ResumedAt(completed, True, step)
+    if batches["is_last_batch"]:
+        return ResumedAt(completed + 1, True, step)
+    return ResumedAt(completed, batches["current"]["ready"] == 0, step)
+
+
+def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
+    """Return, between two epochs, whether training stops now, so that another round would not be read.
+
+    Args:
+        trainer: The trainer.
+        epochs: Epochs that are done.
+        steps: Optimiser steps that are done.
+    """
+    if trainer.received_sigterm or (trainer.max_steps != -1 and steps >= trainer.max_steps):
+        return True
+    if trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs:
+        return True
+    return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
+
+
+def last_checkpoint_files(trainer: Trainer) -> list[str]:
+    """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
+
+    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. Theirs
+    need not begin so.
+    """
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [f"{folder}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
+
+
+def check_can_regenerate(
+    trainer: Trainer, module: RoundModule, *, has_questions: bool, engine: str, dtype: str
+) -> None:
+    """Raise ValueError, before any sampling, for what later rounds do not work with.
+
+    Args:
+        trainer: The trainer.
+        module: The module; its model need not be there.
+        has_questions: Whether the data module has training questions.
+        engine: Name of the engine.
+        dtype: What it is asked to run in.
+    """
+    if not has_questions:
+        raise InputError(
+            "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
+            "ask the questions again. Name the sources, or leave `regenerate_every_n_epochs` out."
+        )
+    if module.lora is None:
+        raise InputError(
+            "Expected `lora` settings with `regenerate_every_n_epochs`, but got None: every round keeps the adapter "
+            "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
+            "`regenerate_every_n_epochs` out."
+        )
+    if module.activated:
+        raise InputError(
+            "Expected joint training with `regenerate_every_n_epochs`, but got an activated adapter: it leaves the "
+            "generator as it is, so that a later round would be of the same model as the first. Leave "
+            "`regenerate_every_n_epochs` out, or set `lora.activated: false`."
+        )
+    if way_of(trainer.strategy) == "FSDP2":
+        raise InputError(
+            "Expected a whole model in every process with `regenerate_every_n_epochs`, but got a strategy that cuts it "
+            "over processes (FSDP2): none could sample, or check the engine. Use the strategy auto or ddp, or leave "
+            "`regenerate_every_n_epochs` out."
+        )
+    _check_quantized_engine(trainer, module, engine=engine, dtype=dtype)
+    for callback in trainer.callbacks:
+        _check_stops_in_time(trainer, callback)
+
+
+def _check_quantized_engine(trainer: Trainer, module: RoundModule, *, engine: str, dtype: str) -> None:
+    """Refuse an engine that would load the base model unquantised: its samples would be of another model."""
+    if module.quantization is None:
+        return
+    own = module.torch_dtype
+    if own == "auto":
+        own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
+    if engine != "transformers" or dtype not in ("auto", own):
+        raise InputError(
+            f"Expected `engine: transformers` with `dtype: auto` (or {own}) for later rounds with `quantization` "
+            f"{module.quantization!r}, but got {engine} with {dtype}: it would serve the base model as it is stored, "
+            "not the one that is trained. Set them so, or leave `regenerate_every_n_epochs` out."
+        )
+
+
+def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
+    """Refuse a callback that would stop training only after the next round has been sampled in vain."""
+    if isinstance(callback, EarlyStopping):
+        way_out = "Set its `check_on_train_epoch_end: false`: it then checks after every validation."
+    elif isinstance(callback, Timer):
+        way_out = "Set its `interval: step`, or `trainer.max_time`."
+    else:
+        return
+    if decides_at_epoch_end(trainer, callback):
+        raise InputError(
+            f"Expected {type(callback).__name__} to decide before an epoch ends with `regenerate_every_n_epochs`, but "
+            f"got one that decides at its end, after the next round has been sampled. {way_out}"
+        )
+
+
+def check_engine(
+    engine: Engine,
+    trainer: Trainer,
+    module: RoundModule,
+    chat: ChatFormat,
+    *,
+    round: int,
+    shard: tuple[int, int],
+) -> float:
+    """Hold the engine of ``round`` against the trainer's model, on responses of the round before.
+
+    Returns:
+        The mean absolute difference of log-probability, in nats; see ``pipelines.adapter_check``.
+
+    Args:
+        engine: Who is to sample.
+        trainer: Whose data module has the questions.
+        module: The module, its model in evaluation mode and holding the adapter of the round.
+        chat: Renders prompts and the confidence query.
+        round: The round to come.
+        shard: (i, n), this process's share; its own questions are taken, if it has any.
+    """
+    data = _data_module(trainer)
+    index = _index(data, round - 1)
+    store = SampleStore(data.store_dir, num_samples=data.num_samples)
+    questions = data.questions("train")
+    names = [question.id for question in select_share(questions, shard) or questions][:CHECKED_QUESTIONS]
+    rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
+    probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
+    before = adapter_folder(data.store_dir, round - 1)
+    earlier = serving(module, before) if round > 1 and before.exists() else None
+    return check_adapter(engine, module.model, probes, earlier=earlier)
+
+
+def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None) -> str:
+    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it.
+
+    Args:
+        trainer: The trainer.
+        module: The module.
+        round: The round; None leaves out how long the training is, so that a finished one may be given more epochs.
+    """
+    left_out = {"base_model", "revision", "recompute_above"}
+    content = {
+        "module": {name: value for name, value in module.hparams.items() if name not in left_out},
+        "data": _data_module(trainer).training_settings(),
+        "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
+        "steps": None if round is None else trainer.estimated_stepping_batches,
+        "round": round,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_kept_adapters(trainer: Trainer, module: RoundModule) -> None:
+    """Refuse, before training, a store whose later rounds belong to another training.
+
+    Raises:
+        ValueError: The adapter of a round that training has not reached yet is of a training with other settings.
+    """
+    data = _data_module(trainer)
+    for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
+        round = int(folder.name.removeprefix("round-"))
+        if round > data.round_of(trainer.current_epoch):
+            check_same_training(folder, round, training_digest(trainer, module, round=round))
+
+
+def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:
+    """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
+    data = _data_module(trainer)
+    settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
+    later = _index(data, round)
+    values = {"Number": float(round), **describe_round(later, **settings)}
+    if round > 0:
+        earlier = _index(data, round - 1)
+        values |= describe_shift(question_targets(earlier, **settings), question_targets(later, **settings))
+    named = {f"round/{name}": value for name, value in values.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(named, step=step)
+    told = ", ".join(f"{name.removeprefix('round/')} {value:.4g}" for name, value in named.items())
+    say(f"SSCGeneration: round {round}: {told}")
+    return named
+
+
+def _data_module(trainer: Trainer) -> QuestionData:
+    return question_data(trainer.datamodule, who="SSCGeneration")
+
+
+def _index(data: QuestionData, round: int) -> SampleIndex:
+    """Return the rows of the training questions in ``round``."""
+    index = SampleStore(data.store_dir, num_samples=data.num_samples).index(split="train", round=round)
+    wanted = {question.id for question in data.questions("train")}
+    return index.select(np.array([name in wanted for name in index.question_id], dtype=bool))
+
+
+Splits = dict[str, list[Question]]
+
+
+class SSCGeneration(Callback):
+    """Samples round 0, the base model's responses with their P(True), where the store lacks it, and later rounds.
+
+    Round 0 is sampled in ``setup``, before the module loads its weights, so that the engine has the GPU to itself.
+    Questions, store folder and number of samples are read from the data module, model, revision and query from the
+    module. Every process samples its own share of the questions; then they wait for each other. What the store holds
+    is reused, also after a kill.
+
+    Later rounds, where the data module asks for them (``regenerate_every_n_epochs``), are sampled at the end of an
+    epoch with the adapter as it is then, of the training questions only. That adapter and a checkpoint of the trainer
+    are written to ``adapters/`` in the store's folder before the first sample is drawn, and the checkpoint as
+    ``last-round.ckpt`` beside those of a ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed
+    meanwhile and resumed, from there or from earlier on, completes the round with the adapter that lies there. An
+    engine that does not serve it is refused before it samples. ``round/...`` logs what a round is like and how far its
+    targets moved.
+
+    Args:
+        engine: Which engine, and how: transformers, or vllm (an extra), which runs in a process of its own on the
+            trainer's GPU, whose compute mode must therefore be the default one, not an exclusive one. With
+            ``tensor_parallel_size: 2`` among its ``engine_args`` process p of a machine samples with the GPUs 2p and
+            2p + 1. In later rounds the transformers engine runs the trainer's own model where ``dtype`` is "auto" or
+            the trainer's, and loads the base model once more for another.
+        sampling: How responses are drawn.
+        seed: Of sampling; every sample has its own, derived from it.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM; None is its default. In later rounds it is the most
+            that is taken of what the trainer leaves free.
+        questions_per_shard: Questions in one file of the store; what a kill can cost.
+        shard_by_shard: Sample file after file. With the transformers engine on a CPU a killed run then ends with the
+            samples of an unbroken one to the last bit of their confidences; otherwise texts are equal and confidences
+            differ by about 1e-6. It costs speed at the end of every file.
+        stall_timeout: Seconds without a sign of life from another process after which waiting for it ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EngineSettings = EngineSettings(),
+        sampling: SamplingSettings = SamplingSettings(),
+        seed: int = 0,
+        gpu_memory_utilization: float | None = None,
+        questions_per_shard: int = 64,
+        shard_by_shard: bool = False,
+        stall_timeout: float = 600.0,
+    ) -> None:
+        check_generation_settings(
+            engine,
+            gpu_memory_utilization=gpu_memory_utilization,
+            questions_per_shard=questions_per_shard,
+            stall_timeout=stall_timeout,
+        )
+        self.sampling = sampling
+        further = dict(engine.engine_args)
+        if MEMORY in further:
+            raise InputError(f"Expected `engine_args` without `{MEMORY}`, which has an option of its own, but got it.")
+        if gpu_memory_utilization is not None:
+            further[MEMORY] = gpu_memory_utilization
+        self.engine = replace(engine, engine_args=further).of()
+        self.seed = seed
+        self.questions_per_shard, self.shard_by_shard = questions_per_shard, shard_by_shard
+        self.stall_timeout = stall_timeout
+        self._meetings: Path | None = None
+        self._interrupt: Interrupt = never
+        self._resumed: ResumedAt | None = None
+        self._unreported: list[int] = []
+        self._reported: int | None = None
+        self._training: str | None = None  # digest of the training, where later rounds are sampled
+        self._resumed_training: str | None = None
+
+    def plan_run(self, verb: str, trainer: Trainer, module: RoundModule, data: object) -> Plan:
+        """Refuse an engine that is not installed, and return how many responses are to be drawn."""
+        checked = question_data(data, who=type(self).__name__)
+        self._check_module(module, checked)
+        return plan_generation(self, verb, trainer, checked)
+
+    def _check_module(self, module: object, data: QuestionData) -> None:
+        """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
+        contract = BasedModule if data.regenerate_every_n_epochs is None else RoundModule
+        check_members(module, contract, who=type(self).__name__, kind="a module")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what identifies the training whose rounds these are."""
+        return {"training": self._training}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Note of which training the checkpoint is."""
+        self._resumed_training = state_dict.get("training")
+
+    def setup(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
+        """Sample what is missing of the splits that ``stage`` reads, in round 0."""
+        data = _data_module(trainer)
+        self._check_module(pl_module, data)
+        check_place(Path(data.store_dir))
+        pl_module.check_support()  # before the long work; the model itself is built after it
+        # What others would refuse in their own `setup`, which comes after this one has sampled.
+        for one in trainer.callbacks:
+            if one is not self and isinstance(one, Participant):
+                one.plan_run(stage, trainer, pl_module, data)
+        splits = {name: questions for name in splits_of(stage, data) if (questions := data.questions(name))}
+        self._resumed, self._unreported, self._reported = None, [], None
+        if stage == "fit" and data.regenerate_every_n_epochs is not None:
+            check_can_regenerate(
+                trainer, pl_module, has_questions="train" in splits, engine=self.engine.name, dtype=self.engine.dtype
+            )
+            self._unreported = [0]
+        if not splits:
+            _say(
+                trainer, f"SSCGeneration: no question sources are configured; the samples in {data.store_dir} are used."
+            )
+            return
+        token = trainer.strategy.broadcast(uuid.uuid4().hex)  # the last collective before the long work
+        self._meetings = Path(data.store_dir) / "meetings" / token
+        self._interrupt = interrupt_of(trainer, stage)
+        meeting = self._meeting(trainer, "round-000")
+        with meeting.working():
+            self._fill(trainer, pl_module, splits, interrupt=meeting.check)
+        self._join(trainer, meeting, splits)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: RoundModule, checkpoint: dict[str, Any]) -> None:
+        """Note where training goes on: its loop knows it only after the loaders are built."""
+        self._resumed, self._unreported = resumed_at(checkpoint), []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
+        """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
+        place = self._resumed
+        if _data_module(trainer).regenerate_every_n_epochs is None:
+            return
+        self._training = training_digest(trainer, pl_module, round=None)
+        if place is None:
+            return
+        if self._resumed_training not in (None, self._training):
+            raise InputError(
+                "Expected a checkpoint of this training, since its generation rounds go on, but got one of a training "
+                "with other settings or questions. Go back to those, or start without `ckpt_path` and with another "
+                "`dirpath` of ModelCheckpoint."
+            )
+        if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
+            self._regenerate(trainer, pl_module, place)
+
+    def on_train_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
+        """Log the round that training begins with, and refuse later ones that are of another training."""
+        if _data_module(trainer).regenerate_every_n_epochs is not None:
+            check_kept_adapters(trainer, pl_module)
+        self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: RoundModule) -> None:
+        """Sample the round of the next epoch where a new one begins with it."""
+        data, following = _data_module(trainer), trainer.current_epoch + 1
+        if data.round_of(following) == data.round_of(trainer.current_epoch):
+            return
+        if is_over(trainer, epochs=following, steps=trainer.global_step):
+            return
+        # First the checkpoints of this epoch's end: a run that goes on from the one below does not reach it again.
+        for checkpoint in trainer.checkpoint_callbacks:
+            checkpoint.on_train_epoch_end(trainer, pl_module)
+        folder = adapter_folder(data.store_dir, data.round_of(following))
+        if not trainer.strategy.broadcast(folder.exists()):
+            trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
+        for last in last_checkpoint_files(trainer):
+            trainer.save_checkpoint(last)
+        self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
+        self._report(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
+        """Remove the files that the processes waited by."""
+        if self._meetings is not None and trainer.is_global_zero:
+            shutil.rmtree(self._meetings, ignore_errors=True)
+        self._meetings = None
+
+    def _meeting(self, trainer: Trainer, name: str) -> Rendezvous:
+        """Return where all processes wait for each other's part of the work ``name``, without a collective."""
+        return Rendezvous(
+            self._meetings / name,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            stall_timeout=self.stall_timeout,
+            interrupt=self._interrupt,
+        )
+
+    def _regenerate(self, trainer: Trainer, module: RoundModule, place: ResumedAt) -> None:
+        """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it.
+
+        In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
+        """
+        data = _data_module(trainer)
+        round = data.round_of(place.epoch)
+        folder = adapter_folder(data.store_dir, round)
+        if round == 0 or not (place.at_start or trainer.strategy.broadcast(folder.exists())):
+            return
+        splits = {"train": data.questions("train")}
+        digest = training_digest(trainer, module, round=round)
+        with self._meeting(trainer, f"round-{round:03d}-adapter").together():
+            if trainer.is_global_zero and place.at_start:
+                keep_adapter(module, data.store_dir, round=round, training=digest)
+        meeting = self._meeting(trainer, f"round-{round:03d}")
+        with meeting.working(), serving(module, folder):
+            self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
+        self._join(trainer, meeting, splits, round=round)
+        if place.at_start and round != self._reported:
+            self._unreported.append(round)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Log the rounds that were sampled since the last report."""
+        for round in self._unreported:
+            self._reported = round
+            if trainer.is_global_zero:
+                report_round(trainer, round, step=trainer.global_step)
+        self._unreported = []
+
+    def _fill(
+        self,
+        trainer: Trainer,
+        module: RoundModule,
+        splits: Splits,
+        *,
+        interrupt: Interrupt,
+        round: int = 0,
+    ) -> None:
+        """Sample this process's share of every split. The engine is started only where something is missing."""
+        data, shard = _data_module(trainer), (trainer.global_rank, trainer.world_size)
+        model = resolve_model(module.base_model)
+        chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
+        adapter = str(adapter_folder(data.store_dir, round)) if round else None
+        existing = open_existing(
+            data.store_dir,
+            model=model,
+            revision=module.revision,
+            chat=chat,
+            sampling=self.sampling,
+            seed=self.seed,
+            num_samples=data.num_samples,
+            adapter=adapter,
+            quantization=module.quantization if round else None,  # only later rounds run the trainer's own model
+            round=round,
+            splits=splits,
+        )
+        if is_complete(existing, splits, shard=shard, round=round):
+            total = sum(map(len, splits.values()))
+            mine = sum(len(select_share(questions, shard)) for questions in splits.values())
+            whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
+            reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}"
+            say(f"SSCGeneration: round {round}, {reused}.")
+            return
+        engine = self._start(trainer, module, chat, adapter)
+        try:
+            if round:
+                difference = check_engine(engine, trainer, module, chat, round=round, shard=shard)
+                say(f"SSCGeneration: round {round}, process {shard[0]}: the engine differs by {difference:.2g} nats.")
+            store = SampleStore.create_or_open(
+                data.store_dir,
+                store_fingerprint(engine, chat, self.sampling, self.seed),
+                num_samples=data.num_samples,
+                engine=engine.describe(),
+                round=round,
+                splits=splits,
+            )
+            for split, questions in splits.items():
+                _say(
+                    trainer,
+                    f"SSCGeneration: round {round}, {split}, {data.num_samples} samples a question, into "
+                    f"{data.store_dir}",
+                )
+                report = generate_samples(
+                    questions,
+                    split=split,
+                    engine=engine,
+                    chat=chat,
+                    store=store,
+                    num_samples=data.num_samples,
+                    sampling=self.sampling,
+                    seed=self.seed,
+                    round=round,
+                    part=part_name(shard),
+                    shard=shard,
+                    questions_per_shard=self.questions_per_shard,
+                    shard_by_shard=self.shard_by_shard,
+                    progress=trainer.is_global_zero,
+                    interrupt=interrupt,
+                )
+                say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
+                report.check_complete()
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _start(self, trainer: Trainer, module: RoundModule, chat: ChatFormat, adapter: str | None) -> Engine:
+        """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
+        options = replace(self.engine, revision=module.revision)
+        place = EnginePlace(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
+        if adapter is None:
+            return start_engine(options, module.base_model, chat, place=place)
+        return start_round_engine(options, module, chat, adapter=adapter, place=place)
+
+    def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
+        """Wait for the shares of all processes, and show them to readers."""
+        store = SampleStore(_data_module(trainer).store_dir)
+        wanted = {question.id for questions in splits.values() for question in questions}
+        wait_for_shares(meeting, store, wanted, round=round)
+        meetings = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
+        join_shares(*meetings, store, wanted, round=round)
+        manifest = store.manifest
+        _say(
+            trainer,
+            f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.",
+        )
+
+
+def _data_module(trainer: Trainer) -> QuestionData:
+    return question_data(trainer.datamodule, who=SSCGeneration.__name__)
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.is_global_zero:
+        say(text)

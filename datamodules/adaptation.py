@@ -1,0 +1,592 @@
+"""The data module of test-time training: groups of responses, their advantages and targets, without any gold answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, FUSED_FROM, REFERENCE, check_reward, group_rewards
+from selfcal_lightning.adaptation.module import PolicyBatch
+from selfcal_lightning.adaptation.picking import fit_votes, without_references
+from selfcal_lightning.adaptation.selection_files import examples, read_selection
+from selfcal_lightning.confidence.fusion import Fusion
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows, shares_prefix
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch, Packing, make_dealer
+from selfcal_lightning.datamodules.ssc.stored_rows import Split, check_round_of, epoch_to_read, read_rounds
+from selfcal_lightning.datamodules.ssc.tuples import (
+    PTrueName,
+    TargetName,
+    TargetRecipe,
+    TupleDataset,
+    TupleTable,
+    make_table,
+    question_slices,
+)
+from selfcal_lightning.metrics.consistency import soft_self_consistency
+from selfcal_lightning.metrics.group_rewards import (
+    GroupReward,
+    PoolTarget,
+    Scale,
+    anchored_soft_share,
+    group_advantages,
+)
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
+from selfcal_lightning.models.lora import read_adapter_state
+from selfcal_lightning.records import Question, QuestionSamples, SamplingSettings
+from selfcal_lightning.training.rounds import adapter_folder
+
+
+class PolicyCollator(SSCCollator):
+    """Encodes and packs rows as ``SSCCollator`` does, with the advantage that stands beside their target."""
+
+    def __call__(self, rows: TupleRows) -> PolicyBatch:
+        """Return the batch of ``rows``; rows without an advantage have 0."""
+        beside = np.zeros((len(rows.stored), 1)) if rows.beside_target is None else rows.beside_target
+        batch = super().__call__(replace(rows, beside_target=None))
+        advantage = torch.as_tensor(np.nan_to_num(beside[:, 0]), dtype=torch.float32)
+        return PolicyBatch(advantage=advantage, **batch.__dict__)
+
+    def label_tokens(self, table: TupleTable) -> IntArray:
+        """Return how many tokens of each row are asked for: those of its response, and the end of its turn, [R]."""
+        suffix = self.chat.query.suffix_ids
+        room = self.room_for_response(table.prompt_length)
+        kept = table.length - table.prompt_length - len(suffix)
+        is_whole = (kept < room) | (table.index.num_tokens == room)
+        ends = suffix[0] in self.chat.end_of_turn_ids
+        return kept + (ends & is_whole & (table.index.finish == "stop"))
+
+
+@dataclass(frozen=True)
+class GroupAdvantages:
+    """What a policy gradient learns from a round.
+
+    Attributes:
+        advantage: Of every row, nan where it has no reward or its whole group has one and the same, [R].
+        num_groups: Questions.
+        num_constant: Of these, those whose rewards are all the same, which teach nothing.
+        mean_reward: Mean over the rows that have a reward.
+        num_unjudged: Rows without a reward.
+    """
+
+    advantage: FloatArray
+    num_groups: int
+    num_constant: int
+    mean_reward: float
+    num_unjudged: int
+
+    def __str__(self) -> str:
+        return (
+            f"rewards: mean {self.mean_reward:.3f}; {self.num_constant:,} of {self.num_groups:,} groups have one "
+            f"reward throughout, and teach the policy nothing; {self.num_unjudged:,} responses have none"
+        )
+
+
+def without_labels(index: SampleIndex) -> SampleIndex:
+    """Return the columns as if nobody knew which responses are right."""
+    return replace(index, correct=np.full(len(index), np.nan))
+
+
+def check_on_policy(sampling: SamplingSettings | None, *, store: SampleStore, round: int) -> None:
+    """Raise InputError where a round was not drawn from the distribution that a policy gradient is of.
+
+    Args:
+        sampling: How it was drawn; None where nobody knows.
+        store: The store, for the message.
+        round: The round.
+    """
+    found = "no record of how they were" if sampling is None else None
+    if sampling is not None:
+        drawn = {"temperature": sampling.temperature, "edt_scale": sampling.edt_scale, "top_p": sampling.top_p}
+        wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
+        off = [f"{name} {drawn[name]}" for name in wanted if drawn[name] != wanted[name]]
+        found = " and ".join(off) or None
+    if found is not None:
+        raise InputError(
+            f"Expected round {round} of {store.path} to be drawn at temperature 1 from the whole distribution for a "
+            f"policy gradient, but got {found}: the responses are not those of the policy. Set `sampling: "
+            "{temperature: 1.0, edt_scale: null, top_p: 1.0}` of SSCGeneration and another `store_dir`, or learn from "
+            "a selection of them (`reward: none`, `selection`)."
+        )
+
+
+def read_advantages(
+    name: GroupReward,
+    store: SampleStore,
+    index: SampleIndex,
+    *,
+    round: int,
+    fusion: Fusion | None,
+    scale: Scale,
+    leave_one_out: bool,
+) -> GroupAdvantages:
+    """Return the advantages of a round's rows.
+
+    Args:
+        name: The reward.
+        store: The store.
+        index: Columns of the round, without labels unless the reward is made of them.
+        round: Its number.
+        fusion: Of the reward "fused".
+        scale: What advantages are divided by; see ``group_advantages``.
+        leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
+
+    Raises:
+        InputError: A question has one response, or in round 0 all rewards of every question are the same. Later rounds
+            may come to that: there the training ends.
+    """
+    entries = _entries(store, index, round, texts=name == "equations")
+    if lone := sum(len(entry.samples) < 2 for entry in entries):
+        raise InputError(
+            f"Expected at least 2 responses to each question for a policy gradient, but got 1 to {lone:,} of "
+            f"{len(entries):,}: a response is compared with the others of its group. Raise `num_samples`."
+        )
+    rewards = group_rewards(name, entries, fusion=fusion)
+    advantages = group_advantages(rewards, scale=scale, leave_one_out=leave_one_out)
+    constant = [not any(advantage for advantage in group) for group in advantages]
+    if all(constant) and round == 0:
+        raise InputError(
+            f"Expected rewards that differ within a question, but got one reward throughout for all {len(entries):,} "
+            f"questions with the reward {name!r}: nothing would be learnt. Draw more responses, or take harder "
+            "questions or another reward."
+        )
+    flat = [
+        np.nan if advantage is None or is_constant else advantage
+        for group, is_constant in zip(advantages, constant, strict=True)
+        for advantage in group
+    ]
+    known = [reward for group in rewards for reward in group if reward is not None]
+    mean = float(np.mean(known)) if known else math.nan
+    return GroupAdvantages(np.array(flat, dtype=np.float64), len(entries), sum(constant), mean, len(flat) - len(known))
+
+
+def fit_anchor_fusion(store: SampleStore, index: SampleIndex) -> Fusion:
+    """Return the fusion of what every sampled response has, fitted to the votes of the round-0 pool."""
+    return fit_votes([without_references(entry) for entry in counted_samples(store, index)], FUSED_FROM)
+
+
+def annotations_of(reward: str) -> tuple[str, ...]:
+    """Return the annotations that a reward is read from."""
+    return (ANNOTATIONS[reward],) if reward in ANNOTATIONS else ()
+
+
+def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool) -> list[QuestionSamples]:
+    if not texts:
+        return list(counted_samples(store, index, round=round))
+    found = []
+    for rows in question_slices(index):
+        stored = store.read_rows(index.locate(np.arange(rows.start, rows.stop)))
+        samples = tuple(
+            replace(row.sample, answer=answer) for row, answer in zip(stored, index.answer[rows], strict=True)
+        )
+        found.append(QuestionSamples(stored[0].question, samples, index.split[rows.start], None))
+    return found
+
+
+def read_targets(
+    target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool
+) -> tuple[FloatArray, np.ndarray]:
+    """Return what P(True) learns of every row, nan where that is nothing, and the reason why, [R] each.
+
+    Args:
+        target: "round", "anchor" or "mix".
+        index: Columns of round 0 and of the newest round together, a question's rows side by side, answers that are
+            equal in the eyes of their task under one name. In round 0 itself, these once.
+        is_anchor: Which rows are of round 0, [R].
+        raw: Whether responses are weighted by the mass of Yes alone.
+    """
+    confidence = index.yes_mass if raw else index.p_true
+    values = np.full(len(index), np.nan)
+    is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
+    for rows in question_slices(index):
+        answers = index.answer[rows]
+        weights = [None if np.isnan(value) else float(value) for value in confidence[rows]]
+        own, anchor = np.flatnonzero(is_own[rows]), np.flatnonzero(is_anchor[rows])
+        found = _pool_targets(target, answers, weights, own.tolist(), anchor.tolist())
+        values[rows.start + own] = [np.nan if value is None else value for value in found]
+    unreadable = np.array([not answer for answer in index.answer], dtype=bool)
+    reasons = np.where(unreadable, "unreadable", "no confidence in the pool").astype(object)
+    return values, np.where(np.isnan(values), reasons, "").astype(object)
+
+
+def _pool_targets(
+    target: PoolTarget,
+    answers: Sequence[str | None],
+    weights: Sequence[float | None],
+    own: Sequence[int],
+    anchor: Sequence[int],
+) -> list[float | None]:
+    mine = [answers[at] or None for at in own]
+    anchored = anchored_soft_share(mine, [answers[at] for at in anchor], [weights[at] for at in anchor])
+    if target == "anchor":
+        return anchored
+    current = soft_self_consistency(mine, [weights[at] for at in own])
+    if target == "round":
+        return current
+    pairs = zip(current, anchored, strict=True)
+    return [None if one is None or other is None else (one + other) / 2 for one, other in pairs]
+
+
+class RolloutDataModule(SSCDataModule):
+    """Groups of responses to unlabelled questions: what the policy learns of each, and what its confidence learns.
+
+    An epoch is all responses of its round, in whole optimiser steps; how it resumes is that of ``SSCDataModule``.
+    Rewards, advantages and targets are computed over whole groups when the round is read, so that a group may be cut
+    over micro-batches and processes. Groups of one reward throughout leave the policy gradient; they are counted.
+
+    Gold answers are taken off the questions before these are sampled, and off what a store knows of its responses,
+    unless ``reward: reference`` asks for them. The questions of a store that was sampled with them are used by leaving
+    ``train`` empty.
+
+    Args:
+        base_model: Folder or hub name of the model; only its tokenizer is used here.
+        store_dir: Folder of the sample store.
+        train: The questions to learn from. Empty takes every question that the store holds for training.
+        validation: Likewise for validation, whose gold answers are taken off too.
+        test: Likewise for the verb ``test``.
+        predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
+        num_samples: Responses to a question, the size of a group, at least 2.
+        reward: What the policy gradient learns from; stated by the module.
+        target: What P(True) learns; stated by the module.
+        selection: Folder of a selection (`selfcal select`) over this store: with ``reward: none`` its responses are
+            learnt.
+        scale: "group" divides advantages by the standard deviation of their group, "batch" by that of all rewards,
+            "none" by nothing.
+        leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
+        normalise: "tokens" weighs all tokens of an optimiser step alike, "responses" all responses.
+        batch_size: Responses of a process in a micro-step; on average, where rows are packed.
+        max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
+        p_true: Confidence that targets are made of.
+        validation_batch_size: Responses of a validation batch.
+        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
+            batches of like length for models that cannot, and "off" always makes such batches.
+        group_size: Most responses to a question that are trained side by side.
+        token_budget: Most tokens of a micro-batch; None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it.
+        revision: Revision of the model on the hub.
+        query: The confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        seed: Seed of the order.
+        round: Generation round that is learnt from, without ``regenerate_every_n_epochs``.
+        regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the model as
+            it is then; None stays with ``round``.
+        num_workers: Worker processes of each loader.
+    """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = (
+        "base_model", "revision", "query", "prompt", "p_true", "reward", "target",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        base_model: str,
+        store_dir: str,
+        *,
+        train: list[QuestionSource] | None = None,
+        validation: list[QuestionSource] | None = None,
+        test: list[QuestionSource] | None = None,
+        predict_split: Split = "validation",
+        num_samples: int = 8,
+        reward: GroupReward = "majority",
+        target: PoolTarget | None = None,
+        selection: str | None = None,
+        scale: Scale = "group",
+        leave_one_out: bool = False,
+        normalise: Literal["tokens", "responses"] = "tokens",
+        batch_size: int = 8,
+        max_length: int = 1024,
+        p_true: PTrueName = "normalised",
+        validation_batch_size: int = 8,
+        packing: Packing = "shared_prefix",
+        group_size: int = 8,
+        token_budget: int | None = None,
+        pad_to_multiple_of: int = 8,
+        revision: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+        round: int = 0,
+        regenerate_every_n_epochs: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        check_reward(reward)
+        _check_learnt(reward, target, selection, regenerate_every_n_epochs)
+        if num_samples < 2 and reward != "none":
+            raise InputError(
+                f"Expected `num_samples` to be at least 2 with `reward: {reward}`, but got {num_samples}: a response "
+                "is compared with the others of its group. Raise it."
+            )
+        super().__init__(
+            base_model, store_dir, train=train, validation=validation, test=test, predict_split=predict_split,
+            num_samples=num_samples, batch_size=batch_size, max_length=max_length, p_true=p_true,
+            validation_batch_size=validation_batch_size, packing=packing, group_size=group_size,
+            token_budget=token_budget, pad_to_multiple_of=pad_to_multiple_of, revision=revision, query=query,
+            prompt=prompt, seed=seed, round=round, regenerate_every_n_epochs=regenerate_every_n_epochs,
+            num_workers=num_workers,
+        )  # fmt: skip
+        if scale not in ("group", "none", "batch"):
+            raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
+        if normalise not in ("tokens", "responses"):
+            raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
+        self.reward: GroupReward = reward
+        self.learnt_target: PoolTarget | None = target
+        self.selection, self.scale, self.leave_one_out, self.normalise = selection, scale, leave_one_out, normalise
+
+    # ---- what the module and the callbacks ask for
+
+    @property
+    def target(self) -> TargetName:  # type: ignore[override]
+        """What P(True) of the validation pool is held against."""
+        return "ssc"
+
+    @property
+    def _is_activated(self) -> bool:
+        """Whether there are no generation samples of a mixture; what is learnt of tokens is drawn otherwise here."""
+        return True
+
+    def recipes(self) -> tuple[TargetRecipe, ...]:
+        """Return how targets of the validation pool are made."""
+        return (TargetRecipe(self.target),)
+
+    def questions(self, split: Split) -> list[Question]:
+        """Return the questions of a split, without their gold answers unless the reward is made of them."""
+        found = super().questions(split)
+        return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
+        own = ("reward", "selection", "scale", "leave_one_out", "normalise")
+        chosen = None if self.selection is None else read_selection(self.selection).sha256
+        return {
+            **super().training_settings(),
+            **{name: getattr(self, name) for name in own},
+            "target": self.learnt_target,
+            "selection": chosen,
+        }
+
+    def _tuples_of_an_epoch(self) -> int:
+        if self.selection is not None and self.learnt_target is None:
+            return len(read_selection(self.selection).kept)
+        return super()._tuples_of_an_epoch()
+
+    def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
+        """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
+        round = self.round_of(epoch)
+        if round == 0:
+            return None
+        folder = adapter_folder(self.store_dir, round)
+        if not folder.exists():
+            raise InputError(
+                f"Expected the adapter that round {round} was sampled with in {folder}, but got none. Take the round "
+                "out by `selfcal drop-rounds`, so that it is sampled again."
+            )
+        return read_adapter_state(folder)
+
+    def is_fresh(self, epoch: int) -> bool:
+        """Return whether ``epoch`` is the first one that is trained on its round."""
+        every = self.regenerate_every_n_epochs
+        return epoch == 0 if every is None else epoch % every == 0
+
+    def teaches(self, epoch: int) -> bool:
+        """Return whether a round teaches enough for its steps; round 0 is refused instead, one not sampled unknown."""
+        round, store = self.round_of(epoch), self._store()
+        if round == 0 or round not in store.manifest.rounds:
+            return True
+        return len(self._taught(store, self.collator(), round)[2]) >= self.steps_per_epoch
+
+    # ---- loaders
+
+    def collator(self) -> PolicyCollator:
+        """Return the collator of this model's chat format."""
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        return PolicyCollator(
+            ChatFormat(tokenizer, query=self.query, prompt=self.prompt),
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
+        )
+
+    def train_dataloader(self) -> LateDataLoader:
+        """Open the store and return the loader of what the round of this epoch teaches.
+
+        Raises:
+            InputError: The store lacks the round or questions of it, or holds nothing to learn from.
+        """
+        store, collator = self._store(), self.collator()
+        newest = self.round_of(epoch_to_read(self.trainer))
+        table, weights, drawn, notes = self._taught(store, collator, newest)
+        rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
+        if len(drawn) < self.steps_per_epoch and newest > 0:
+            drawn = np.arange(len(table))  # of a loader that is asked for, but not read: `teaches` ends the training
+        if len(drawn) < self.steps_per_epoch:
+            raise InputError(
+                f"Expected at least one response that teaches for each of the {self.steps_per_epoch} optimiser steps, "
+                f"but got {len(drawn)}. Raise `batch_size` or `trainer.accumulate_grad_batches`."
+            )
+        draw = EpochDraw(drawn, weights[0][drawn], weights[1][drawn], counts={})
+        sampler = self._order.sampler_of(
+            lambda _: draw,
+            table,
+            make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget),
+            rows_per_epoch=self._tuples_of_an_epoch(),
+            settings={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
+            group_size=self.group_size,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            check_epoch=partial(check_round_of, newest=newest, every=self.regenerate_every_n_epochs),
+            trainer=self.trainer,
+        )
+        return self._loader(TupleDataset(store, table), sampler, collator)
+
+    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for.
+
+        Args:
+            questions: Most questions.
+            samples: Most responses to each.
+        """
+        store, collator = self._store(), self.collator()
+        index = self._read(store, collator, (0,))
+        index = index.select((index.question_index < questions) & (index.sample_index < samples))
+        table, _ = make_table(store, index, collator, [(np.full(len(index), np.nan), np.full(len(index), ""))])
+        dataset = TupleDataset(store, table)
+        for start in range(0, len(table), self.validation_batch_size):
+            rows = np.arange(start, min(start + self.validation_batch_size, len(table)))
+            real, nothing, ones = np.ones(len(rows), dtype=bool), np.zeros(len(rows)), np.ones(len(rows))
+            yield collator(dataset.__getitems__(MicroBatch(rows, real, nothing, ones, 0.0, float(len(rows)))))
+
+    # ---- what is read of the store
+
+    def _table(
+        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+    ) -> tuple[TupleTable, np.ndarray]:
+        return super()._table(store, self._seen(index), collator, recipes)
+
+    def _seen(self, index: SampleIndex) -> SampleIndex:
+        return index if self.reward == REFERENCE else without_labels(index)
+
+    def _read(
+        self, store: SampleStore, collator: SSCCollator, rounds: Sequence[int], confidences: Sequence[str] = ()
+    ) -> SampleIndex:
+        questions = self.questions("train") if self.sources["train"] else None
+        index = read_rounds(
+            store, split="train", rounds=rounds, questions=questions, chat=collator.chat, confidences=confidences
+        )
+        return self._seen(index)
+
+    def _taught(
+        self, store: SampleStore, collator: PolicyCollator, round: int
+    ) -> tuple[TupleTable, tuple[FloatArray, FloatArray], np.ndarray, list[str]]:
+        """Return the rows of a round, their weights, the numbers of those that teach, and notes on them."""
+        table, notes = self._learnt(store, collator, round)
+        weights = self._weights(table, collator)
+        return table, weights, np.flatnonzero((weights[0] > 0) | (weights[1] > 0)), notes
+
+    def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
+        """Return the rows of a round with their targets and advantages, and notes on them."""
+        index = self._read(store, collator, (round,), annotations_of(self.reward))
+        target, notes = np.full(len(index), np.nan), []
+        reasons = np.full(len(index), "", dtype=object)
+        if self.learnt_target is not None:
+            target, reasons = self._targets(store, collator, index, round)
+            notes.append(f"targets ({self.learnt_target}): mean {np.nanmean(target):.3f}")
+        advantage = np.full(len(index), np.nan)
+        if self.reward != "none":
+            check_on_policy(store.round_manifest(round).fingerprint.sampling, store=store, round=round)
+            fusion = None
+            if self.reward == "fused":
+                fusion = fit_anchor_fusion(store, index if round == 0 else self._read(store, collator, (0,)))
+            found = read_advantages(
+                self.reward, store, index, round=round, fusion=fusion, scale=self.scale,
+                leave_one_out=self.leave_one_out,
+            )  # fmt: skip
+            advantage = found.advantage
+            notes.append(str(found))
+        table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
+        if not len(table):
+            raise InputError(
+                f"Expected `max_length` to leave room for prompt, response and confidence query, but got "
+                f"{self.max_length}, too short for every question. Raise `max_length`."
+            )
+        return table, notes
+
+    def _targets(
+        self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
+    ) -> tuple[FloatArray, np.ndarray]:
+        settings: Any = {"raw": self.p_true == "raw"}
+        if round == 0 or self.learnt_target == "round":
+            return read_targets(self.learnt_target or "round", index, np.ones(len(index), dtype=bool), **settings)
+        zero = self._read(store, collator, (0,))
+        both = self._read(store, collator, (0, round))
+        num_zero = np.bincount(zero.question_index, minlength=int(both.question_index.max()) + 1)
+        is_anchor = both.sample_index < num_zero[both.question_index]
+        values, reasons = read_targets(self.learnt_target or "round", both, is_anchor, **settings)
+        return values[~is_anchor], reasons[~is_anchor]
+
+    def _weights(self, table: TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
+        """Return the weight of every row in the calibration loss, and in what is learnt of its tokens, [R] each."""
+        calibration = (~np.isnan(table.target)).astype(np.float64)
+        if self.reward == "none":
+            return calibration, self._selected(table)
+        learnt = np.nan_to_num(table.beside[:, 0] if table.beside is not None else np.zeros(len(table))) != 0.0
+        tokens = collator.label_tokens(table) if self.normalise == "tokens" else np.ones(len(table))
+        return calibration, learnt * tokens.astype(np.float64)
+
+    def _selected(self, table: TupleTable) -> FloatArray:
+        """Return 1 for the responses of the selection, 0 for others, [R]."""
+        if self.selection is None:
+            return np.zeros(len(table))
+        selection = read_selection(self.selection)
+        kept: Iterable[Any] = examples(selection, store_dir=self.store_dir)
+        chosen = {(example.row.question_id, example.row.index) for example in kept}
+        if selection.manifest["store"]["round"] != self.round:
+            raise InputError(
+                f"Expected a selection of round {self.round}, but got one of round "
+                f"{selection.manifest['store']['round']}. Set `round` to it."
+            )
+        pairs = zip(table.index.question_id.tolist(), table.index.sample_index.tolist(), strict=True)
+        found = np.array([pair in chosen for pair in pairs], dtype=np.float64)
+        if not found.any():
+            raise InputError(
+                f"Expected responses to these training questions in {self.selection}, but got none. "
+                "Choose them of the split that is trained on, or leave `train` empty."
+            )
+        return found
+
+
+def _check_learnt(reward: str, target: str | None, selection: str | None, every: int | None) -> None:
+    if reward == "none" and selection is None and target is None:
+        raise InputError(
+            "Expected something to learn, but got `reward: none` without `selection` and `target`. Name a reward, a "
+            "selection, or what P(True) learns."
+        )
+    if selection is not None and reward != "none":
+        raise InputError(
+            f"Expected `reward: none` with a `selection`, whose responses are learnt as they are, but got {reward!r}. "
+            "Leave one of them out."
+        )
+    if selection is not None and every is not None:
+        raise InputError(
+            "Expected no later rounds with a `selection`, which is of one round, but got `regenerate_every_n_epochs` "
+            f"{every}. Leave it out."
+        )
+    if reward in ANNOTATIONS and every is not None:
+        raise InputError(
+            f"Expected one round with `reward: {reward}`, whose statistics `selfcal score --estimator "
+            f"{ANNOTATIONS[reward]}` puts beside its responses, but got `regenerate_every_n_epochs` {every}. Leave it "
+            "out, or take `fused`, which every round has."
+        )

@@ -1,0 +1,604 @@
+"""The data module of reward models: streams responses with targets at their steps from the sample store."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any, ClassVar, TypedDict, Unpack, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import (
+    MARK,
+    POSITIONS,
+    Rate,
+    Steps,
+    check_marker,
+    check_steps,
+    prefix_id,
+    step_position,
+    token_step_ends,
+)
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.collate import (
+    EncodedRow,
+    RowLayout,
+    SSCCollator,
+    Tokens,
+    TupleRows,
+    shares_prefix,
+)
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.mixture import FloatArray
+from selfcal_lightning.datamodules.ssc.sampler import Packing
+from selfcal_lightning.datamodules.ssc.stored_rows import Split
+from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TargetRecipe, TupleTable, make_table, question_slices
+from selfcal_lightning.metrics.group_rewards import majority_answer
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
+from selfcal_lightning.rewards.formats import reward_format
+from selfcal_lightning.rewards.layouts import RewardEncoder
+from selfcal_lightning.rewards.module import RewardBatch
+from selfcal_lightning.rewards.rates import (
+    CONSENSUS,
+    LABEL_FREE,
+    OF_PREFIXES,
+    OF_ROLLOUTS,
+    RewardTarget,
+    by_text,
+    check_target,
+    read_agreement,
+    read_rates,
+    response_targets,
+)
+from selfcal_lightning.rewards.writing import RewardWriter, WrittenResponse
+
+
+def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray, np.ndarray]:
+    """Return (target of every row or nan, the reason where there is none), both [R].
+
+    Args:
+        index: Columns of the store.
+        target: Its name.
+    """
+    values = np.full(len(index), np.nan)
+    if target == OF_PREFIXES:
+        values = index.confidences.get(OF_PREFIXES, values)
+        return values, np.where(np.isnan(values), "no success rate", "").astype(object)
+    imported = index.confidences.get("p_true", values)
+    masses = index.p_true
+    confidence = np.where(np.isnan(masses), imported, masses)
+    for rows in question_slices(index):
+        found = response_targets(
+            target,
+            index.answer[rows].tolist(),
+            confidences=[None if np.isnan(value) else float(value) for value in confidence[rows]],
+            correct=[None if np.isnan(value) else bool(value) for value in index.correct[rows]],
+        )
+        values[rows] = [np.nan if value is None else value for value in found]
+    unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
+    absent = "no confidence" if target == "ssc" else "zero confidence mass"
+    reason = np.where(unreadable, "unreadable", absent if target in LABEL_FREE else "no label")
+    return values, np.where(np.isnan(values), reason, "").astype(object)
+
+
+UNWRITTEN = "no steps, or a special token of the reward model"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place of a row.
+
+    Attributes:
+        length: Tokens of the response that stand before it; 0 is the end of the prompt.
+        kind: Index in ``POSITIONS``.
+        target: What is learnt there; nan where unknown.
+        rate: Observed share of right answers from there on, and of how many; nan where unknown.
+    """
+
+    length: int
+    kind: int
+    target: float
+    rate: Rate
+
+
+class LayoutOptions(TypedDict):
+    """Arguments of ``RewardRows`` that both kinds of rows hand on."""
+
+    steps: Steps
+    target: RewardTarget
+    max_length: int
+    pad_to_multiple_of: int
+    shared_prefix: bool
+
+
+class RewardRows(RowLayout, ABC):
+    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query.
+
+    Args:
+        steps: Where steps end.
+        target: What is learnt.
+        pad_id: Id to pad with.
+        max_length: Longest sequence in tokens. Steps that do not fit are left out.
+        pad_to_multiple_of: Sequences are padded on the right to a multiple of it.
+        shared_prefix: Whether rows are packed.
+    """
+
+    chat: ChatFormat | None = None
+    empty = False
+
+    def __init__(
+        self,
+        *,
+        steps: Steps,
+        target: RewardTarget,
+        pad_id: int,
+        max_length: int,
+        pad_to_multiple_of: int,
+        shared_prefix: bool,
+    ) -> None:
+        super().__init__(
+            pad_id=pad_id, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of, shared_prefix=shared_prefix
+        )
+        self.steps, self.target = steps, target
+
+    def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
+        """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
+        return self.max_length - num_prompt_tokens
+
+    @abstractmethod
+    def encode(self, row: StoredRow) -> EncodedRow:
+        """Return the sequence of ``row``, of which one token of the response is asked for: the first."""
+
+    @abstractmethod
+    def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
+        """Return the places of a row, those that are cut off too.
+
+        Of a prefix that was rolled out elsewhere, only its end is known.
+
+        Args:
+            row: The row.
+            target: What its response learns as a whole.
+            correct: 1 right, 0 wrong, nan unknown.
+        """
+
+    @abstractmethod
+    def rolled_out(self) -> set[str]:
+        """Return the ids of the questions of which prefixes were rolled out."""
+
+    def is_taught_inside(self, row: StoredRow) -> bool:
+        """Return whether rollouts say anything of an inner step of ``row``."""
+        return any(not math.isnan(place.target) for place in self.places(row, math.nan, math.nan))
+
+    def __call__(self, rows: TupleRows) -> RewardBatch:
+        """Return the batch of ``rows``; a batch of no rows is allowed."""
+        encoded = [self.encode(row) for row in rows.stored]
+        laid = self.lay(encoded, rows.question_index)
+        marks = zip(rows.stored, rows.target.tolist(), rows.correct.tolist(), strict=True)
+        places = [self.places(*mark) for mark in marks]
+        # Where each prompt ends, and each branch: its tokens stand before that, one behind the other.
+        prompts, ends = laid["label_position"].tolist(), laid["query_position"].tolist()
+        found: list[tuple[int, int, Place]] = []
+        last = [-1] * len(encoded)
+        for number, (own, prompt, end) in enumerate(zip(places, prompts, ends, strict=True)):
+            length = len(encoded[number].ids) - encoded[number].response_start
+            for place in own:
+                if place.length <= length:
+                    position = prompt if place.length == 0 else end - length + place.length
+                    found.append((position, number, place))
+            last[number] = len(found) - 1 if own and 0 < own[-1].length <= length else -1
+        micro = rows.micro
+        return RewardBatch(
+            **{name: laid[name] for name in ("input_ids", "attention_mask", "trees") if name in laid},
+            place=_longs([position for position, _, _ in found]),
+            place_row=_longs([number for _, number, _ in found]),
+            place_kind=_longs([place.kind for *_, place in found]),
+            place_target=_floats([place.target for *_, place in found]),
+            place_rate=_floats([place.rate.share for *_, place in found]),
+            place_rollouts=_longs([place.rate.rollouts for *_, place in found]),
+            last_place=_longs(last),
+            target=_floats(rows.target),
+            correct=_floats(rows.correct),
+            weight=_floats(micro.calibration_weight),
+            total=torch.tensor(micro.calibration_total, dtype=torch.float32),
+            question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
+            task=tuple(row.question.task for row in rows.stored),
+            row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
+        )
+
+    def _at_steps(
+        self,
+        ends: Sequence[int],
+        target: float,
+        correct: float,
+        *,
+        rate_of: Callable[[int], Rate | None],
+        taught_by: Callable[[int], Rate | None],
+    ) -> list[Place]:
+        """Return the places at the ends of steps.
+
+        Args:
+            ends: Tokens of the response up to each, rising.
+            target: What the response learns as a whole.
+            correct: 1 right, 0 wrong, nan unknown.
+            rate_of: How the rollouts ended that go on from a step, by its number from 0; None where there are none.
+            taught_by: What these teach, likewise.
+        """
+        if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
+            return [Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1))] if ends else []
+        places = []
+        for number, end in enumerate(ends, start=1):
+            drawn = rate_of(number - 1) if number < len(ends) else None
+            learnt = self._learnt(target, taught_by(number - 1)) if number < len(ends) else target
+            rate = Rate(correct, 1) if drawn is None else drawn
+            places.append(Place(end, step_position(number, len(ends)), learnt, rate))
+        return places
+
+    def _learnt(self, target: float, drawn: Rate | None) -> float:
+        """Return what is learnt inside of a response."""
+        if self.target not in OF_ROLLOUTS:
+            return target
+        if drawn is None:
+            return math.nan
+        return float(drawn.share > 0.0) if self.target == "hard" else drawn.share
+
+
+class RewardCollator(RewardRows):
+    """Rows for a reward model on its policy's own tokens, read where the prompt ends and where every step ends.
+
+    Args:
+        chat: Rendering of prompts.
+        rates: How rollouts ended, by ``prefix_id``.
+        taught: What they teach, likewise.
+        layout: See ``RewardRows``.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        *,
+        rates: Mapping[str, Rate],
+        taught: Mapping[str, Rate],
+        **layout: Unpack[LayoutOptions],
+    ) -> None:
+        super().__init__(pad_id=chat.pad_id, **layout)
+        check_marker(chat.tokenizer, self.steps)
+        self.chat: ChatFormat = chat
+        self.rates, self.taught = rates, taught
+
+    def encode(self, row: StoredRow) -> EncodedRow:
+        """Return the sequence of ``row``.
+
+        Raises:
+            InputError: The prompt leaves no room for a single response token.
+        """
+        prompt, response = self._prompt(row), self._response(row)
+        room = self.room_for_response(len(prompt))
+        if room < 1:
+            raise InputError(
+                f"Expected the prompt of question {row.question.id!r} to leave room for a response within `max_length` "
+                f"{self.max_length}, but got {len(prompt)} prompt tokens."
+            )
+        # One token of the response is "asked for": the position that it is asked of is the end of the prompt.
+        return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1, len(response) > room)
+
+    def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
+        """See ``RewardRows``; the end of the prompt is the first place."""
+        response = self._response(row)
+        ends = token_step_ends(self.chat.tokenizer, response, self.steps)
+        start = Place(0, 0, target, Rate(correct, 1))
+        if self.target == OF_PREFIXES:
+            start = Place(0, 0, math.nan, Rate(math.nan, 1))
+        names = [prefix_id(row.question.id, response[:end]) for end in ends]
+        inner = self._at_steps(
+            ends, target, correct,
+            rate_of=lambda k: self.rates.get(names[k]), taught_by=lambda k: self.taught.get(names[k]),
+        )  # fmt: skip
+        return [start, *inner]
+
+    def rolled_out(self) -> set[str]:
+        """See ``RewardRows``."""
+        return {name.rpartition(MARK)[0] for name in self.taught}
+
+    def _prompt(self, row: StoredRow) -> tuple[int, ...]:
+        return tuple(self.chat.prompt_ids(row.question.messages) if row.prompt_ids is None else row.prompt_ids)
+
+    def _response(self, row: StoredRow) -> tuple[int, ...]:
+        sample = row.sample
+        return tuple(self.chat.response_ids(sample.text) if sample.token_ids is None else sample.token_ids)
+
+
+class WrittenCollator(RewardRows):
+    """Rows for a public reward model, whose texts are written as it was trained; read at its places.
+
+    Args:
+        writer: Writes for it.
+        pad_id: Id to pad with.
+        rates: How rollouts ended, by question and text; see ``rewards.rates.by_text``.
+        taught: What they teach, likewise.
+        layout: See ``RewardRows``.
+    """
+
+    def __init__(
+        self,
+        writer: RewardWriter,
+        *,
+        pad_id: int,
+        rates: Mapping[tuple[str, str], Rate],
+        taught: Mapping[tuple[str, str], Rate],
+        **layout: Unpack[LayoutOptions],
+    ) -> None:
+        super().__init__(pad_id=pad_id, **layout)
+        self.writer, self.rates, self.taught = writer, rates, taught
+
+    def encode(self, row: StoredRow) -> EncodedRow:
+        """Return the sequence of ``row``; padding alone of one that cannot be written, which has no places."""
+        written = self._write(row)
+        if written is None:
+            return EncodedRow((self.pad_id, self.pad_id), 1, 2, was_cut=False)
+        ids = written.ids[: self.max_length]
+        return EncodedRow(ids, written.start, written.start + 1, was_cut=len(ids) < len(written.ids))
+
+    def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
+        """See ``RewardRows``."""
+        written = self._write(row)
+        if written is None:
+            return []
+        ends = [position + 1 - written.start for position in written.positions]
+        of = row.question.id
+        texts = written.prefixes
+        return self._at_steps(
+            ends, target, correct,
+            rate_of=lambda k: self.rates.get((of, texts[k])), taught_by=lambda k: self.taught.get((of, texts[k])),
+        )  # fmt: skip
+
+    def rolled_out(self) -> set[str]:
+        """See ``RewardRows``."""
+        return {question for question, _ in self.taught}
+
+    def measure(self, row: StoredRow) -> tuple[int, int] | None:
+        """Return the tokens of a row's prompt and response; None where it cannot be written."""
+        written = self._write(row)
+        return None if written is None else (written.start, len(written.ids) - written.start)
+
+    def _write(self, row: StoredRow) -> WrittenResponse | None:
+        return self.writer.write(row.question, row.sample.text)
+
+
+def _longs(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _floats(values: list[float] | np.ndarray) -> Tensor:
+    return torch.as_tensor(np.asarray(values, dtype=np.float32))
+
+
+class RewardDataModule(SSCDataModule):
+    """Responses with what is learnt at the end of their prompt and of each of their steps, split by question.
+
+    All responses to a question in a micro-batch, with all their steps, are one packed row. An epoch, its optimiser
+    steps and how a training resumes are those of ``SSCDataModule``.
+
+    Args:
+        base_model: Folder or hub name of what is trained, the policy or a public reward model; only its tokenizer is
+            used here.
+        format: Format of the public reward model that rows are written for; None where they are the policy's. Stated by
+            the module. The responses in the store are then of any policy.
+        store_dir: Folder of the sample store.
+        train: Where training questions come from. Empty takes every question that the store holds for training.
+        validation: Likewise for validation.
+        test: Likewise for the verb ``test``.
+        predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
+        num_samples: Responses to a question; of more, the first ones are used.
+        total_tuples: Responses in an epoch; None is all.
+        batch_size: Responses of a process in a micro-step; on average, where rows are packed.
+        max_length: Longest sequence in tokens; steps that do not fit are left out.
+        steps: Where steps end; stated by the module.
+        target: What is learnt at every step of a response; stated by the module. "outcome": whether the response is
+            right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
+            answer; "ssc": the same, weighted by their confidences (both need no references). "success_rate": inside of
+            a response, the share of ``rollouts`` from there on that were right, at its end whether it is; "hard":
+            whether any of them was; "consensus": the share that gives the answer of the question's majority, at its end
+            whether it does (needs no references). "success_prob": of prefixes with their rates (`selfcal
+            import-prefixes`), at their ends.
+        rollouts: Folder that ``selfcal rollout`` filled, for these; with any target but "consensus" its rates are what
+            validation is held against. Else that is whether the response is right.
+        validation_batch_size: Responses of a validation batch.
+        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
+            batches of like length for models that cannot, and "off" always makes such batches.
+        group_size: Most responses to a question that are trained side by side.
+        token_budget: Most tokens of a micro-batch; None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it.
+        revision: Revision of the policy on the hub.
+        query: The confidence query that responses are sampled with.
+        prompt: How questions are put to the policy; None is their tasks' own way.
+        seed: Seed of the draw.
+        num_workers: Worker processes of each loader.
+    """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = (
+        "base_model",
+        "revision",
+        "query",
+        "prompt",
+        "format",
+        "steps",
+        "target",
+    )
+
+    def __init__(
+        self,
+        base_model: str,
+        store_dir: str,
+        *,
+        train: list[QuestionSource] | None = None,
+        validation: list[QuestionSource] | None = None,
+        test: list[QuestionSource] | None = None,
+        predict_split: Split = "validation",
+        num_samples: int = 8,
+        total_tuples: int | None = None,
+        batch_size: int = 8,
+        max_length: int = 1024,
+        format: str | None = None,
+        steps: Steps = "auto",
+        target: RewardTarget = "outcome",
+        rollouts: str | None = None,
+        validation_batch_size: int = 16,
+        packing: Packing = "shared_prefix",
+        group_size: int = 8,
+        token_budget: int | None = None,
+        pad_to_multiple_of: int = 8,
+        revision: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        check_target(target)
+        check_steps("steps", steps)
+        public = None if format is None else reward_format(format)
+        super().__init__(
+            base_model,
+            store_dir,
+            train=train,
+            validation=validation,
+            test=test,
+            predict_split=predict_split,
+            num_samples=num_samples,
+            total_tuples=total_tuples,
+            batch_size=batch_size,
+            max_length=max_length,
+            validation_batch_size=validation_batch_size,
+            packing=packing,
+            group_size=group_size,
+            token_budget=token_budget,
+            pad_to_multiple_of=pad_to_multiple_of,
+            revision=revision,
+            query=query,
+            prompt=prompt,
+            seed=seed,
+            num_workers=num_workers,
+        )
+        if target in LABEL_FREE and num_samples < 2:
+            raise InputError(
+                f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: one "
+                "response always agrees with itself. Raise it, or train on `target='outcome'`."
+            )
+        if target in OF_ROLLOUTS and rollouts is None:
+            raise InputError(
+                f"Expected `rollouts`, a folder that `selfcal rollout` filled, with `target={target!r}`, but got None. "
+                "Name it, or train on `target='outcome'`, which needs none."
+            )
+        self.format, self._public = format, public
+        self.steps: Steps = steps
+        self.rollouts = rollouts
+        self._learnt: RewardTarget = target
+
+    @property
+    def target(self) -> RewardTarget:  # type: ignore[override]
+        """What is learnt."""
+        return self._learnt
+
+    @property
+    def _is_activated(self) -> bool:
+        """Whether there are no generation samples: a reward model has no use for them."""
+        return True
+
+    def recipes(self) -> tuple[TargetRecipe, ...]:
+        """Return how targets are made; there is one, without a teacher."""
+        return (TargetRecipe(self.target),)
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
+        stated = {"target": self.target, "steps": self.steps, "rollouts": self.rollouts, "format": self.format}
+        return {**super().training_settings(), **stated}
+
+    def collator(self) -> RewardCollator | WrittenCollator:  # type: ignore[override]
+        """Return the collator of the policy's chat format, or of the public model's own."""
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        layout = LayoutOptions(
+            steps=self.steps,
+            target=self.target,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
+        )
+        rates, taught = self._rates()
+        if self._public is None:
+            chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
+            return RewardCollator(chat, rates=rates, taught=taught, **layout)
+        writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
+        pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+        texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
+        return WrittenCollator(writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
+
+    def _rates(self) -> tuple[dict[str, Rate], dict[str, Rate]]:
+        """Return how rollouts ended, and what they teach, by ``prefix_id``."""
+        if self.rollouts is None:
+            return {}, {}
+        store = self._store()
+        policy = store.round_manifest().fingerprint
+        if self.target != CONSENSUS:
+            rates = read_rates(self.rollouts, policy=policy)
+            return rates, rates
+        index = store.index()
+        answers = {
+            str(index.question_id[rows.start]): majority_answer(index.answer[rows].tolist())
+            for rows in question_slices(index)
+        }
+        return {}, read_agreement(self.rollouts, answers, policy=policy)
+
+    def _table(
+        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+    ) -> tuple[TupleTable, np.ndarray]:
+        values, reasons = index_targets(index, self.target)
+        if self.target in OF_ROLLOUTS:
+            self._check_rollouts(store, index, cast("RewardRows", collator))
+        if not isinstance(collator, WrittenCollator):
+            self._check_tokens(store, index, cast("RewardCollator", collator))
+            return make_table(store, index, collator, [(values, reasons)])
+        lengths = np.array([[0, 0] if one is None else one for one in self._measured(store, index, collator)])
+        lengths = lengths.reshape(-1, 2)
+        unwritten = lengths[:, 1] == 0
+        values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
+        return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
+
+    def _check_tokens(self, store: SampleStore, index: SampleIndex, collator: RewardCollator) -> None:
+        """Refuse responses in the tokens of another tokenizer, whose ids would be read as texts that nobody wrote."""
+        row = next(iter(store.read_rows(index.locate(np.arange(min(1, len(index)))))), None)
+        if row is None or row.prompt_ids is None:
+            return
+        written = collator.chat.prompt_ids(row.question.messages)
+        if tuple(row.prompt_ids) != written:
+            raise InputError(
+                f"Expected the responses in {store.path} to be in the tokens of `base_model`, {self.base_model!r}, but "
+                f"the prompt of question {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and "
+                f"{list(written)[:8]}... by its tokenizer. Train on the policy that sampled them, or start from a "
+                "public model by `format`, which reads texts."
+            )
+
+    def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
+        """Refuse rollouts of these questions none of which goes on from a step of a response."""
+        rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
+        chunks = (rows[start : start + READ_CHUNK] for start in range(0, len(rows), READ_CHUNK))
+        read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))
+        if len(rows) and not any(map(collator.is_taught_inside, read)):
+            raise InputError(
+                f"Expected `rollouts` that go on from steps of these responses by the rule {self.steps!r}, but got "
+                f"none in {self.rollouts} that does. Roll out with `--steps {quote(self.steps)}` and these responses."
+            )
+
+    @staticmethod
+    def _measured(
+        store: SampleStore, index: SampleIndex, collator: WrittenCollator
+    ) -> Iterator[tuple[int, int] | None]:
+        for start in range(0, len(index), READ_CHUNK):
+            rows = np.arange(start, min(start + READ_CHUNK, len(index)))
+            yield from map(collator.measure, store.read_rows(index.locate(rows)))

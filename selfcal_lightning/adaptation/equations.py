@@ -1,0 +1,385 @@
+"""Equations in a response, checked by exact arithmetic: a reward that is verified rather than compared with a label.
+
+Nothing is evaluated as code: an expression is read into fractions, token by token, and what is no plain arithmetic of
+numbers (a letter, a power, an open bracket) is no equation that can be checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+_NUMBER = r"[0-9]+(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
+_TIMES = r"\\times|\\cdot|(?<=[0-9 ])x(?=[0-9 ])"
+_RUN = re.compile(rf"(?:[0-9.,+\-*/×÷·−()%$= \t]|{_TIMES}|\\div)+")
+_TOKEN = re.compile(rf"{_NUMBER}|{_TIMES}|\\div|[-+*/×÷·−()%.,]")
+_SIGN = {"×": "*", "·": "*", "x": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-"}
+_PUNCTUATION = (".", ",")
+# Longer sides are no arithmetic of people or models, and exact numbers of any length cost time.
+_MOST_TOKENS, _LONGEST_NUMBER = 60, 40
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One equation of a response.
+
+    Attributes:
+        left: What stands before the sign of equality.
+        right: What stands behind it.
+        holds: Whether both have the same value.
+        value: The value of the right side.
+        start: Where the equation begins in the text.
+        end: Where it ends.
+    """
+
+    left: str
+    right: str
+    holds: bool
+    value: Fraction
+    start: int
+    end: int
+
+
+class _Token(NamedTuple):
+    text: str
+    start: int
+    end: int
+
+
+class _Side(NamedTuple):
+    """An expression beside a sign of equality: where it stands, its value, and whether it is more than a number."""
+
+    start: int
+    end: int
+    value: Fraction
+    is_computed: bool
+
+
+def find_equations(text: str) -> list[Equation]:
+    """Return the equations between arithmetic expressions in a text; ``a = b = c`` is two.
+
+    A right side that is written with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side
+    has to compute something: ``half of 20 = 10`` is no equation between 20 and 10.
+
+    Args:
+        text: A response.
+
+    Example:
+        >>> [(e.left, e.right, e.holds) for e in find_equations("So 34+75=109. Then 3 * (2 + 1) = 9 = 10.")]
+        [('34+75', '109', True), ('3 * (2 + 1)', '9', True), ('9', '10', False)]
+        >>> find_equations("x + 3 = 7, and 2y = 4")
+        []
+    """
+    return [equation for run in _RUN.finditer(text) if "=" in run.group() for equation in _of_run(text, run)]
+
+
+def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] | None = None) -> list[float | None]:
+    """Return 1 for responses whose every equation holds (and whose answer is the last result), 0 for others.
+
+    Args:
+        texts: The N responses.
+        answers: Their answers as numbers; None for an unreadable or non-numeric one, which is not the last result.
+            Without answers only the equations count.
+
+    Returns:
+        Rewards; None of a response without an equation that can be checked: report how many have one.
+
+    Raises:
+        ValueError: If the lengths differ.
+
+    Example:
+        >>> equation_validity(["1+1=2.", "1+1=3.", "Two."])
+        [1.0, 0.0, None]
+        >>> equation_validity(["1+1=2.", "1+1=2."], [Fraction(2), Fraction(3)])
+        [1.0, 0.0]
+    """
+    rewards: list[float | None] = []
+    for text, answer in zip(texts, [None] * len(texts) if answers is None else answers, strict=True):
+        found = find_equations(text)
+        is_result = answers is None or (bool(found) and answer == found[-1].value)
+        rewards.append(float(is_result and all(equation.holds for equation in found)) if found else None)
+    return rewards
+
+
+def equation_share(texts: Sequence[str]) -> list[float | None]:
+    """Return the share of equations that hold in each response; None without any that can be checked.
+
+    Example:
+        >>> equation_share(["1+1=2 and 2+2=5", "Two."])
+        [0.5, None]
+    """
+    found = [find_equations(text) for text in texts]
+    return [sum(e.holds for e in equations) / len(equations) if equations else None for equations in found]
+
+
+def arithmetic_value(expression: str) -> Fraction | None:
+    """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs; None where it has none.
+
+    Example:
+        >>> arithmetic_value("1,000 × (2 − 0.5)"), arithmetic_value("1/0"), arithmetic_value("2 y")
+        (Fraction(1500, 1), None, None)
+    """
+    tokens = _TOKEN.findall(expression)
+    # What is neither a token nor white space or a currency sign makes it something else.
+    return None if re.sub(r"[\s$]", "", _TOKEN.sub("", expression)) else _value(tokens)
+
+
+def _of_run(text: str, run: re.Match[str]) -> Iterator[Equation]:
+    """Yield the equations of a stretch of text that holds nothing but signs, numbers and spaces."""
+    sides, position = [], run.start()
+    for side in run.group().split("="):
+        sides.append([_Token(m.group(), position + m.start(), position + m.end()) for m in _TOKEN.finditer(side)])
+        position += len(side) + 1
+    is_chained = False
+    for at, (before, after) in enumerate(pairwise(sides)):
+        left = _last_expression(text, before, is_first=at == 0)
+        right = _first_expression(text, after, is_last=at == len(sides) - 2)
+        if left is None or right is None or not (left.is_computed or right.is_computed or is_chained):
+            is_chained = False
+            continue
+        written = text[right.start : right.end]
+        yield Equation(
+            text[left.start : left.end], written, _holds(left.value, right.value, written),
+            right.value, left.start, right.end,
+        )  # fmt: skip
+        is_chained = not any(token.text in _PUNCTUATION for token in after)
+
+
+def _last_expression(text: str, tokens: list[_Token], *, is_first: bool) -> _Side | None:
+    """Return what stands directly before a sign of equality; None where it is part of what is no arithmetic."""
+    cut = max((at + 1 for at, token in enumerate(tokens) if token.text in _PUNCTUATION), default=0)
+    own = tokens[cut:]
+    if len(own) > _MOST_TOKENS:
+        return None
+    while own and own[0].text == "(" and _depth(own) > 0:  # "(3 + 4 = 7)"
+        own = own[1:]
+    if own and is_first and cut == 0:
+        before = text[max(own[0].start - 8, 0) : own[0].start].rstrip("$")
+        # "x^2 + 1", "f(2)", "30 % of 20", and "x - 3": the expression begins further left than numbers do.
+        is_inside = before[-1:].isalnum() or before[-1:] in tuple("^_{}\\√!|&]")
+        is_binary = own[0].text in "-−" and text[own[0].end : own[0].end + 1] == " "
+        if is_inside or is_binary or before.rstrip().endswith((" of", "Of")):
+            return None
+    return _side(own)
+
+
+def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Side | None:
+    """Return what stands directly behind a sign of equality; None where it is part of what is no arithmetic."""
+    cut = next((at for at, token in enumerate(tokens) if token.text in _PUNCTUATION), len(tokens))
+    own = tokens[:cut]
+    if len(own) > _MOST_TOKENS:
+        return None
+    while own and own[-1].text == ("(" if _depth(own) > 0 else ")") and _depth(own) != 0:  # "... = 7 (since"
+        own = own[:-1]
+    behind = text[own[-1].end : own[-1].end + 1] if own and is_last and cut == len(tokens) else ""
+    return None if behind.isalnum() or behind in tuple("^_{\\!") else _side(own)
+
+
+def _depth(tokens: list[_Token]) -> int:
+    """Return how many brackets are open at the end, less those that were closed without being open."""
+    return sum((token.text == "(") - (token.text == ")") for token in tokens)
+
+
+def _side(tokens: list[_Token]) -> _Side | None:
+    value = _value([token.text for token in tokens])
+    return None if value is None else _Side(tokens[0].start, tokens[-1].end, value, len(tokens) > 1)
+
+
+def _holds(left: Fraction, right: Fraction, written: str) -> bool:
+    """Return whether two values are equal, or the second is the first rounded to the decimals that it has."""
+    if written.endswith("%") and left == right * 100:  # ".2 * 100 = 20%"
+        return True
+    decimals = re.fullmatch(r"[-−]?[ $]*[0-9,]*\.([0-9]+)", written)
+    return left == right if decimals is None else abs(left - right) <= Fraction(1, 2 * 10 ** len(decimals[1]))
+
+
+def _value(tokens: Sequence[str]) -> Fraction | None:
+    """Return the value of an expression; None where it is none, or has none."""
+    if not 0 < len(tokens) <= _MOST_TOKENS or max(map(len, tokens)) > _LONGEST_NUMBER:
+        return None
+    try:
+        value, rest = _sum([_SIGN.get(token, token) for token in tokens])
+    except (ZeroDivisionError, IndexError, ValueError):
+        return None
+    return None if rest else value
+
+
+def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
+    """Read a sum; return its value and the tokens behind it."""
+    value, rest = _product(tokens)
+    while rest and rest[0] in "+-":
+        term, after = _product(rest[1:])
+        value, rest = (value + term if rest[0] == "+" else value - term), after
+    return value, rest
+
+
+def _product(tokens: list[str]) -> tuple[Fraction, list[str]]:
+    """Read a product; a bracket behind a factor multiplies it."""
+    value, rest = _factor(tokens)
+    while rest and rest[0] in "*/(":
+        factor, after = _factor(rest if rest[0] == "(" else rest[1:])
+        value, rest = (value / factor if rest[0] == "/" else value * factor), after
+    return value, rest
+
+
+def _factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
+    """Read a number or a sum in brackets, or the negative of either, with per cent signs behind it."""
+    first, rest = tokens[0], tokens[1:]
+    if first == "-":
+        value, rest = _factor(rest)
+        return -value, rest
+    if first == "(":
+        value, rest = _sum(rest)
+        if rest[0] != ")":
+            raise ValueError("an open bracket")
+        rest = rest[1:]
+    else:
+        value = Fraction(first.replace(",", ""))
+    while rest and rest[0] == "%":
+        value, rest = value / 100, rest[1:]
+    return value, rest
+
+
+Token = str
+_STEP_TOKEN = re.compile(rf"{_NUMBER}|\\[A-Za-z]+|[^\W\d_]+|[^\s\w]")
+_SIGNS = {
+    "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "times": "*", "÷": "/", "\\div": "/", "−": "-", "plus": "+",
+    "minus": "-", "equals": "=",
+}  # fmt: skip
+_EQUALS, _OPERATORS = {"="}, frozenset("+*-/()")
+_LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
+_FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
+_LONGEST_NUMBER = 40
+_DIGITS = frozenset("0123456789")
+
+
+def canonical_step(text: str) -> tuple[Token, ...]:
+    r"""Return the tokens of a step in one spelling.
+
+    Example:
+        >>> canonical_step("3 × 5 = 15.0"), canonical_step(r"\frac{1,000}{4}")
+        (('3', '*', '5', '=', '15'), ('1000', '/', '4'))
+    """
+    found: list[Token] = []
+    for token in _STEP_TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
+        if token in _LEFT_OUT:
+            continue
+        word = _number(token) if is_number(token) else token.lower()
+        found.append("*" if word == "x" and found and is_number(found[-1]) else _SIGNS.get(word, word))
+    return tuple(found)
+
+
+def is_number(token: Token) -> bool:
+    """Return whether a token is a number, in ASCII digits: ``²`` and ``①`` are signs.
+
+    Example:
+        >>> is_number("15"), is_number(".5"), is_number("²"), is_number(".")
+        (True, True, False, False)
+    """
+    return token.lstrip(".")[:1] in _DIGITS
+
+
+def step_numbers(text: str) -> frozenset[str]:
+    """Return the numbers of a text in one spelling.
+
+    Example:
+        >>> sorted(step_numbers("1,000 and 2.50"))
+        ['1000', '5/2']
+    """
+    return frozenset(_number(token) for token in re.findall(_NUMBER, text))
+
+
+def step_key(text: str) -> tuple[Token, ...]:
+    """Return what is equal for steps that say the same: the canonical tokens, operands of one sign in order.
+
+    Example:
+        >>> step_key("5 * 3 = 15") == step_key("3 times 5 = 15"), step_key("5 - 3 = 2") == step_key("3 - 5 = 2")
+        (True, False)
+    """
+    tokens = canonical_step(text)
+    sides: list[list[Token]] = [[]]
+    for token in tokens:
+        if token in _EQUALS:
+            sides.append([])
+        else:
+            sides[-1].append(token)
+    return tuple(" ".join(_sorted_operands(side)) for side in sides)
+
+
+def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool = False) -> float | None:
+    """Return the share of key steps of which a response contains a form; a reward for trainers in Python.
+
+    The reward.py of `selfcal export-rl` looks at the answer alone; its rows carry the key steps.
+
+    Args:
+        text: A response.
+        key_steps: Key steps, each as forms that say the same.
+        in_order: Whether only the longest run of steps in their order counts.
+
+    Returns:
+        The share, in [0, 1]; None without key steps.
+
+    Example:
+        >>> steps = [["3*5=15", "15"], ["15+1=16"]]
+        >>> step_match("First 5 × 3 = 15.", steps), step_match("13*5=151", steps), step_match("", [])
+        (0.5, 0.0, None)
+
+    Reference:
+        Zhang et al., R1-VL, arXiv 2503.12937 (soft key-step matching).
+    """
+    if not key_steps:
+        return None
+    tokens = canonical_step(text)
+    equations: dict[tuple[Token, ...], list[int]] = {}
+    for equation in find_equations(text):
+        where = len(canonical_step(text[: equation.start]))
+        equations.setdefault(step_key(text[equation.start : equation.end]), []).append(where)
+    places = [sorted({place for form in forms for place in _places(form, tokens, equations)}) for forms in key_steps]
+    if not in_order:
+        return sum(bool(found) for found in places) / len(key_steps)
+    return _longest_run(places) / len(key_steps)
+
+
+def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...], list[int]]) -> list[int]:
+    """Return where a form stands in a response, as numbers of tokens."""
+    wanted = canonical_step(form)
+    if not wanted:
+        return []
+    size = len(wanted)
+    as_written = [at for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == wanted]
+    return [*as_written, *equations.get(step_key(form), [])]
+
+
+def _longest_run(places: Sequence[Sequence[int]]) -> int:
+    """Return how many steps can be found one behind the other."""
+    ends: list[int] = []  # the earliest place at which a run of each length can end
+    for found in places:
+        for length in range(len(ends), -1, -1):
+            after = ends[length - 1] if length else -1
+            place = next((at for at in found if at > after), None)
+            if place is None:
+                continue
+            if length == len(ends):
+                ends.append(place)
+            else:
+                ends[length] = min(ends[length], place)
+    return len(ends)
+
+
+def _sorted_operands(side: Sequence[Token]) -> list[Token]:
+    """Return one side of an equation; the operands of a mere sum, or of a mere product, in one order."""
+    signs = _OPERATORS.intersection(side)
+    if len(signs) != 1 or not signs <= {"+", "*"}:
+        return list(side)
+    (sign,) = signs
+    operands = " ".join(side).split(f" {sign} ")
+    return f" {sign} ".join(sorted(operands)).split()
+
+
+def _number(token: str) -> str:
+    plain = token.replace(",", "")
+    return plain if len(plain) > _LONGEST_NUMBER else str(Fraction(plain))

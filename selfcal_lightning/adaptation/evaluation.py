@@ -1,0 +1,416 @@
+"""An adapted model beside its base on one set of questions, with intervals over the questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    ScoredResponses,
+    bootstrap_interval,
+    paired_bootstrap,
+    resample_counts,
+)
+from selfcal_lightning.metrics.group_rewards import majority, majority_answer, reward_quality
+from selfcal_lightning.records import Question, QuestionSamples
+
+
+@dataclass(frozen=True)
+class SampledSet:
+    """Q questions with their responses, in the order of their ids.
+
+    Attributes:
+        entries: The questions; all have labels, and an unreadable response is a wrong one.
+    """
+
+    entries: tuple[QuestionSamples, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ids of the questions."""
+        return tuple(entry.question.id for entry in self.entries)
+
+    @property
+    def num_samples(self) -> int:
+        """Fewest responses to a question."""
+        return min(len(entry.samples) for entry in self.entries)
+
+    def first(self, k: int) -> SampledSet:
+        """Return the questions with their first k responses."""
+        return SampledSet(tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
+
+    def accuracy(self) -> Floats:
+        """Return the share of right responses to each question, [Q]: pass@1."""
+        return self._each(lambda entry: _mean([bool(s.correct) for s in entry.samples]))
+
+    def solved(self, k: int) -> Floats:
+        """Return whether one of the first k responses is right, [Q]: pass@k."""
+        return self._each(lambda entry: any(sample.correct for sample in entry.samples[:k]))
+
+    def majority(self, k: int) -> Floats:
+        """Return whether the majority of the first k responses is right, [Q]; an unreadable pool is wrong."""
+        return self._each(lambda entry: _majority_is_right(entry, k))
+
+    def distinct(self) -> Floats:
+        """Return how many different answers each question got, [Q]."""
+        return self._each(lambda entry: len({sample.answer for sample in entry.samples if sample.answer}))
+
+    def unreadable(self) -> Floats:
+        """Return the share of responses that cannot be read, [Q]."""
+        return self._each(lambda entry: _mean([not s.answer for s in entry.samples]))
+
+    def tokens(self) -> Floats:
+        """Return the mean tokens of a response to each question, [Q]."""
+        return self._each(lambda entry: _mean([s.num_tokens or 0 for s in entry.samples]))
+
+    def scored(self) -> ScoredResponses | None:
+        """Return P(True) of all responses with their labels; None where some have none."""
+        rows = [(entry.question.id, sample) for entry in self.entries for sample in entry.samples]
+        confidences = [sample.p_true for _, sample in rows]
+        if any(confidence is None for confidence in confidences):
+            return None
+        labels = [bool(sample.correct) for _, sample in rows]
+        return ScoredResponses(
+            np.array(confidences, dtype=np.float64), np.array(labels), np.array([name for name, _ in rows])
+        )
+
+    def _each(self, value: Callable[[QuestionSamples], float]) -> Floats:
+        return np.array([value(entry) for entry in self.entries], dtype=np.float64)
+
+
+def read_set(store_dir: str | Path) -> SampledSet:
+    """Read the questions of a store.
+
+    Raises:
+        InputError: It holds none, or questions without a gold answer.
+    """
+    store = SampleStore(store_dir)
+    entries = tuple(sorted(counted_samples(store, store.index()), key=lambda entry: entry.question.id))
+    if not entries:
+        raise InputError(f"Expected {store_dir} to hold responses, but got none.")
+    without = [entry.question.id for entry in entries if all(sample.correct is None for sample in entry.samples)]
+    unlabelled = [name for name in without if _readable(entries, name)]
+    if unlabelled:
+        raise InputError(
+            f"Expected questions with gold answers to evaluate on, but got {len(unlabelled):,} without in {store_dir}, "
+            f"such as {unlabelled[0]!r}."
+        )
+    return SampledSet(entries)
+
+
+def _readable(entries: Sequence[QuestionSamples], name: str) -> bool:
+    return any(sample.answer for entry in entries if entry.question.id == name for sample in entry.samples)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _majority_is_right(entry: QuestionSamples, k: int) -> bool:
+    first = entry.samples[:k]
+    label = majority_answer([sample.answer for sample in first])
+    return label is not None and any(sample.correct for sample in first if sample.answer == label)
+
+
+CALIBRATION = {"ece": ECE, "brier": BRIER, "auroc": AUROC}
+BEYOND = "pass@1 - base greedy"
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number of the adapted model less that of the base model, with its interval; None where one has none."""
+
+    before: float | None
+    after: float | None
+    difference: Estimate
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        found = self.difference
+        return {
+            "before": self.before, "after": self.after, "change": found.value, "low": found.low, "high": found.high,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SetComparison:
+    """One set of questions.
+
+    Attributes:
+        name: "transductive", "inductive" or "out_of_domain".
+        num_questions: Q.
+        rows: Numbers of every model and way of sampling, by its name and theirs; None where there is none.
+        changes: What adaptation changed, by the name of the number.
+        verdict: What that comes to, in words.
+    """
+
+    name: str
+    num_questions: int
+    rows: Mapping[str, Mapping[str, float | None]]
+    changes: Mapping[str, Change]
+    verdict: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain types."""
+        return {
+            "num_questions": self.num_questions,
+            "rows": {name: dict(row) for name, row in self.rows.items()},
+            "changes": {name: change.as_json() for name, change in self.changes.items()},
+            "verdict": self.verdict,
+        }
+
+
+def compare_set(
+    name: str,
+    *,
+    base: SampledSet,
+    adapted: SampledSet,
+    base_greedy: SampledSet,
+    adapted_greedy: SampledSet,
+    others: Mapping[str, SampledSet],
+    equal_tokens: SampledSet | None = None,
+    seed: int = 0,
+) -> SetComparison:
+    """Compare an adapted model with its base.
+
+    Args:
+        name: The set.
+        base: Responses of the base model, sampled as the adapted one is.
+        adapted: Of the adapted model.
+        base_greedy: The likeliest response of the base model.
+        adapted_greedy: Likewise of the adapted one.
+        others: The base model sampled in other ways, by how.
+        equal_tokens: The base model with as many responses more as the adaptation cost.
+        seed: Of the resamples.
+
+    Raises:
+        InputError: The sets are not of the same questions.
+    """
+    for other in (adapted, base_greedy, adapted_greedy, *others.values()):
+        if other.names != base.names:
+            raise InputError(f"Expected the same questions in all samples of the set {name!r}, but got others.")
+    k = min(base.num_samples, adapted.num_samples)
+    rows: dict[str, dict[str, float | None]] = {"base": describe(base, base_greedy, k=k, seed=seed)}
+    rows |= {f"base, {how}": describe(one, None, k=min(k, one.num_samples), seed=seed) for how, one in others.items()}
+    rows["base, greedy"] = describe(base_greedy, base_greedy, k=1, seed=seed)
+    if equal_tokens is not None:
+        size = equal_tokens.num_samples
+        rows[f"base, majority of {size}, as many tokens as the adaptation"] = {
+            "majority": float(equal_tokens.majority(size).mean()), "samples": float(size),
+        }  # fmt: skip
+    rows["adapted"] = describe(adapted, adapted_greedy, k=k, seed=seed)
+    pairs = {
+        "pass@1": (base.accuracy(), adapted.accuracy()),
+        "greedy": (base_greedy.accuracy(), adapted_greedy.accuracy()),
+        f"majority@{k}": (base.majority(k), adapted.majority(k)),
+        f"pass@{k}": (base.solved(k), adapted.solved(k)),
+        "distinct": (base.distinct(), adapted.distinct()),
+        BEYOND: (base_greedy.accuracy(), adapted.accuracy()),
+    }
+    changes = {key: _change_of_means(*pair, seed=seed) for key, pair in pairs.items()}
+    changes |= _calibration_changes(base, adapted, seed=seed)
+    return SetComparison(name, len(base.entries), rows, changes, verdict(changes))
+
+
+def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: int) -> dict[str, float | None]:
+    """Return the numbers of a model sampled in one way; calibration is that of P(True)."""
+    scored = samples.scored()
+    found: dict[str, float | None] = {
+        "pass@1": float(samples.accuracy().mean()),
+        "greedy": None if greedy is None else float(greedy.accuracy().mean()),
+        "majority": float(samples.majority(k).mean()),
+        "pass@k": float(samples.solved(k).mean()),
+        "samples": float(k),
+        "distinct": float(samples.distinct().mean()),
+        "unreadable": float(samples.unreadable().mean()),
+        "tokens": float(samples.tokens().mean()),
+    }
+    if scored is not None:
+        estimates = bootstrap_interval(
+            scored.confidence, scored.correct, scored.question_index, metrics=list(CALIBRATION.values()),
+            num_resamples=1, seed=seed,
+        )  # fmt: skip
+        found |= {name: estimates[key].value for name, key in CALIBRATION.items()}
+    return found
+
+
+def verdict(changes: Mapping[str, Change]) -> str:
+    """Return what the change of pass@1 comes to: a gain, one that the base model's own greedy response has, or none."""
+    gained = changes["pass@1"].difference
+    if gained.low is None or gained.value is None or gained.low <= 0.0:
+        lost = gained.high is not None and gained.high < 0.0
+        return "a loss of pass@1" if lost else "no gain of pass@1 is shown"
+    beyond = changes[BEYOND].difference.value
+    if beyond is None or beyond <= 0.0:
+        return "sharpening: pass@1 rises, to no more than the base model's own greedy response has"
+    return "a gain of pass@1 beyond the base model's greedy response"
+
+
+def _change_of_means(before: Floats, after: Floats, *, seed: int) -> Change:
+    difference = after - before
+    blocks = resample_counts(len(difference), num_resamples=RESAMPLES, seed=seed)
+    resampled = np.concatenate([block @ difference for block in blocks]) / len(difference)
+    return Change(
+        float(before.mean()), float(after.mean()), Estimate.from_resamples(float(difference.mean()), resampled)
+    )
+
+
+def _calibration_changes(base: SampledSet, adapted: SampledSet, *, seed: int) -> dict[str, Change]:
+    first, second = base.scored(), adapted.scored()
+    if first is None or second is None:
+        return {}
+    metrics: Sequence[str] = list(CALIBRATION.values())
+    found = paired_bootstrap(first, second, metrics=metrics, num_resamples=RESAMPLES, seed=seed)
+    return {
+        name: Change(found[key].before.value, found[key].after.value, found[key].change)
+        for name, key in CALIBRATION.items()
+    }
+
+
+def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
+    """Return, by round, what gold answers say of the responses and of their majority.
+
+    - ``pass@1``: share of right responses;
+    - ``label_accuracy``: share of questions whose majority is right;
+    - ``reward_accuracy``: share of responses that give the majority's answer exactly where they are right: high where
+      wrong answers scatter, even if the majority is wrong;
+    - ``tokens``: of all responses.
+
+    Args:
+        store_dir: The store of the rounds; what it holds of other questions does not count.
+        questions: The questions with their gold answers; without one they are left out of all but the tokens.
+    """
+    store = SampleStore(store_dir)
+    found = {}
+    for round in sorted(store.manifest.rounds):
+        entries = list(counted_samples(store, rows_of(store, questions, round=round), round=round))
+        rewards: list[float | None] = []
+        right: list[bool | None] = []
+        labels: list[bool] = []
+        for entry, verdicts in _judged(entries, questions):
+            answers = [sample.answer for sample in entry.samples]
+            rewards += majority(answers)
+            right += [verdicts[answer] for answer in answers]
+            label = majority_answer(answers)
+            labels.append(label is not None and verdicts[label])
+        known = [verdict for verdict in right if verdict is not None]
+        found[str(round)] = {
+            "pass@1": sum(known) / len(known) if known else None,
+            "label_accuracy": sum(labels) / len(labels) if labels else None,
+            "reward_accuracy": reward_quality(rewards, right).reward_accuracy,
+            "tokens": sum(sample.num_tokens or 0 for entry in entries for sample in entry.samples),
+        }
+    return found
+
+
+def cost_in_samples(
+    store_dir: str | Path, questions: Sequence[Question], rounds: Mapping[str, Mapping[str, Any]]
+) -> int:
+    """Return how many responses to each question the base model gives for the tokens of all rounds.
+
+    Args:
+        store_dir: The store of the rounds.
+        questions: The questions.
+        rounds: What :func:`round_labels` says of them.
+    """
+    store = SampleStore(store_dir)
+    lengths = rows_of(store, questions, round=0).num_tokens.clip(min=1)
+    return (
+        round(sum(row["tokens"] for row in rounds.values()) / (lengths.mean() * len(questions))) if len(lengths) else 0
+    )
+
+
+def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) -> SampleIndex:
+    """Return the columns of a round that belong to some questions."""
+    index, names = store.index(split="train", round=round), {question.id for question in questions}
+    return index.select(np.array([name in names for name in index.question_id], dtype=bool))
+
+
+def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
+    """Return the share of right responses to each question in a round, [Q], in the order of their ids.
+
+    Args:
+        store_dir: The store of the rounds.
+        questions: The questions with their gold answers; without one they are left out.
+        round: The round.
+    """
+    store = SampleStore(store_dir)
+    entries = sorted(
+        counted_samples(store, store.index(split="train", round=round), round=round), key=lambda one: one.question.id
+    )
+    shares = [
+        sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
+        for entry, verdicts in _judged(entries, questions)
+    ]
+    return np.array(shares, dtype=np.float64)
+
+
+def _judged(
+    entries: Sequence[QuestionSamples], questions: Sequence[Question]
+) -> Iterator[tuple[QuestionSamples, Mapping[str | None, bool]]]:
+    """Yield the questions that have a gold answer, with whether each answer to them is right."""
+    gold = {question.id: question for question in questions if question.reference is not None}
+    for entry in entries:
+        if (question := gold.get(entry.question.id)) is not None:
+            task, answers = get_task(question.task), {sample.answer for sample in entry.samples}
+            yield entry, {answer: task.verify(answer, question.reference or "") for answer in answers}
+
+
+COLUMNS = (
+    "pass@1", "greedy", "majority", "pass@k", "samples", "distinct", "unreadable", "tokens", "ece", "brier", "auroc",
+)  # fmt: skip
+WHOLE = {"samples"}
+
+
+def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
+    """Return the tables of all sets: what each way of sampling gives, then what changed, with 95 % intervals."""
+    return "\n".join([*levels(sets), "", *changes(sets), ""])
+
+
+def levels(sets: Sequence[SetComparison]) -> list[str]:
+    """Return one row for every set and way of sampling."""
+    lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
+    for one in sets:
+        for name, row in one.rows.items():
+            cells = [_level(column, row.get(column)) for column in COLUMNS]
+            lines.append(f"| {one.name} ({one.num_questions}) | {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def changes(sets: Sequence[SetComparison]) -> list[str]:
+    """Return one row for every set: adapted less base."""
+    names = list(sets[0].changes) if sets else []
+    lines = [f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
+    for one in sets:
+        cells = [change_cell(one.changes[name]) for name in names]
+        lines.append(f"| {one.name} ({one.num_questions}) | {' | '.join(cells)} | {one.verdict} |")
+    return lines
+
+
+def change_cell(change: Change) -> str:
+    """Return a change with its interval, in bold where the interval excludes 0."""
+    found = change.difference
+    if found.value is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.value:+.3f}"
+    text = f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return f"**{text}**" if found.low > 0.0 or found.high < 0.0 else text
+
+
+def _level(column: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if column in WHOLE else f"{value:.3f}"

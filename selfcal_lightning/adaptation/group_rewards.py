@@ -1,0 +1,107 @@
+"""Rewards of the responses to questions, by name: computed from what a store holds when they are read, never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from selfcal_lightning.adaptation.equations import arithmetic_value, equation_validity
+from selfcal_lightning.adaptation.picking import without_references
+from selfcal_lightning.confidence.base import P_TRUE, check_confidence, confidence_of
+from selfcal_lightning.confidence.fusion import Fusion
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.metrics.group_rewards import GroupReward, majority, share, soft_share
+from selfcal_lightning.records import QuestionSamples, Sample
+
+Rewards = list[float | None]
+REFERENCE: GroupReward = "reference"
+# Computed by `selfcal score` and kept beside the rows, since they need the model's distributions.
+ANNOTATIONS: dict[str, str] = {"self_certainty": "self_certainty", "entropy": "token_entropy"}
+# What every sampled response has, so that a later round needs no scoring.
+FUSED_FROM = ("mean_logprob", "logit:p_true")
+
+
+def check_reward(name: str) -> None:
+    """Raise InputError unless there is such a reward."""
+    if name not in get_args(GroupReward):
+        raise unknown_name("reward", name, list(get_args(GroupReward)))
+
+
+def group_rewards(
+    name: GroupReward, entries: Sequence[QuestionSamples], *, fusion: Fusion | None = None
+) -> list[Rewards]:
+    """Return one reward per response, [question][sample]; higher is better.
+
+    - ``"majority"``: 1 for the majority's answer, else 0 (TTRL);
+    - ``"vote_share"``: the share of the responses with the same answer (EMPO);
+    - ``"ssc"``: the same, weighted by P(True);
+    - ``"self_certainty"`` (INTUITOR) and ``"entropy"``, minus the mean entropy (RENT): of the tokens, in nats;
+    - ``"equations"``: 1 where all equations of the response hold and its answer is the last result, else 0;
+    - ``"fused"``: the chance that ``fusion`` gives a response;
+    - ``"reference"``: 1 where it is right, else 0: the only one that looks at gold answers.
+
+    An unreadable response has the reward 0, of the rewards that are made of answers. Where nobody can judge (no
+    response can be read, no equation can be checked, nothing is known of the tokens) it is None.
+
+    Args:
+        name: The reward, other than "none".
+        entries: Questions with their responses; with texts for "equations".
+        fusion: Of "fused".
+
+    Raises:
+        MissingConfidenceError: Statistics of the tokens were not computed.
+        InputError: There is no such reward, or none of the responses has one.
+    """
+    check_reward(name)
+    seen = entries if name == REFERENCE else [without_references(entry) for entry in entries]
+    if name in ANNOTATIONS:
+        check_confidence(seen, ANNOTATIONS[name])
+    rewards = [_of_group(name, entry.samples, fusion) for entry in seen]
+    if not any(reward is not None for group in rewards for reward in group):
+        raise InputError(
+            f"Expected responses with a reward {name!r}, but got none of {len(rewards):,} questions with one: "
+            f"{_absent(name)}."
+        )
+    return rewards
+
+
+def _of_group(name: GroupReward, samples: Sequence[Sample], fusion: Fusion | None) -> Rewards:
+    answers = [sample.answer for sample in samples]
+    if name == "majority":
+        return majority(answers)
+    if name == "vote_share":
+        return share(answers)
+    if name == "ssc":
+        return soft_share(answers, [confidence_of(sample, P_TRUE) for sample in samples])
+    if name in ANNOTATIONS:
+        return [confidence_of(sample, ANNOTATIONS[name]) for sample in samples]
+    if name == "equations":
+        return _equations(samples)
+    if name == REFERENCE:
+        return _references(samples)
+    if fusion is None:
+        raise InputError(f"Expected `fusion` with the reward {name!r}, but got None.")
+    return [fusion.score_sample(sample) if sample.answer else 0.0 for sample in samples]
+
+
+def _equations(samples: Sequence[Sample]) -> Rewards:
+    numbers = [arithmetic_value(sample.answer) if sample.answer else None for sample in samples]
+    checked = equation_validity([sample.text for sample in samples], numbers)
+    if all(reward is None for reward in checked):
+        return checked
+    return [reward if sample.answer else 0.0 for reward, sample in zip(checked, samples, strict=True)]
+
+
+def _references(samples: Sequence[Sample]) -> Rewards:
+    if all(sample.correct is None for sample in samples):
+        return [None] * len(samples)
+    return [
+        float(bool(sample.correct)) if sample.correct is not None or not sample.answer else None for sample in samples
+    ]
+
+
+def _absent(name: str) -> str:
+    return {
+        "equations": "no response has an equation that can be checked. Take another reward, such as `majority`",
+        REFERENCE: "no response was judged. Sample questions with references, or take a reward that needs none",
+    }.get(name, "no response can be read. Look at the texts, and whether `max_new_tokens` cuts the answers off")

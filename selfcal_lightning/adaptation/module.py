@@ -1,0 +1,460 @@
+"""Test-time training: learn from one's own responses to unlabelled questions, and stay calibrated meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from selfcal_lightning.adaptation.losses import (
+    entropy_bonus,
+    kl_estimate,
+    policy_gradient_loss,
+    sequence_ratio,
+    token_ratio,
+)
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
+from selfcal_lightning.models.activated import adapter_asleep
+from selfcal_lightning.models.causal_lm import evaluation_mode
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapter_state
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.calibrated_model import ExportedModel
+from selfcal_lightning.training.checkpoints import check_loss_settings, check_optimizer_settings
+from selfcal_lightning.training.contracts import policy_data
+from selfcal_lightning.training.losses import row_means, share_of_step
+from selfcal_lightning.training.metrics import CalibrationMetrics
+from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.resume import dropout_stream
+from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.scored import ScoredModel
+from selfcal_lightning.training.self_calibration import calibration_part, generation_part
+from selfcal_lightning.training.support import Support, Way, check_features
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+    from torch.optim import Optimizer
+
+
+class PolicyBatch(SSCBatch):
+    """An ``SSCBatch`` whose rows carry an advantage. Immutable.
+
+    ``generation_weight`` is the weight of a row in what is learnt of its tokens (policy gradient, KL and entropy, or
+    the likelihood of a selection): its number of tokens where tokens weigh alike, 1 where responses do, and 0 where it
+    teaches nothing. ``calibration_weight`` is 1 where P(True) has a target. What nobody may know while training is not
+    here: ``correct`` is nan unless the reward is made of references.
+
+    Attributes:
+        advantage: Reward of each row over those of its group, float32, [B]; 0 where it has none.
+    """
+
+    advantage: Tensor
+
+    def __init__(self, *, advantage: Tensor, **fields: Tensor | tuple | None) -> None:
+        super().__init__(**fields)  # type: ignore[arg-type]
+        self.__dict__["advantage"] = advantage
+
+
+Ratio = Literal["token", "sequence"]
+
+
+class PolicyParts(NamedTuple):
+    """Parts of a step, scalars: clipped policy gradient, KL to round 0, entropy, and the share of clipped tokens."""
+
+    gradient: Tensor
+    divergence: Tensor
+    entropy: Tensor
+    clipped: Tensor
+
+
+def policy_parts(
+    batch: PolicyBatch,
+    logprob: Tensor,
+    *,
+    behaviour: Tensor | None,
+    reference: Tensor | None,
+    logits: Tensor | None,
+    ratio: Ratio = "token",
+    clip: tuple[float, float] = (0.2, 0.28),
+) -> PolicyParts:
+    """Return a micro-batch's parts of the policy gradient and what restrains it.
+
+    Each is the mean over the tokens of a response, weighted over the responses of the step by ``generation_weight``:
+    with numbers of tokens as weights, every token of the step weighs alike.
+
+    Args:
+        batch: The rows, with advantages and weights.
+        logprob: log p of the labels under the model that is trained [N], with gradient.
+        behaviour: Likewise under the model that sampled them; None where it is the same one.
+        reference: Likewise under the model of round 0; None adds no KL.
+        logits: Logits at the labels [N, V]; None measures no entropy.
+        ratio: "token" clips the ratio of every token (GRPO), "sequence" that of the whole response (GSPO).
+        clip: How far below and above 1 a ratio still counts.
+    """
+    row, rows = batch.label_row, batch.batch_size
+    ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, ratio)
+    per_row = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses")
+    nothing = torch.zeros_like(per_row)
+    divergence = nothing if reference is None else row_means(kl_estimate(logprob, reference), row, num_rows=rows)
+    entropy = nothing if logits is None else entropy_bonus(logits, row, num_rows=rows)
+    clipped = (
+        nothing if ratios is None else row_means(_is_clipped(ratios, batch.advantage[row], clip), row, num_rows=rows)
+    )
+    weight, total = batch.generation_weight, batch.generation_total
+    return PolicyParts(*(share_of_step(part, weight, total) for part in (per_row, divergence, entropy, clipped)))
+
+
+def check_ratio(ratio: str, clip: tuple[float, float]) -> None:
+    """Raise InputError where one of them is out of range."""
+    if ratio not in get_args(Ratio):
+        raise InputError(f"Expected `ratio` to be one of {get_args(Ratio)}, but got {ratio!r}.")
+    if not 0.0 <= clip[0] <= 1.0 or clip[1] < 0.0:
+        raise InputError(f"Expected `clip_low` to lie in [0, 1] and `clip_high` to be at least 0, but got {clip}.")
+
+
+def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
+    if ratio == "token":
+        return token_ratio(logprob, behaviour)
+    sums = [values.new_zeros(rows).index_add(0, row, values) for values in (logprob, behaviour)]
+    return sequence_ratio(*sums, torch.bincount(row, minlength=rows))[row]
+
+
+def _is_clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
+    """Return 1 where a token's gradient is cut off by the clipping, [N]."""
+    above, below = (ratio > 1.0 + clip[1]) & (advantage > 0), (ratio < 1.0 - clip[0]) & (advantage < 0)
+    return (above | below).to(ratio.dtype)
+
+
+class PolicyStepLog:
+    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(
+        self, batch: PolicyBatch, parts: PolicyParts, likelihood: Tensor, calibration: Tensor, p_true: Tensor
+    ) -> None:
+        """Add a micro-batch: its parts of the losses (scalars), and P(True) [B]."""
+        calibrates = batch.calibration_weight > 0
+        target = torch.where(calibrates, batch.target, torch.zeros_like(batch.target))
+        values = (
+            *parts, likelihood, calibration, (p_true * calibrates).sum(), target.sum(), calibrates.sum(),
+            (batch.generation_weight > 0).sum(),
+        )  # fmt: skip
+        sums = torch.stack([value.detach().double() for value in values])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def finish(self, strategy: Strategy, *, weights: dict[str, float], lr: float) -> dict[str, float]:
+        """Return what the step is logged as, by its key, and begin the next. One small collective.
+
+        Args:
+            strategy: What adds up over processes.
+            weights: Of the parts in the loss, by their name in the log.
+            lr: Learning rate.
+        """
+        if self._sums is None:
+            return {}
+        names = ("PolicyGradient", "KL", "Entropy", "Clipped", "Likelihood", "Calibration")
+        *parts, p_true, target, asked, learnt = strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self._sums = None
+        losses = dict(zip(names, parts, strict=True))
+        clipped = losses.pop("Clipped")
+        return {
+            **{f"train/loss/{name}": value for name, value in losses.items()},
+            "train/loss/Total": sum(weights[name] * value for name, value in losses.items()),
+            "train/Clipped": clipped,
+            "train/Confidence": p_true / max(asked, 1.0),
+            "train/Target": target / max(asked, 1.0),
+            "train/ResponsesLearnt": learnt,
+            "train/LearningRate": lr,
+        }
+
+
+POLICY_LORA = LoraSettings(dropout=0.0, activated=False)
+FEATURE = "test-time training"
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
+REASONS: dict[tuple[str, Way], str] = {
+    (FEATURE, "FSDP2"): "the adapter of the round is exchanged for that in training, in one piece. Use `ddp`"
+}
+
+
+class TestTimeTrainingModule(ScoredModel, ExportedModel):
+    """A causal language model that learns from its own responses, by a policy gradient, a selection, or both losses.
+
+    Over one optimiser step, for responses with advantages A, weights w of what is learnt of their tokens and v of what
+    is learnt of their confidence:
+    ``L = sum(w * mean_t(-min(r A, clip(r) A) + kl * k3_t - entropy * H_t)) / sum(w)
+    + calibration * sum(v * SmoothL1(P(Yes | x, y, query), c)) / sum(v)``, all from one packed forward pass, with r the
+    chance of a token under the model over that under the model that sampled the round, k3 the estimate of KL to the
+    model of round 0, and H the entropy. Without a reward the first term is the mean negative log-likelihood of the
+    responses of a selection (SFT). The two sums are apart: the calibration pulls nothing towards other responses.
+
+    The model of round 0 is the base model: the adapter asleep. That of a later round is its adapter, which lies on disk
+    beside the round's samples; log-probabilities are computed anew with it, in the arithmetic of the training, since
+    those of an engine differ from these by more than a small step does.
+
+    Args:
+        base_model: Folder or hub name of the model to adapt; "bundled" is the small one that comes along.
+        revision: Branch, tag or commit of a hub model.
+        lora: The adapter, with ``activated: false``: it changes what is generated.
+        reward: What the policy gradient learns from, which the data module takes over: "majority" (TTRL), "vote_share"
+            (EMPO), "ssc", "self_certainty" (INTUITOR), "entropy" (RENT), "equations" (checked arithmetic), "fused"
+            (confidences fitted to the votes of round 0), or "reference", the only one that reads gold answers. "none"
+            learns from the ``selection`` of the data module.
+        target: What P(True) learns, which the data module takes over: "round", the soft self-consistency of the round
+            itself; "anchor", that of the round-0 pool for the same answer, and 0 for an answer that is not in it;
+            "mix", their mean; None leaves it alone. Votes of a round rise as the policy is sharpened, those of round
+            0 do not.
+        calibration: Weight of the calibration loss, where there is a target.
+        kl: Weight of KL to the model of round 0.
+        entropy: Weight of the entropy bonus.
+        ratio: "token" clips the ratio of every token, "sequence" that of the whole response (GSPO; then clip at about
+            3e-4).
+        clip_low: How far below 1 a ratio still counts.
+        clip_high: How far above 1.
+        beta: Width of the quadratic part of SmoothL1.
+        p_true: "normalised" = Yes / (Yes + No); "raw" = Yes.
+        lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
+        weight_decay: Of AdamW.
+        warmup_steps: Optimiser steps of linear warm-up; Adam's first step has the full size of ``lr`` in every weight.
+        torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU.
+        attn_implementation: None takes "segments" where the model can run packed rows by it.
+        query: The question about the response whose Yes is the confidence.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        seed: Of the adapter's start and of dropout.
+
+    Reference:
+        Shao et al., DeepSeekMath (arXiv 2402.03300), equation 3; Zuo et al., TTRL (arXiv 2504.16084); for the
+        calibration loss Huang et al., Self-Calibration (arXiv 2503.00031), section 4.2.
+    """
+
+    __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        lora: LoraSettings = POLICY_LORA,
+        reward: GroupReward = "majority",
+        target: PoolTarget | None = None,
+        calibration: float = 1.0,
+        kl: float = 0.0,
+        entropy: float = 0.0,
+        ratio: Ratio = "token",
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        beta: float = 0.25,
+        p_true: Literal["normalised", "raw"] = "normalised",
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        attn_implementation: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+    ) -> None:
+        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
+        super().__init__()
+        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
+            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
+        _check_adapter(lora)
+        plain["lora"] = {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        plain["prompt"] = None if prompt is None else prompt.as_json()
+        _check_learnt(reward, target)
+        _check_weights(calibration=calibration, kl=kl, entropy=entropy)
+        check_ratio(ratio, (clip_low, clip_high))
+        check_loss_settings(
+            omega=1.0, beta=beta, loss="smooth_l1", ranking=0.0, p_true=p_true, warmup_steps=warmup_steps
+        )
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
+        self.base_model, self.revision, self.lora = base_model, revision, lora
+        self.reward, self.target = reward, target
+        self.calibration, self.kl, self.entropy = calibration, kl, entropy
+        self.ratio, self.clip, self.beta, self.p_true = ratio, (clip_low, clip_high), beta, p_true
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
+        self.query, self.prompt, self.seed = query, prompt, seed
+        self.loss, self.ranking = "smooth_l1", 0.0
+        self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
+        self.activated, self.beside = False, {}
+        self.save_hyperparameters(plain)
+        self.val_metrics, self.test_metrics = CalibrationMetrics(beta=beta), CalibrationMetrics(beta=beta)
+        self._round_state: dict[str, Tensor] | None = None
+        self._is_sampled_from = False
+        self._epoch_taken_up: int | None = None
+        self._step_log = PolicyStepLog()
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse ways of running that do not work."""
+        super().check_support(trainer)
+        trainer = trainer or trainer_of(self)
+        if trainer is not None:
+            check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
+
+    def on_fit_start(self) -> None:
+        """Refuse data that are not what is stated here, and a model that packed rows would train on wrong logits."""
+        policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        self._check_packing()
+
+    # ---- training
+
+    def on_train_start(self) -> None:
+        """Go on where a checkpoint left off, unless the round there teaches nothing: there the training has ended."""
+        super().on_train_start()
+        if self.current_epoch > 0:
+            self._end_without_rewards(self.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        """End the training where the next round, which was just sampled, teaches nothing; the adapter stays."""
+        self._end_without_rewards(self.current_epoch + 1)
+
+    def _end_without_rewards(self, epoch: int) -> None:
+        data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        if self.trainer.should_stop or self.reward == "none":
+            return
+        if self.trainer.strategy.broadcast(data.teaches(epoch)):
+            return
+        self.trainer.should_stop = True
+        if self.trainer.is_global_zero:
+            say(
+                f"{type(self).__name__}: stopped before epoch {epoch}: the responses to nearly every question of its "
+                f"round have one reward {self.reward!r}, and nothing is left to learn. The adapter stays as it is."
+            )
+
+    def _take_up_round(self) -> None:
+        """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.
+
+        It is asked for by the first batch: a training that is resumed inside of an epoch does not begin it anew.
+        """
+        if self._epoch_taken_up == self.current_epoch:
+            return
+        data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        self._round_state = data.round_adapter(self.current_epoch)
+        # One step a round, taken without dropout, is taken from the very model that sampled it: every ratio is 1.
+        steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        self._is_sampled_from = steps == 1 and self.lora.dropout == 0.0 and data.is_fresh(self.current_epoch)
+        self._epoch_taken_up = self.current_epoch
+
+    def training_step(self, batch: PolicyBatch, batch_idx: int) -> Tensor:
+        """Return this micro-batch's part of the loss of its optimiser step.
+
+        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
+        """
+        if self.reward != "none":
+            self._take_up_round()
+        behaviour, reference = self._earlier(batch)
+        at = (self.current_epoch, batch_idx, self.global_rank)
+        with dropout_stream(self.seed, *at, device=self.device):
+            outputs = self._outputs(batch, batch.label_position)
+        p_true = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
+        calibration = calibration_part(batch, p_true, loss="smooth_l1", beta=self.beta)
+        losses = outputs.token_losses(batch.label_id)
+        likelihood, parts = torch.zeros_like(calibration), PolicyParts(*[torch.zeros_like(calibration)] * 4)
+        if self.reward == "none":
+            likelihood = generation_part(batch, losses)
+        else:
+            logits = outputs.token_logits() if self.entropy > 0.0 else None
+            parts = policy_parts(
+                batch,
+                -losses,
+                behaviour=behaviour,
+                reference=reference,
+                logits=logits,
+                ratio=self.ratio,
+                clip=self.clip,
+            )
+        self._step_log.add(batch, parts, likelihood=likelihood, calibration=calibration, p_true=p_true)
+        total = (
+            parts.gradient + self.kl * parts.divergence - self.entropy * parts.entropy + likelihood
+            + self.calibration * calibration
+        )  # fmt: skip
+        return total * self.trainer.world_size * self.trainer.accumulate_grad_batches
+
+    def _earlier(self, batch: PolicyBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Return log p of the labels under the model that sampled the round, and under that of round 0, [N] each.
+
+        None where it is not needed: under the model itself, and without KL.
+        """
+        if self.reward == "none":
+            return None, None
+        wants_behaviour, wants_reference = not self._is_sampled_from, self.kl > 0.0
+        reference = None
+        if wants_reference or (wants_behaviour and self._round_state is None):
+            with adapter_asleep(self.model):
+                reference = self.response_logprobs(batch)
+        if not wants_behaviour:
+            return None, reference
+        if self._round_state is None:  # round 0 was sampled by the base model
+            return reference, reference if wants_reference else None
+        with self._adapter_of(self._round_state):
+            return self.response_logprobs(batch), reference
+
+    @torch.no_grad()
+    def response_logprobs(self, batch: PolicyBatch) -> Tensor:
+        """Return log p of the labels of a batch under the model as it is now, without dropout and gradient, [N]."""
+        with evaluation_mode(self.model):
+            return -self._outputs(batch, batch.label_position).token_losses(batch.label_id)
+
+    @contextmanager
+    def _adapter_of(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """In the block the adapter has other weights; afterwards its own, to the last bit."""
+        own = adapter_state(self.model)
+        set_adapter_state(self.model, state)
+        try:
+            yield
+        finally:
+            set_adapter_state(self.model, own)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over the adapter, and a cosine over *optimiser* steps."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
+        return with_cosine(optimizer, self.trainer, warmup_steps=self.warmup_steps)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the losses of the step."""
+        weights = {
+            "PolicyGradient": 1.0, "KL": self.kl, "Entropy": -self.entropy, "Likelihood": 1.0,
+            "Calibration": self.calibration,
+        }  # fmt: skip
+        logged = self._step_log.finish(self.trainer.strategy, weights=weights, lr=optimizer.param_groups[0]["lr"])
+        if logged:
+            self.log_dict(logged)
+            self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
+
+
+def _check_adapter(lora: LoraSettings | None) -> None:
+    if lora is None or lora.activated:
+        got = "None" if lora is None else "an activated one"
+        raise InputError(
+            f"Expected `lora` to be an adapter of the generator, but got {got}: every round is kept as the adapter "
+            "that sampled it, and one that wakes at the query alone changes no response. Set `lora.activated: false`."
+        )
+
+
+def _check_learnt(reward: str, target: str | None) -> None:
+    for name, value, known in (
+        ("reward", reward, get_args(GroupReward)),
+        ("target", target, (None, *get_args(PoolTarget))),
+    ):
+        if value not in known:
+            raise InputError(f"Expected `{name}` to be one of {', '.join(map(str, known))}, but got {value!r}.")
+
+
+def _check_weights(**weights: float) -> None:
+    for name, value in weights.items():
+        if not 0.0 <= value < math.inf:
+            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")

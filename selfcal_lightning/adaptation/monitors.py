@@ -1,0 +1,156 @@
+"""What a round says of a policy that learns from itself, without labels: how far it is from round 0, and too far."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.group_rewards import majority_answer
+
+Answers = Sequence[str | None]
+
+
+@dataclass(frozen=True)
+class RoundMonitors:
+    """A round of responses beside round 0, the same questions in the same order; None where there is nothing to judge.
+
+    Attributes:
+        agreement: Chance that a response gives the answer of a response of round 0 to the same question; in round 0
+            itself, of another response of it. It rises while a policy sharpens what it said before, and falls when it
+            says other things.
+        majority_agreement: Share of the questions whose majority is that of round 0.
+        vote_share: Mean share of the majority among the responses. It rises in good and in bad runs.
+        unreadable: Share of the responses that cannot be read.
+        length: Mean tokens of a response.
+        confidence_gap: Mean P(True) minus mean vote share of the response's own answer.
+        logprob_fall: How much less likely a token of the responses of round 0 has become, in nats.
+    """
+
+    agreement: float | None
+    majority_agreement: float | None
+    vote_share: float | None
+    unreadable: float | None
+    length: float | None
+    confidence_gap: float | None
+    logprob_fall: float | None = None
+
+    def as_json(self) -> dict[str, float | None]:
+        """Return plain types."""
+        return asdict(self)
+
+
+def pool_agreement(answers: Answers, earlier: Answers) -> float | None:
+    """Return the chance that a response of one pool gives the answer of a response of another; unreadable ones differ.
+
+    Example:
+        >>> pool_agreement(["7", "7", "8", None], ["7", "9"])
+        0.25
+    """
+    if not answers or not earlier:
+        return None
+    votes = Counter(answer for answer in earlier if answer)
+    return sum(votes[answer] for answer in answers if answer) / (len(answers) * len(earlier))
+
+
+def own_agreement(answers: Answers) -> float | None:
+    """Return the chance that two different responses of a pool agree; None with fewer than two.
+
+    Example:
+        >>> own_agreement(["7", "7", "8"])
+        0.3333333333333333
+    """
+    size = len(answers)
+    if size < 2:
+        return None
+    votes = Counter(answer for answer in answers if answer)
+    return sum(count * (count - 1) for count in votes.values()) / (size * (size - 1))
+
+
+def round_monitors(
+    answers: Sequence[Answers],
+    earlier: Sequence[Answers],
+    *,
+    confidences: Sequence[Sequence[float | None]],
+    lengths: Sequence[Sequence[int | None]],
+    is_first: bool,
+    logprob_fall: float | None = None,
+) -> RoundMonitors:
+    """Compare a round with round 0.
+
+    Args:
+        answers: Of the responses of each question.
+        earlier: Likewise in round 0.
+        confidences: P(True) of the responses.
+        lengths: Their tokens.
+        is_first: Whether this is round 0, so that a response is not held against itself.
+        logprob_fall: See ``RoundMonitors``.
+
+    Raises:
+        ValueError: If the numbers of questions differ, or there are none.
+
+    Example:
+        >>> now = round_monitors([["7", "7"]], [["7", "8"]], confidences=[[0.5, 0.5]], lengths=[[3, 5]], is_first=False)
+        >>> now.agreement, now.majority_agreement, now.vote_share, now.length, now.confidence_gap
+        (0.5, 1.0, 1.0, 4.0, -0.5)
+    """
+    if not answers:
+        raise InputError("Expected `answers` to hold at least one question, but got none.")
+    pairs = list(zip(answers, earlier, strict=True))
+    agreements = [own_agreement(one) if is_first else pool_agreement(one, other) for one, other in pairs]
+    leaders = [(majority_answer(one), majority_answer(other)) for one, other in pairs]
+    flat = [answer for group in answers for answer in group]
+    shares = [_shares(group) for group in answers]
+    own = [share for group in shares for share in group]
+    known = [value for group in confidences for value in group if value is not None]
+    confidence, share = _mean(known), _mean(own)
+    return RoundMonitors(
+        agreement=_mean([value for value in agreements if value is not None]),
+        majority_agreement=_mean([float(one == other) for one, other in leaders if other is not None]),
+        vote_share=_mean([max(group, default=0.0) for group in shares]),
+        unreadable=sum(not answer for answer in flat) / max(len(flat), 1),
+        length=_mean([float(length) for group in lengths for length in group if length is not None]),
+        confidence_gap=None if confidence is None or share is None else confidence - share,
+        logprob_fall=logprob_fall,
+    )
+
+
+def collapse(
+    now: RoundMonitors, first: RoundMonitors, *, agreement: float, unreadable: float, logprob_fall: float
+) -> list[str]:
+    """Return in words what speaks for a collapse; empty where nothing does.
+
+    Args:
+        now: A round.
+        first: Round 0.
+        agreement: Most that the agreement with round 0 may fall below that of round 0 with itself.
+        unreadable: Most unreadable responses beyond those of round 0, as a share.
+        logprob_fall: Most that a token of round 0 may lose, in nats.
+
+    Example:
+        >>> one = round_monitors([["7", "7"]], [["7", "7"]], confidences=[[]], lengths=[[]], is_first=True)
+        >>> two = round_monitors([["8", "7"]], [["7", "7"]], confidences=[[]], lengths=[[]], is_first=False)
+        >>> collapse(two, one, agreement=0.1, unreadable=0.02, logprob_fall=0.05)
+        ['agreement with round 0 is 0.500, and 1.000 of round 0 with itself']
+    """
+    found = []
+    if now.agreement is not None and first.agreement is not None and now.agreement < first.agreement - agreement:
+        found.append(f"agreement with round 0 is {now.agreement:.3f}, and {first.agreement:.3f} of round 0 with itself")
+    if now.unreadable is not None and now.unreadable > (first.unreadable or 0.0) + unreadable:
+        found.append(
+            f"{now.unreadable:.3f} of the responses cannot be read, and {first.unreadable or 0.0:.3f} in round 0"
+        )
+    if now.logprob_fall is not None and not now.logprob_fall <= logprob_fall:
+        found.append(f"a token of round 0 has lost {now.logprob_fall:.3f} nats")
+    return found
+
+
+def _shares(group: Answers) -> list[float]:
+    votes = Counter(answer for answer in group if answer)
+    return [votes[answer] / len(group) if answer else 0.0 for answer in group]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

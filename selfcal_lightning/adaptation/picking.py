@@ -1,0 +1,639 @@
+"""Choosing by scores: the best response, the questions or responses to keep, and what leaving some out costs.
+
+A score of None is unknown: it is never chosen, and its question never kept. Thresholds are at least (``>=``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.adaptation import picking as records
+from selfcal_lightning.confidence.base import P_TRUE, STORED, check_confidence, confidence_of
+from selfcal_lightning.confidence.features import feature_value
+from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
+from selfcal_lightning.confidence.registry import ESTIMATORS
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.metrics.arrays import Array, Floats, as_rates, as_scores, check_positive, check_same_length
+from selfcal_lightning.metrics.curves import risk_coverage
+from selfcal_lightning.metrics.group_rewards import majority_answer
+from selfcal_lightning.records import QuestionSamples, Sample
+
+# Keeps candidates with equal scores from being told apart by rounding.
+_LEAST_SPREAD = 1e-9
+
+
+@dataclass(frozen=True)
+class Selective:
+    """What is left when the questions with the lowest scores are not asked.
+
+    Attributes:
+        coverage: Share of the questions that are asked.
+        accuracy: Mean capability of these; None where none is asked.
+        lost: Share of all right answers that the others would have given; None where there is none at all.
+    """
+
+    coverage: float
+    accuracy: float | None
+    lost: float | None
+
+
+def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | None = None) -> int | None:
+    """Return the position of the response with the highest score, the first one on ties; None where there is none.
+
+    Args:
+        scores: Of the N responses; None or NaN where unknown.
+        answers: Their answers; unreadable ones (None or empty) are not chosen. Without answers all may be.
+
+    Raises:
+        ValueError: If the lengths differ.
+
+    Example:
+        >>> select_best([0.5, None, 0.9, 0.9]), select_best([0.5, 0.9], ["7", None]), select_best([None])
+        (2, 0, None)
+    """
+    readable = [True] * len(scores) if answers is None else [bool(answer) for answer in answers]
+    known = [
+        at
+        for at, (score, is_readable) in enumerate(zip(scores, readable, strict=True))
+        if is_readable and score is not None and not math.isnan(score)
+    ]
+    return max(known, key=lambda at: (scores[at], -at), default=None)
+
+
+def threshold_for_count(scores: Sequence[float | None], count: int) -> float | None:
+    """Return the highest threshold that keeps at least ``count`` of the known scores: more where some are equal.
+
+    Args:
+        scores: Of the N questions or responses; None where unknown.
+        count: How many to keep, at least 1.
+
+    Returns:
+        The threshold; None where fewer are known.
+
+    Raises:
+        ValueError: If the count is not positive.
+
+    Example:
+        >>> threshold_for_count([0.2, None, 0.9, 0.5], 2), threshold_for_count([0.2], 2)
+        (0.5, None)
+    """
+    check_positive(count, "count")
+    known = sorted((score for score in scores if score is not None), reverse=True)
+    return known[count - 1] if count <= len(known) else None
+
+
+def threshold_for_share(scores: Sequence[float | None], share: float) -> float | None:
+    """Return the highest threshold that keeps at least a share of all, unknown ones counted among these.
+
+    Args:
+        scores: Of the N questions or responses; None where unknown.
+        share: Of N, in (0, 1].
+
+    Returns:
+        The threshold; None where too few are known.
+
+    Raises:
+        ValueError: If the share is out of its range.
+
+    Example:
+        >>> threshold_for_share([0.2, None, 0.9, 0.5], 0.5)
+        0.5
+    """
+    if not 0.0 < share <= 1.0:
+        raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
+    # .35 of 20 are 7, in spite of floats.
+    return threshold_for_count(scores, max(1, math.ceil(share * len(scores) - 1e-9)))
+
+
+def threshold_for_accuracy(scores: Array, correct: Array, accuracy: float) -> float | None:
+    """Return the lowest threshold at which those kept are right often enough. Choose it on other data than it serves.
+
+    Args:
+        scores: Of N labelled questions or responses.
+        correct: Their labels [N].
+        accuracy: Wanted share of right ones among those kept, in [0, 1].
+
+    Returns:
+        The threshold with the largest coverage; None where no threshold reaches it.
+
+    Raises:
+        ValueError: If a score or label is unknown, the lengths differ, or the accuracy is out of its range.
+
+    Example:
+        >>> threshold_for_accuracy([0.9, 0.8, 0.5, 0.1], [True, False, True, False], 0.66)
+        0.5
+    """
+    if not 0.0 <= accuracy <= 1.0:
+        raise InputError(f"Expected `accuracy` to lie in [0, 1], but got {accuracy}.")
+    curve = risk_coverage(scores, correct)
+    enough = np.flatnonzero(1.0 - curve.risk >= accuracy - 1e-12)
+    return float(curve.threshold[enough[-1]]) if len(enough) else None
+
+
+def kept(scores: Sequence[float | None], threshold: float) -> list[bool]:
+    """Return which scores reach a threshold; unknown ones do not.
+
+    Example:
+        >>> kept([0.2, None, 0.5], 0.5)
+        [False, False, True]
+    """
+    return [score is not None and score >= threshold for score in scores]
+
+
+def selective(scores: Array, capability: Array, *, left_out: float) -> Selective:
+    """Say what it costs not to ask the questions with the lowest scores.
+
+    Among equal scores at the edge each question is as likely to be asked as the others, so that their order is nothing.
+
+    Args:
+        scores: Of the Q questions; higher is asked first.
+        capability: Share of right answers of each question [Q], in [0, 1].
+        left_out: Share of the questions that are not asked, in [0, 1].
+
+    Raises:
+        ValueError: If a value is unknown or out of its range, or the lengths differ.
+
+    Example:
+        >>> selective([0.9, 0.1, 0.5, 0.8], [1.0, 0.0, 0.5, 0.5], left_out=0.5)
+        Selective(coverage=0.5, accuracy=0.75, lost=0.25)
+    """
+    values, right = as_scores(scores, "scores"), as_rates(capability, "capability")
+    check_same_length(scores=values, capability=right)
+    if not 0.0 <= left_out <= 1.0:
+        raise InputError(f"Expected `left_out` to lie in [0, 1], but got {left_out}.")
+    asked = len(values) * (1.0 - left_out)
+    distinct, group = np.unique(-values, return_inverse=True)
+    sizes = np.bincount(group, minlength=len(distinct))
+    before = np.cumsum(sizes) - sizes
+    weight = (np.clip(asked - before, 0.0, sizes) / np.maximum(sizes, 1))[group]
+    gained, everything = float(weight @ right), float(right.sum())
+    return Selective(
+        coverage=1.0 - left_out,
+        accuracy=gained / asked if asked > 1e-9 else None,
+        lost=max(0.0, 1.0 - gained / everything) if everything else None,
+    )
+
+
+def relative_weights(*columns: Array) -> Floats:
+    """Return vote weights of the candidates of one question from how they stand among each other.
+
+    ``exp(-sum_j z_j)`` with ``z = (x - mean) / std`` over the candidates: the lower a column, the more weight. Give the
+    negative of a column of which more is better.
+
+    Args:
+        columns: One or more statistics of each candidate [N], such as the spread of its entropy.
+
+    Returns:
+        Weights [N]; 1 in a column without differences.
+
+    Raises:
+        ValueError: If there is no column, a value is unknown, or the lengths differ.
+
+    Example:
+        >>> relative_weights([1.0, 1.0]).tolist(), relative_weights([0.0, 2.0]).round(3).tolist()  # e and 1/e
+        ([1.0, 1.0], [2.718, 0.368])
+    """
+    if not columns:
+        raise InputError("Expected at least one column, but got none.")
+    values = {f"columns[{at}]": as_scores(column, f"columns[{at}]") for at, column in enumerate(columns)}
+    check_same_length(**values)
+    total = np.zeros(len(next(iter(values.values()))))
+    if len(total):
+        for column in values.values():
+            total += (column - column.mean()) / (column.std() + _LEAST_SPREAD)
+    return np.exp(-total)
+
+
+def below_percentile(values: Array, percentile: float) -> NDArray[np.bool_]:
+    """Return which candidates of a question have a value at or below a percentile of all of them [N].
+
+    Args:
+        values: A statistic of each candidate [N], such as the spread of its entropy.
+        percentile: In [0, 100].
+
+    Raises:
+        ValueError: If a value is unknown or the percentile out of its range.
+
+    Example:
+        >>> below_percentile([0.1, 0.2, 0.3, 0.9], 75).tolist()
+        [True, True, True, False]
+    """
+    column = as_scores(values, "values")
+    if not 0.0 <= percentile <= 100.0:
+        raise InputError(f"Expected `percentile` to lie in [0, 100], but got {percentile}.")
+    return column <= np.percentile(column, percentile) if len(column) else np.zeros(0, dtype=bool)
+
+
+def difficulty_level(capability: Array, edges: Sequence[float]) -> NDArray[np.int64]:
+    """Return the level of difficulty of questions: 1 for the easiest, one more than there are edges for the hardest.
+
+    Args:
+        capability: Of each question [Q].
+        edges: Rising capabilities between the levels, such as the quintiles of a data set; an edge is of the easier.
+
+    Raises:
+        ValueError: If a capability is unknown or the edges do not rise.
+
+    Example:
+        >>> difficulty_level([0.0, 0.2, 0.6, 1.0], [0.2, 0.4, 0.6, 0.8]).tolist()
+        [5, 4, 2, 1]
+    """
+    if any(low > high for low, high in pairwise(edges)):
+        raise InputError(f"Expected `edges` to rise, but got {list(edges)}.")
+    below = np.searchsorted(np.asarray(edges, dtype=np.float64), as_scores(capability, "capability"), side="right")
+    return (len(edges) + 1 - below).astype(np.int64)
+
+
+Order = Literal["easiest", "hardest", "informative"]
+LabelKind = Literal["majority", "ssc", "picked", "reference", "none"]
+FUSED, SHARE, SSC, PICK = "fused", "share", "ssc", "pick"
+# What fits the fusion where nothing is named: those of them that the responses have.
+FUSED_FEATURES = ("mean_logprob", "min_logprob", "self_certainty", "token_entropy", "logit:p_true")
+
+
+@dataclass(frozen=True)
+class SelectionSettings:
+    """Which response to each question is chosen, and which questions are kept.
+
+    Attributes:
+        pick: The score that chooses within a question: "fused" fits a fusion to the votes of these questions, without
+            labels; "share" and "ssc" are the votes themselves; else the name of a confidence.
+        keep: The score that chooses among questions, of the chosen response: "share", its answer's share of all
+            responses to the question, "ssc", the share weighted by P(True), "pick", the score that chose it, or the
+            name of a confidence.
+        threshold: Kept is what reaches it: at least it in the order "easiest", at most it in the order "hardest", at
+            least as near to one half in the order "informative".
+        top: Share of all questions that is kept, in (0, 1].
+        count: How many questions are kept.
+        order: Which questions come first: those with the highest score, with the lowest, or those whose score is
+            nearest to one half, where the responses differ most.
+        label: What a question is labelled with: the answer of the majority or of the most confidence, that of the
+            chosen response, the gold answer, or nothing.
+        features: What the fusion reads; None takes those of ``FUSED_FEATURES`` that the responses have.
+        scores: Further confidences that are written with the selection.
+        references: Whether gold answers may be read. Without it nothing sees them.
+
+    Raises:
+        InputError: A setting is out of its range, two ways of keeping are named, or a gold answer is asked for in a
+            run that may read none.
+    """
+
+    pick: str = FUSED
+    keep: str = SHARE
+    threshold: float | None = None
+    top: float | None = None
+    count: int | None = None
+    order: Order = "easiest"
+    label: LabelKind = "majority"
+    features: tuple[str, ...] | None = None
+    scores: tuple[str, ...] = ()
+    references: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("order", get_args(Order)), ("label", get_args(LabelKind))):
+            value = {"order": self.order, "label": self.label}[name]
+            if value not in known:
+                raise unknown_name(name, value, known)
+        ways = {"threshold": self.threshold, "keep_top": self.top, "keep_count": self.count}
+        given = {name: value for name, value in ways.items() if value is not None}
+        if len(given) > 1:
+            raise InputError(f"Expected one of `threshold`, `keep_top` and `keep_count`, but got {given}.")
+        if self.top is not None and not 0.0 < self.top <= 1.0:
+            raise InputError(f"Expected `keep_top` to lie in (0, 1], but got {self.top}.")
+        if self.count is not None and self.count < 1:
+            raise InputError(f"Expected `keep_count` to be at least 1, but got {self.count}.")
+        if self.features is not None and self.pick != FUSED:
+            raise InputError(f"Expected `features` with `pick` {FUSED!r}, but got it with {self.pick!r}.")
+        check_label_free(self.label, references=self.references)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The confidences of responses that are named, besides those of the fusion."""
+        named = [name for name in (self.pick, self.keep) if name not in (FUSED, SHARE, SSC, PICK)]
+        return tuple(dict.fromkeys([*named, *self.scores]))
+
+
+def check_label_free(label: LabelKind, *, references: bool) -> None:
+    """Raise InputError where gold answers are asked for in a run that may read none."""
+    if label == "reference" and not references:
+        raise InputError(
+            "Expected `label` to be something else than 'reference' in a run without references, but got it. Set "
+            "`references` if gold answers may be read; the manifest then says so."
+        )
+
+
+# Why a question is not kept.
+UNREADABLE = "no response can be read"
+UNSCORED = "no readable response has the score that picks"
+UNKNOWN = "the score that keeps is unknown"
+BEYOND = "beyond the threshold"
+NOT_FIRST = "not among the first"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The label of a question.
+
+    Attributes:
+        kind: Where it comes from.
+        text: The answer; None where nothing can be said.
+        share: Share of all responses to the question that give it, unreadable ones counted; None without a label.
+        confidence: Share of the confidence P(True) that lies on it; None where responses have none.
+        margin: ``share`` less that of the most frequent other answer.
+    """
+
+    kind: LabelKind
+    text: str | None
+    share: float | None
+    confidence: float | None
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRow:
+    """One question of a selection.
+
+    Attributes:
+        question_id: The question.
+        round: Generation round of its responses.
+        task: Its task.
+        split: Its split.
+        index: The chosen response; None where none could be chosen.
+        answer: The chosen response's answer.
+        label: The question's label.
+        pick_score: The score that chose it.
+        keep_score: The score that keeps it.
+        num_samples: Responses to the question.
+        num_unreadable: Those without an answer.
+        kept: Whether it is part of the training data.
+        reason: Why not; None where it is.
+        shard: Hash that names the file in which the responses were written first.
+        scores: Every score of the chosen response that was asked for; None where it has none.
+    """
+
+    question_id: str
+    round: int
+    task: str
+    split: str
+    index: int | None
+    answer: str | None
+    label: Label
+    pick_score: float | None
+    keep_score: float | None
+    num_samples: int
+    num_unreadable: int
+    kept: bool
+    reason: str | None
+    shard: str = ""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> Label:
+    """Return the label of a question.
+
+    Args:
+        entry: The question with its responses; unreadable ones vote for nothing and count among all.
+        kind: Where the label comes from.
+        picked: Answer of the chosen response.
+    """
+    answers = [sample.answer for sample in entry.samples]
+    text = {
+        "majority": majority_answer(answers),
+        "ssc": _most_confident(entry.samples),
+        "picked": picked,
+        "reference": entry.question.reference,
+        "none": None,
+    }[kind] or None
+    if text is None:
+        return Label(kind, None, None, None, None)
+    votes = Counter(answer for answer in answers if answer)
+    agreeing = _votes_for_reference(entry.samples) if kind == "reference" else votes[text]
+    others = [count for answer, count in votes.items() if answer != text]
+    size = len(answers)
+    margin = None if kind == "reference" else (agreeing - max(others, default=0)) / size
+    return Label(kind, text, agreeing / size, confidence_share(entry.samples, text), margin)
+
+
+def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
+    """Return the share of P(True) over the readable responses that lies on an answer; None without any.
+
+    Example:
+        >>> from selfcal_lightning.records import Sample
+        >>> def sample(answer, yes):
+        ...     return Sample("q", 0, 0, "", None, None, answer, None, yes_mass=yes, no_mass=1 - yes)
+        >>> confidence_share([sample("7", 0.75), sample("8", 0.25), sample(None, 0.9)], "7")
+        0.75
+    """
+    masses = _masses(samples)
+    total = math.fsum(masses.values())
+    return masses.get(answer, 0.0) / total if total > 0.0 else None
+
+
+def _most_confident(samples: Sequence[Sample]) -> str | None:
+    """Return the answer with the most P(True) on it, the first seen on ties."""
+    masses = _masses(samples)
+    return max(masses, key=masses.__getitem__) if masses and max(masses.values()) > 0.0 else None
+
+
+def _masses(samples: Sequence[Sample]) -> dict[str, float]:
+    masses: dict[str, float] = defaultdict(float)
+    for sample in samples:
+        confidence = confidence_of(sample, P_TRUE)
+        if sample.answer and confidence is not None:
+            masses[sample.answer] += confidence
+    return masses
+
+
+def _votes_for_reference(samples: Sequence[Sample]) -> int:
+    """Return how many responses were judged right: the gold answer may be written in another way than theirs."""
+    return sum(bool(sample.correct) for sample in samples)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What a selection came to.
+
+    Attributes:
+        rows: One a question, in their order.
+        threshold: The score of the last question that is kept, in the order of the settings.
+        fusion: The fusion that was fitted; None where another score picks.
+    """
+
+    rows: tuple[SelectedRow, ...]
+    threshold: float
+    fusion: Fusion | None
+
+
+def select_rows(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Selected:
+    """Choose a response to each question, and the questions that are kept.
+
+    Args:
+        entries: Questions with their responses. Gold answers are looked at only where the settings allow it.
+        settings: The settings.
+
+    Raises:
+        MissingConfidenceError: A score was not computed; names the estimator to run.
+        InputError: Nothing is kept, or no score has such a name.
+    """
+    if not entries:
+        raise InputError("Expected questions to select from, but got none.")
+    seen = entries if settings.references else [without_references(entry) for entry in entries]
+    votes = [P_TRUE] if SSC in (settings.pick, settings.keep) else []
+    for name in (*settings.names, *votes):
+        _check_scored(seen, name, settings)
+    fusion = fit_votes(seen, settings.features) if settings.pick == FUSED else None
+    rows = [_row(entry, settings, fusion) for entry in seen]
+    chosen, threshold = _keep(rows, settings)
+    return Selected(tuple(chosen), threshold, fusion)
+
+
+def without_references(entry: QuestionSamples) -> QuestionSamples:
+    """Return a question of which nobody knows the gold answer, nor which responses are right."""
+    samples = tuple(replace(sample, correct=None) for sample in entry.samples)
+    return replace(entry, question=replace(entry.question, reference=None), samples=samples)
+
+
+def _check_scored(entries: Sequence[QuestionSamples], name: str, settings: SelectionSettings) -> None:
+    """Raise where no readable response has a confidence; one that lacks it is counted later.
+
+    Raises:
+        MissingConfidenceError: It was not computed.
+        InputError: Nothing computes one of that name.
+    """
+    if any(confidence_of(sample, name) is not None for entry in entries for sample in entry.samples):
+        return
+    known = (*STORED, *ESTIMATORS)
+    if name not in known:
+        own = {"pick": (FUSED, SHARE, SSC), "keep": (SHARE, SSC, PICK), "scores": ()}
+        named = {"pick": (settings.pick,), "keep": (settings.keep,), "scores": settings.scores}
+        option = next(option for option, names in named.items() if name in names)
+        raise unknown_name(option, name, (*own[option], *known))
+    check_confidence(entries, name)
+
+
+def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None) -> Fusion:
+    """Fit a fusion of confidences to the vote share of each response's answer: no gold answer is read.
+
+    Args:
+        entries: The questions.
+        features: What it reads; None takes those of ``FUSED_FEATURES`` that responses have. Questions of which no
+            readable response has one of them take no part.
+
+    Raises:
+        MissingConfidenceError: No response has a feature that was named.
+        InputError: The responses have none of the features, or all vote alike.
+    """
+    readable = [sample for entry in entries for sample in entry.samples if sample.answer]
+    chosen = features or [n for n in FUSED_FEATURES if any(feature_value(sample, n) is not None for sample in readable)]
+    if not (readable and chosen):
+        raise InputError(
+            f"Expected readable responses with one of {', '.join(FUSED_FEATURES)} to pick by, but got none. Run "
+            "`selfcal score --estimator '[mean_logprob, min_logprob, self_certainty, token_entropy]'`, or name another "
+            "`pick`."
+        )
+    scored = [
+        entry
+        for entry in entries
+        if all(any(feature_value(s, name) is not None for s in entry.samples if s.answer) for name in chosen)
+    ]
+    return fit_fusion(scored or entries, chosen, target="vote_share", name=FUSED)
+
+
+def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | None) -> SelectedRow:
+    """Return what is chosen of a question, before it is known which questions are kept."""
+    samples = entry.samples
+    answers = [sample.answer for sample in samples]
+    scores = [score_of(entry, sample, settings.pick, fusion) for sample in samples]
+    at = select_best(scores, answers)
+    sample = None if at is None else samples[at]
+    pick = None if at is None else scores[at]
+    keep, reason = pick, None
+    if sample is None:
+        reason = records.UNSCORED if any(answers) else records.UNREADABLE
+    elif settings.keep != PICK:
+        keep = score_of(entry, sample, settings.keep, fusion)
+        reason = records.UNKNOWN if keep is None else None
+    return SelectedRow(
+        question_id=entry.question.id,
+        round=samples[0].round,
+        task=entry.question.task,
+        split=entry.split,
+        index=None if sample is None else sample.index,
+        answer=None if sample is None else sample.answer,
+        label=label_of(entry, settings.label, picked=None if sample is None else sample.answer),
+        pick_score=pick,
+        keep_score=keep,
+        num_samples=len(samples),
+        num_unreadable=sum(not answer for answer in answers),
+        kept=False,
+        reason=reason,
+        scores={name: None if sample is None else confidence_of(sample, name) for name in settings.names},
+    )
+
+
+def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion | None) -> float | None:
+    """Return a score of a readable response; None where it has none.
+
+    Args:
+        entry: The question with all its responses, which votes are counted in.
+        sample: One of them.
+        name: "share", "ssc", "fused", or the name of a confidence.
+        fusion: The fusion behind "fused".
+    """
+    if not sample.answer:
+        return None
+    if name == SHARE:
+        return sum(other.answer == sample.answer for other in entry.samples) / len(entry.samples)
+    if name == SSC:
+        return confidence_share(entry.samples, sample.answer)
+    if name == FUSED and fusion is not None:
+        return fusion.score_sample(sample)
+    return confidence_of(sample, name)
+
+
+def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[list[SelectedRow], float]:
+    """Return the rows with what is kept of them, and the score of the last one that is."""
+    places = [at for at, row in enumerate(rows) if row.reason is None]
+    urgency = {at: _urgency(float(rows[at].keep_score or 0.0), settings.order) for at in places}
+    # Among equal scores the surer pick comes first, then the id: the order of the store is nothing.
+    order = sorted(places, key=lambda at: (-urgency[at], -(rows[at].pick_score or 0.0), rows[at].question_id))
+    wanted = len(order) if settings.top is None else max(1, math.ceil(settings.top * len(rows) - 1e-9))
+    first = order[: wanted if settings.count is None else settings.count]
+    if settings.threshold is not None:
+        least = _urgency(settings.threshold, settings.order)
+        reached = kept([urgency[at] for at in first], least)
+        first = [at for at, reaches in zip(first, reached, strict=True) if reaches]
+    if not first:
+        raise InputError(
+            f"Expected the selection to hold at least one of {len(rows):,} questions, but got none: "
+            f"{_what_is_there(rows)}. Choose another `threshold`, or score what has no score."
+        )
+    why = records.NOT_FIRST if settings.threshold is None else records.BEYOND
+    is_kept = set(first)
+    marked = [
+        replace(row, kept=at in is_kept, reason=None if at in is_kept else row.reason or why)
+        for at, row in enumerate(rows)
+    ]
+    return marked, float(rows[first[-1]].keep_score or 0.0)
+
+
+def _urgency(score: float, order: str) -> float:
+    """Return what is larger for questions that come first."""
+    if order == "informative":
+        return -abs(score - 0.5)
+    return score if order == "easiest" else -score
+
+
+def _what_is_there(rows: Sequence[SelectedRow]) -> str:
+    scores = [row.keep_score for row in rows if row.reason is None and row.keep_score is not None]
+    if scores:
+        return f"scores lie between {min(scores):.3g} and {max(scores):.3g}"
+    return f"{len(rows):,} without a score, the first since {rows[0].reason}"

@@ -1,0 +1,392 @@
+"""The columns that verl, TRL and OpenRLHF read, as their released versions have them.
+
+verl 0.9.1 (`RLHFDataset`, `MultiTurnSFTDataset`), TRL 1.16.0 (`GRPOTrainer`, `SFTTrainer`) and OpenRLHF 0.11.2
+(`PromptDataset`). None of them is imported: two cannot be installed beside this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from selfcal_lightning import __version__
+from selfcal_lightning.adaptation.key_steps import KeySteps, read_key_steps
+from selfcal_lightning.adaptation.picking import Label, SelectedRow
+from selfcal_lightning.adaptation.reward_file import reward_source
+from selfcal_lightning.adaptation.selection_files import Example, Selection, examples
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import (
+    as_json_line,
+    check_apart,
+    is_empty_folder,
+    json_object_or_none,
+    to_json,
+    write_atomically,
+)
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.records import Message
+
+ExportLabel = Literal["picked", "none"]
+_ABILITIES = {"number": "math", "expression": "math", "option letter": "choice", "short text": "qa"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """A kept question, ready to be written.
+
+    Attributes:
+        number: Its place among the rows, from 0.
+        question: The bare question.
+        messages: The chat that asks it. It is not rendered: a trainer applies its model's template.
+        ability: What it asks for, by the type of its answers: math, choice or qa.
+        label: Its label.
+        response: The chosen response.
+        key_steps: Key steps of the chosen response, each as its forms; none where none were extracted.
+        row: What the selection says of it.
+    """
+
+    number: int
+    question: str
+    messages: tuple[Message, ...]
+    ability: str
+    label: Label
+    response: str
+    key_steps: tuple[tuple[str, ...], ...]
+    row: SelectedRow
+
+    @property
+    def source(self) -> str:
+        """Name of the question's kind, by which the reward file reads answers."""
+        return f"selfcal/{self.row.task}"
+
+
+def training_rows(
+    chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
+) -> list[TrainingRow]:
+    """Return the rows of kept questions.
+
+    Args:
+        chosen: The kept questions with their responses.
+        steps: Their key steps, where they were extracted.
+        label: What to label with; None takes the selection's label.
+
+    Raises:
+        InputError: A question is known as rendered text only.
+    """
+    known = {} if steps is None else steps.by_response
+    rows: list[TrainingRow] = []
+    for number, one in enumerate(chosen):
+        if not one.question.messages:
+            raise InputError(
+                f"Expected question {one.question.id!r} to be known as a chat, but got a rendered prompt: a trainer "
+                "would put it into a template once more."
+            )
+        found = known.get((one.row.question_id, one.row.round, one.sample.index))
+        rows.append(
+            TrainingRow(
+                number=number,
+                question=one.question.text,
+                messages=one.question.messages,
+                ability=_ABILITIES[get_task(one.row.task).answer_type],
+                label=_label(one.row, label),
+                response=one.sample.text,
+                key_steps=tuple(step.forms for step in (found.steps if found else None) or ()),
+                row=one.row,
+            )
+        )
+    return rows
+
+
+def check_label(selection: Selection, label: str | None) -> None:
+    """Raise InputError where a label is asked for that the selection does not have.
+
+    The labels of votes are those of all responses, which only ``selfcal select`` sees.
+    """
+    if label in (None, "picked", "none") or label == selection.manifest["settings"]["label"]:
+        return
+    own, also = selection.manifest["settings"]["label"], " --references true" if label == "reference" else ""
+    raise InputError(
+        f"Expected `label` to be picked, none or {own!r}, that of the selection, but got {label!r}. Run "
+        f"`selfcal select --label {label}{also}` for it."
+    )
+
+
+def counts_of_rows(rows: Iterable[TrainingRow]) -> Mapping[str, int]:
+    """Return how many rows there are, and how many lack a label or key steps."""
+    listed = list(rows)
+    return {
+        "rows": len(listed),
+        "without_label": sum(row.label.text is None for row in listed),
+        "without_key_steps": sum(not row.key_steps for row in listed),
+    }
+
+
+def _label(row: SelectedRow, label: ExportLabel | None) -> Label:
+    if label is None:
+        return row.label
+    if label == "none":
+        return Label("none", None, None, None, None)
+    own = row.label if row.label.text == row.answer else Label("picked", row.answer, None, None, None)
+    return replace(own, kind="picked")
+
+
+Format = Literal["verl", "trl", "openrlhf", "reference"]
+_CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_STEPS = pa.list_(pa.list_(pa.string()))
+
+
+def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Table:
+    """Return the table of ``data.train_files``: a row a question."""
+    names = _score_names(rows)
+    scores = pa.struct([(name, pa.float64()) for name in names] or [("none", pa.float64())])
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", _CHAT),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            (
+                "extra_info",
+                pa.struct(
+                    [
+                        ("index", pa.int64()),
+                        ("split", pa.string()),
+                        ("question_id", pa.string()),
+                        ("label_kind", pa.string()),
+                        ("label_share", pa.float64()),
+                        ("label_confidence", pa.float64()),
+                        ("label_margin", pa.float64()),
+                        ("num_samples", pa.int64()),
+                        ("num_unreadable", pa.int64()),
+                        ("response", pa.string()),
+                        ("key_steps", _STEPS),
+                        ("scores", scores),
+                        ("round", pa.int64()),
+                        ("selection_sha256", pa.string()),
+                    ]
+                ),
+            ),
+        ]
+    )
+    return pa.Table.from_pylist([_verl_row(row, names, selection_sha256) for row in rows], schema=schema)
+
+
+def verl_sft_table(rows: Sequence[TrainingRow]) -> pa.Table:
+    """Return the table of verl's supervised trainer: the chat with the chosen response."""
+    schema = pa.schema([("messages", _CHAT)])
+    return pa.Table.from_pylist([{"messages": [*_chat(row), _turn(row)]} for row in rows], schema=schema)
+
+
+def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
+    """Return the table of TRL: ``GRPOTrainer`` hands all columns to the reward; ``SFTTrainer`` reads two."""
+    schema = pa.schema(
+        [
+            ("prompt", _CHAT),
+            ("completion", _CHAT),
+            ("data_source", pa.string()),
+            ("answer", pa.string()),
+            ("label_kind", pa.string()),
+            ("label_share", pa.float64()),
+            ("key_steps", _STEPS),
+            ("question_id", pa.string()),
+        ]
+    )
+    return pa.Table.from_pylist(
+        [
+            {
+                "prompt": _chat(row),
+                "completion": [_turn(row)],
+                "data_source": row.source,
+                "answer": row.label.text,
+                "label_kind": row.label.kind,
+                "label_share": row.label.share,
+                "key_steps": [list(forms) for forms in row.key_steps],
+                "question_id": row.row.question_id,
+            }
+            for row in rows
+        ],
+        schema=schema,
+    )
+
+
+def openrlhf_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
+    """Return the lines of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
+    return [
+        {
+            "input": _chat(row),
+            "label": json.dumps(
+                {
+                    "data_source": row.source,
+                    "answer": row.label.text,
+                    "label_kind": row.label.kind,
+                    "label_share": row.label.share,
+                    "key_steps": [list(forms) for forms in row.key_steps],
+                },
+                ensure_ascii=False,
+            ),
+            "datasource": row.source,
+        }
+        for row in rows
+    ]
+
+
+def reference_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
+    """Return the rows of the reference system; with key steps these stand for the response, as JSON."""
+    return [
+        {
+            "question": row.question,
+            "answer": row.label.text,
+            "gpt_response": json.dumps({"key_steps": row.key_steps}, ensure_ascii=False)
+            if row.key_steps
+            else row.response,
+        }
+        for row in rows
+    ]
+
+
+def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
+    return {
+        "data_source": row.source,
+        "prompt": _chat(row),
+        "ability": row.ability,
+        # Without a label it is empty and never null: verl reads the field of every row.
+        "reward_model": {"style": "rule", "ground_truth": row.label.text or ""},
+        "extra_info": {
+            "index": row.number,
+            "split": row.row.split,
+            "question_id": row.row.question_id,
+            "label_kind": row.label.kind,
+            "label_share": row.label.share,
+            "label_confidence": row.label.confidence,
+            "label_margin": row.label.margin,
+            "num_samples": row.row.num_samples,
+            "num_unreadable": row.row.num_unreadable,
+            "response": row.response,
+            "key_steps": [list(forms) for forms in row.key_steps],
+            "scores": {name: row.row.scores.get(name) for name in names} or {"none": None},
+            "round": row.row.round,
+            "selection_sha256": selection_sha256,
+        },
+    }
+
+
+def _score_names(rows: Sequence[TrainingRow]) -> list[str]:
+    return sorted({name for row in rows for name in row.row.scores})
+
+
+def _chat(row: TrainingRow) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in row.messages]
+
+
+def _turn(row: TrainingRow) -> dict[str, str]:
+    return {"role": "assistant", "content": row.response}
+
+
+MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"
+
+
+@dataclass(frozen=True)
+class RLExport:
+    """What an export wrote.
+
+    Attributes:
+        path: Its folder.
+        manifest: The content of ``export.json``.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+def check_export_target(output: str | Path, selection: Selection) -> None:
+    """Raise InputError unless an export may be written to ``output``: new, empty, or an earlier export."""
+    place = Path(output)
+    check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
+    own = json_object_or_none(place / MANIFEST_FILE) if (place / MANIFEST_FILE).is_file() else None
+    if place.exists() and not (place.is_dir() and (is_empty_folder(place) or (own or {}).get("kind") == KIND)):
+        raise InputError(
+            f"Expected `output` to be a new folder or an earlier export, but got {output}, which is something else and "
+            "is left as it is. Choose another name."
+        )
+
+
+def export_rl(
+    selection: Selection,
+    output: str | Path,
+    *,
+    format: Format,
+    label: ExportLabel | None = None,
+    reward_file: bool = True,
+    store_dir: str | None = None,
+) -> RLExport:
+    """Write the kept questions of a selection for a trainer.
+
+    Args:
+        selection: The selection.
+        output: Folder of the export.
+        format: The trainer.
+        label: What to label with; None takes the selection's label.
+        reward_file: Whether to write the reward file; the reference system has none.
+        store_dir: Folder of the store, where it was moved.
+
+    Raises:
+        InputError: The store is another one, or a task's reader cannot be written down.
+    """
+    check_export_target(output, selection)
+    rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
+    files = _rows_files(rows, format, selection)
+    if reward_file and format != "reference":
+        names = dict.fromkeys(row.row.task for row in rows)
+        files[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _earlier_files(folder):
+        (folder / name).unlink(missing_ok=True)
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    settings = selection.manifest["settings"]
+    manifest = {
+        "kind": KIND,
+        "version": __version__,
+        "format": format,
+        "label_kind": settings["label"] if label is None else label,
+        "reads_reference": selection.reads_reference,
+        "counts": dict(counts_of_rows(rows)),
+        "selection_sha256": selection.sha256,
+        "store": dict(selection.manifest["store"]),
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+    }
+    write_atomically(folder / MANIFEST_FILE, to_json(manifest))
+    return RLExport(folder, manifest)
+
+
+def _earlier_files(folder: Path) -> list[str]:
+    """Return the files of an earlier export in a folder, its manifest first: another format has others."""
+    file = folder / MANIFEST_FILE
+    earlier = (json_object_or_none(file) or {}) if file.is_file() else {}
+    return [MANIFEST_FILE, *(Path(name).name for name in earlier.get("files", ()))] if earlier else []
+
+
+def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
+    """Return the files of rows by name."""
+    if format == "verl":
+        table = verl_table(rows, selection_sha256=selection.sha256)
+        return {"train.parquet": _parquet(table), "sft.parquet": _parquet(verl_sft_table(rows))}
+    if format == "trl":
+        return {"train.parquet": _parquet(trl_table(rows))}
+    if format == "openrlhf":
+        return {"train.jsonl": "".join(map(as_json_line, openrlhf_rows(rows))).encode()}
+    return {"selected.json": (json.dumps(reference_rows(rows), indent=1, ensure_ascii=False) + "\n").encode()}
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()

@@ -1,0 +1,354 @@
+"""The settings of `selfcal fit` behind an adaptation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.adaptation.evaluation import SampledSet, SetComparison, compare_set, read_set
+from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, check_reward
+from selfcal_lightning.adaptation.selection_files import examples, read_selection
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.data.tasks.base import Part
+from selfcal_lightning.data.tasks.registry import check_slice, load_source
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
+from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
+from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.training.stages import CHECKPOINTS, EXPORT, GENERATION, override
+
+TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_domain"
+
+
+@dataclass(frozen=True)
+class QuestionSlice:
+    """Questions of one task.
+
+    Attributes:
+        task: Name of the task.
+        split: Split of the task's data set.
+        path: Local file of a `local_...` task, or with the columns of the task's hub data set; None reads the hub.
+        part: "train", "validation" or "calibration": a part of the questions by a hash of their texts; None takes all.
+        limit: Take the first so many questions; None takes all.
+        offset: Skip so many questions before that.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+    """
+
+    task: str
+    split: str = "test"
+    path: str | None = None
+    part: Part | None = None
+    limit: int | None = None
+    offset: int = 0
+    chain_of_thought: bool = True
+
+    def __post_init__(self) -> None:
+        check_slice(self.offset, self.limit)
+
+
+def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
+    """Return the questions of all sets.
+
+    Raises:
+        InputError: Two sets share a question.
+    """
+    found = {name: load_source(place, place.task) for name, place in slices.items()}
+    contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
+    for one, other in combinations(contents, 2):
+        if shared := sorted(contents[one].keys() & contents[other].keys()):
+            raise InputError(
+                f"Expected `{one}` and `{other}` to share no question, but got {len(shared)} in both, for example "
+                f"{contents[one][shared[0]]!r}. Take other splits, or slices (`offset`, `limit`) that do not overlap."
+            )
+    return found
+
+
+MODULE = "selfcal_lightning.adaptation.module.TestTimeTrainingModule"
+DATA = "selfcal_lightning.datamodules.adaptation.RolloutDataModule"
+GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
+OWN_OF_MODEL, OWN_OF_DATA = ("base_model", "reward", "target"), ("store_dir", "selection", "num_samples")
+LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
+ADAPTER, SAMPLES, GUARD_FILE = "adapter", "samples", "guard.json"
+# What a policy gradient is of: temperature 1, the whole distribution.
+ON_POLICY = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What is learnt from what, with how many samples; ``run_adapt`` documents the settings."""
+
+    base_model: str
+    revision: str | None
+    questions: QuestionSlice
+    reward: GroupReward
+    target: PoolTarget | None
+    selection: str | None
+    store_dir: str | None
+    rounds: int
+    num_samples: int
+    batch_size: int
+    lr: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_reward(self.reward)
+        if self.rounds < 1:
+            raise InputError(f"Expected `rounds` to be at least 1, but got {self.rounds}.")
+        if self.selection is not None and self.store_dir is None:
+            raise InputError(
+                "Expected `store_dir` with a `selection`, the store that it was made of, but got None. Name it."
+            )
+        if self.selection is None and self.store_dir is not None:
+            raise InputError(
+                f"Expected `store_dir` with a `selection` alone, but got {self.store_dir!r}: rounds are sampled into "
+                "`output_dir`. Leave it out, or name a selection of it with `reward: none`."
+            )
+        if self.selection is None and self.reward == "none":
+            raise InputError(
+                "Expected a `selection` with `reward: none`, which samples nothing, but got None. Name both it and "
+                "`store_dir`, or a reward."
+            )
+        if self.is_one_round and self.reward != "none" and self.rounds > 1:
+            raise InputError(
+                f"Expected `rounds: 1` with `reward: {self.reward}`, whose statistics are computed for the first round "
+                f"alone, but got {self.rounds}. Set it, or take `fused`, which every round has."
+            )
+
+    @property
+    def is_one_round(self) -> bool:
+        """Whether nothing is sampled after round 0, of which a selection and statistics of tokens are."""
+        return self.reward in ANNOTATIONS or self.reward == "none"
+
+
+def fit_settings(
+    one: Adaptation, folder: Path, *, engine: EngineSettings, guard: Mapping[str, float], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of `selfcal fit`.
+
+    Args:
+        one: What is learnt.
+        folder: Where all of it goes.
+        engine: What samples.
+        guard: Limits of the guard that are not its own.
+        options: What overrides these settings, nested or dotted.
+
+    Raises:
+        InputError: They override what has an option of its own, and is told of in the results.
+    """
+    store = one.store_dir or str(folder / SAMPLES)
+    place = asdict(one.questions)
+    learnt = {"reward": one.reward, "target": one.target}
+    model = {"base_model": one.base_model, "revision": one.revision, "lr": one.lr, "seed": one.seed, **learnt}
+    data = {
+        "store_dir": store, "num_samples": one.num_samples, "batch_size": one.batch_size, "seed": one.seed,
+        "selection": one.selection, "train": [] if one.is_one_round else [place],
+        "regenerate_every_n_epochs": None if one.is_one_round else 1,
+    }  # fmt: skip
+    sampling = {**ON_POLICY, "max_new_tokens": one.max_new_tokens}
+    generation = {"engine": asdict(engine), "sampling": sampling, "seed": one.seed}
+    callbacks = [
+        {"class_path": GENERATION, "init_args": generation},
+        {"class_path": GUARD, "init_args": {"report": str(folder / GUARD_FILE), **guard}},
+        {
+            "class_path": CHECKPOINTS,
+            "init_args": {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": 1, "save_last": True},
+        },
+        {"class_path": EXPORT, "init_args": {"output_dir": str(folder / ADAPTER)}},
+    ]
+    settings = {
+        "seed_everything": one.seed,
+        "trainer": {
+            "devices": 1, "max_epochs": one.rounds, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0,
+            "num_sanity_val_steps": 0, "use_distributed_sampler": False, "log_every_n_steps": 1,
+            "gradient_clip_val": 1.0, "enable_model_summary": False, "default_root_dir": str(folder),
+            "logger": {"class_path": LOGGER, "init_args": {"save_dir": str(folder), "name": "logs"}},
+            "callbacks": callbacks,
+        },
+        "model": {"class_path": MODULE, "init_args": model},
+        "data": {"class_path": DATA, "init_args": data},
+    }  # fmt: skip
+    stated = {f"model.{name}": model[name] for name in OWN_OF_MODEL} | {
+        f"data.{name}": data[name] for name in OWN_OF_DATA
+    }
+    override(settings, options)
+    for name, value in stated.items():
+        section, _, key = name.partition(".")
+        if (found := settings[section]["init_args"][key]) != value:
+            raise InputError(
+                f"Expected `fit_options` without `{name}`, which has an option of its own ({value!r}), but got "
+                f"{found!r}. Set `{key}` itself."
+            )
+    return settings
+
+
+def check_learnt(
+    selection: str, store_dir: str, sets: Mapping[str, Sequence[Question]], *, learns_confidence: bool
+) -> None:
+    """Hold a selection against its store and against the sets of an adaptation.
+
+    Args:
+        selection: Folder of the selection.
+        store_dir: Its store.
+        sets: The questions adapted on and the others.
+        learns_confidence: Whether P(True) is learnt as well, of all training questions of the store.
+
+    Raises:
+        InputError: The store is another one, or a question that would be learnt is not one of those adapted on.
+    """
+    chosen = read_selection(selection)
+    kept = [example.question for example in examples(chosen, store_dir=store_dir)]
+    _check_among(kept, sets, what=f"the {len(kept):,} questions that {selection} keeps")
+    if learns_confidence:
+        store, round = SampleStore(store_dir), chosen.manifest["store"]["round"]
+        taught = [entry.question for entry in counted_samples(store, store.index(split="train", round=round))]
+        _check_among(taught, sets, what=f"the {len(taught):,} training questions of {store_dir}, for `target`,")
+
+
+def _check_among(learnt: Sequence[Question], sets: Mapping[str, Sequence[Question]], *, what: str) -> None:
+    """Raise InputError unless all of ``learnt`` are adapted on; gold answers are no part of what is compared."""
+    own = {key for question in sets[TRANSDUCTIVE] for key in _keys(question)}
+    held = {key for name, others in sets.items() if name != TRANSDUCTIVE for one in others for key in _keys(one)}
+    outside = [question for question in learnt if own.isdisjoint(_keys(question))]
+    if outside:
+        num_own, num_held = len(sets[TRANSDUCTIVE]), sum(not held.isdisjoint(_keys(question)) for question in outside)
+        raise InputError(
+            f"Expected {what} to be among the {num_own:,} of `questions`, but got {len(outside):,} that are not, "
+            f"{num_held:,} of them in `inductive` or `out_of_domain`, for example {outside[0].id!r}: they would be "
+            "learnt. Name them in `questions`, or run `selfcal select` on a store that was sampled for `questions`."
+        )
+
+
+def _keys(question: Question) -> tuple[str, tuple[str, str, str]]:
+    """Return what tells that two questions are one: their messages, or where a prompt changed these, name and text."""
+    return question_digest(replace(question, reference=None)), (question.task, question.id, question.text)
+
+
+QUESTIONS_PER_SHARD = 64
+GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How models are sampled and compared.
+
+    Attributes:
+        base_model: Folder or hub name of the base model.
+        revision: Its revision on the hub.
+        adapter: Folder of the adapter.
+        slices: The questions, by the name of their set.
+        sampling: How both models are sampled.
+        temperatures: Further temperatures of the base model, above 0.
+        num_samples: Responses to a question; the option is ``evaluation_samples``.
+        engine: What samples.
+        seed: Of sampling.
+        query: The confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        base_dir: Where the responses of the base model lie.
+        adapted_dir: Where those of the adapted one lie.
+
+    Raises:
+        InputError: ``num_samples`` or one of the temperatures is out of its range.
+    """
+
+    base_model: str
+    revision: str | None
+    adapter: Path
+    slices: Mapping[str, QuestionSlice]
+    sampling: SamplingSettings
+    temperatures: Sequence[float]
+    num_samples: int
+    engine: EngineSettings
+    seed: int
+    query: str
+    prompt: Prompt | None
+    base_dir: Path
+    adapted_dir: Path
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise InputError(f"Expected `evaluation_samples` to be at least 1, but got {self.num_samples}.")
+        for temperature in self.temperatures:
+            if not 0.0 < temperature <= 2.0:
+                raise InputError(
+                    f"Expected `temperatures` to lie in (0, 2], but got {temperature}. The greedy response is there "
+                    "without it."
+                )
+
+    def compare(self, cost_in_samples: int) -> list[SetComparison]:
+        """Sample what is missing, and compare the models on all sets.
+
+        Args:
+            cost_in_samples: Responses to a question that as many tokens give as the adaptation took.
+        """
+        return [self._compare(name, cost_in_samples) for name in self.slices]
+
+    def _compare(self, name: str, cost_in_samples: int) -> SetComparison:
+        further = cost_in_samples if name == TRANSDUCTIVE else 0
+        say(f"Evaluation: {name}")
+        whole = self._sample(name, "base", self.sampling, num_samples=self.num_samples + further)
+        others = {
+            f"temperature {temperature:g}": self._sample(
+                name, f"base-{temperature:g}", self._at(temperature), num_samples=self.num_samples
+            )
+            for temperature in self.temperatures
+        }
+        greedy = replace(GREEDY, max_new_tokens=self.sampling.max_new_tokens)
+        return compare_set(
+            name,
+            base=whole.first(self.num_samples),
+            adapted=self._sample(name, "adapted", self.sampling, num_samples=self.num_samples, adapted=True),
+            base_greedy=self._sample(name, "base-greedy", greedy, num_samples=1),
+            adapted_greedy=self._sample(name, "adapted-greedy", greedy, num_samples=1, adapted=True),
+            others=others,
+            equal_tokens=whole if further else None,
+            seed=self.seed,
+        )
+
+    def _at(self, temperature: float) -> SamplingSettings:
+        return replace(self.sampling, temperature=temperature, edt_scale=None)
+
+    def _sample(
+        self, name: str, label: str, sampling: SamplingSettings, *, num_samples: int, adapted: bool = False
+    ) -> SampledSet:
+        store = (self.adapted_dir if adapted else self.base_dir) / name / label
+        adapter = str(self.adapter) if adapted else None
+        sample_questions(
+            sampling_run(
+                self.slices[name], self.base_model, str(store), split="test", num_samples=num_samples,
+                engine=self.engine.of(revision=self.revision, adapter=adapter), sampling=sampling, seed=self.seed,
+                query=self.query, prompt=self.prompt,
+            )
+        )  # fmt: skip
+        return read_set(store)
+
+
+def sampling_run(
+    place: QuestionSlice,
+    model: str,
+    store_dir: str,
+    *,
+    split: str,
+    num_samples: int,
+    engine: EngineOptions,
+    sampling: SamplingSettings,
+    seed: int,
+    query: str,
+    prompt: Prompt | None,
+) -> GenerationSettings:
+    """Return the run that samples questions into a store under ``split``; what is there is kept, and topped up."""
+    return GenerationSettings(
+        model=model, store_dir=store_dir, task=[place.task], split=place.split, path=place.path, part=place.part,
+        limit=place.limit, offset=place.offset, store_split=split, chain_of_thought=place.chain_of_thought,
+        prompt=prompt, num_samples=num_samples, engine=engine, sampling=sampling, seed=seed, query=query,
+        questions_per_shard=QUESTIONS_PER_SHARD, max_failures=MAX_FAILURES, top_up=True,
+    )  # fmt: skip

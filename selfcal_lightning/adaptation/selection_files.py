@@ -1,0 +1,415 @@
+"""A selection on disk: ``selection.parquet``, one row a question, and ``manifest.json``, which knows what was read.
+
+Rows point into the store by question, round and sample; texts are joined when they are needed. The manifest holds the
+digests of the store, of the scores, of the settings and of the rows, and says whether any gold answer was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from selfcal_lightning import __version__
+from selfcal_lightning.adaptation.picking import (
+    FUSED,
+    FUSED_FEATURES,
+    PICK,
+    Label,
+    Selected,
+    SelectedRow,
+    SelectionSettings,
+    without_references,
+)
+from selfcal_lightning.confidence.base import split_hash
+from selfcal_lightning.confidence.estimators import WEIGHTS
+from selfcal_lightning.confidence.features import required_confidences
+from selfcal_lightning.confidence.registry import pool_dependent, recorded_confidences
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import check_apart, is_empty_folder, json_object_or_none, write_atomically
+from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.data.pools.recorded import annotation_estimators
+from selfcal_lightning.data.store.annotations import Annotation, annotation_names
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.records import read_record, write_record
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+
+
+@dataclass(frozen=True)
+class Source:
+    """Questions of a round of a store, and what says later that it is the same one.
+
+    Attributes:
+        entries: The questions with their responses, without texts.
+        shards: Of each question by id: the hash of the file in which its responses were written first.
+        store: Where the store lies, what its samples are, and digests of the files that were read.
+        scores: Of each annotation that was read: what computed it and the digests of its files.
+    """
+
+    entries: tuple[QuestionSamples, ...]
+    shards: dict[str, str]
+    store: dict[str, Any]
+    scores: dict[str, Any]
+
+
+def read_source(
+    store_dir: str, settings: SelectionSettings, *, split: str | None, task: str | None, round: int
+) -> Source:
+    """Read what a selection needs of a store.
+
+    Raises:
+        InputError: It holds no such questions.
+    """
+    store = SampleStore(store_dir)
+    record = store.round_manifest(round)
+    names = _annotations(store_dir, settings)
+    index = store.index(split=split, round=round, confidences=names)
+    index = index if task is None else index.select(index.task == task)
+    if not len(index):
+        raise InputError(
+            f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, but got "
+            "none. Check the names, or finish `selfcal generate` first."
+        )
+    with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:
+        entries = tuple(counted_samples(store, index, round=round, on_rows=progress.update))
+    origins = {entry.file: entry.origin for entry in store.manifest.shards}
+    firsts = np.flatnonzero(np.diff(index.question_index, prepend=-1))
+    shards = {index.question_id[at]: origins[index.files[index.shard[at]]] for at in firsts.tolist()}
+    described = {
+        "path": str(store_dir),
+        "fingerprint": record.digest,
+        "model": record.fingerprint.as_json()["model"],
+        "round": round,
+        "split": split,
+        "task": task,
+        "shards": sorted(set(shards.values())),
+    }
+    return Source(entries, shards, described, {name: _origin(store_dir, name) for name in names})
+
+
+def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
+    """Return the annotations that are read: of those that are there, what is named or may enter the fusion.
+
+    Raises:
+        InputError: One of the fusion's features depends on the other responses: it would learn the votes from votes. Or
+            questions are kept by a score that compares the responses to one.
+    """
+    features = () if settings.pick != FUSED else FUSED_FEATURES if settings.features is None else settings.features
+    required = required_confidences(features)
+    there = annotation_names(store_dir)
+    wanted = [name for name in dict.fromkeys([*settings.names, *required]) if name in there]
+    estimators = annotation_estimators(store_dir, wanted)
+    across = settings.pick if settings.keep == PICK else settings.keep
+    if estimators.get(across) in {weight.name for weight in WEIGHTS}:
+        raise InputError(
+            f"Expected `keep` to compare questions, but got {across!r}, whose values compare the responses to one "
+            "question: nobody is sure or unsure by them. Name it as `pick`, and keep by another score, such as share."
+        )
+    known = recorded_confidences(estimators)
+    if of_votes := pool_dependent(required, known):
+        raise InputError(
+            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes themselves."
+        )
+    return wanted
+
+
+def _origin(store_dir: str, name: str) -> dict[str, Any]:
+    record = Annotation(store_dir, name).record
+    if record is None:
+        raise InputError(f"Expected {name!r} to be an annotation of {store_dir}, but got none of that name.")
+    return {"origin": dict(record.origin), "sha256": digest_of([part.sha256 for part in record.parts])}
+
+
+def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
+    """Return a sha256 of plain JSON types.
+
+    Example:
+        >>> digest_of({"a": 1}) == digest_of({"a": 1}), digest_of(["a"]) == digest_of(["b"])
+        (True, False)
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+ROWS_FILE, MANIFEST_FILE, KIND = "selection.parquet", "manifest.json", "selection"
+_SCORE = "score."
+_FIELDS = (
+    ("question_id", pa.string()),
+    ("round", pa.int32()),
+    ("index", pa.int32()),
+    ("task", pa.string()),
+    ("split", pa.string()),
+    ("answer", pa.string()),
+    ("label", pa.string()),
+    ("label_kind", pa.string()),
+    ("label_share", pa.float64()),
+    ("ssc", pa.float64()),
+    ("label_margin", pa.float64()),
+    ("pick_score", pa.float64()),
+    ("keep_score", pa.float64()),
+    ("num_samples", pa.int32()),
+    ("num_unreadable", pa.int32()),
+    ("kept", pa.bool_()),
+    ("reason", pa.string()),
+    ("shard", pa.string()),
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A selection that was read from disk.
+
+    Attributes:
+        path: Its folder.
+        rows: One a question, kept or not.
+        manifest: What was read and how it was chosen.
+    """
+
+    path: Path
+    rows: tuple[SelectedRow, ...]
+    manifest: Mapping[str, Any]
+
+    @property
+    def kept(self) -> tuple[SelectedRow, ...]:
+        """The rows that are training data."""
+        return tuple(row for row in self.rows if row.kept)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the rows."""
+        return str(self.manifest["rows_sha256"])
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a gold answer was read."""
+        return bool(self.manifest["reads_reference"])
+
+
+def check_selection_target(output: str | Path, *, store_dir: str) -> None:
+    """Raise InputError unless a selection may be written to ``output``: new, empty, or an earlier selection."""
+    place = Path(output)
+    check_apart(place, {"store": store_dir}, option="output")
+    if place.is_dir() and not is_empty_folder(place) and not is_selection(place):
+        raise InputError(
+            f"Expected `output` to be a new folder or an earlier selection, but got {output}, which is something else "
+            "and is left as it is. Choose another name."
+        )
+    if place.exists() and not place.is_dir():
+        raise InputError(f"Expected `output` to be the name of a folder, but got the file {output}.")
+
+
+def is_selection(folder: Path) -> bool:
+    """Return whether a folder holds a selection."""
+    file = folder / MANIFEST_FILE
+    return file.is_file() and (json_object_or_none(file) or {}).get("kind") == KIND
+
+
+def write_selection(output: str | Path, selected: Selected, source: Source, settings: SelectionSettings) -> Selection:
+    """Write a selection and return what :func:`read_selection` gives of it."""
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = _parquet([_with_shard(row, source) for row in selected.rows])
+    chosen = asdict(settings)
+    manifest = {
+        "kind": KIND,
+        "version": __version__,
+        "rows_sha256": hashlib.sha256(data).hexdigest(),
+        "reads_reference": settings.references,
+        "store": source.store,
+        "scores": source.scores,
+        "settings": chosen,
+        "settings_sha256": digest_of(chosen),
+        "fusion": None if selected.fusion is None else selected.fusion.as_json(),
+        "threshold": {
+            "value": selected.threshold,
+            "chosen_on": {
+                "split": source.store["split"],
+                "questions_sha256": split_hash(row.question_id for row in selected.rows),
+            },
+        },
+        "counts": counts_of(selected.rows),
+    }
+    # A manifest over other rows would be believed: the old one goes first, and a kill leaves no selection.
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    write_atomically(folder / ROWS_FILE, data)
+    write_record(folder / MANIFEST_FILE, manifest)
+    return read_selection(folder)
+
+
+def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
+    """Return how many questions and responses there are, and what became of them."""
+    return {
+        "questions": len(rows),
+        "kept": sum(row.kept for row in rows),
+        "dropped": dict(sorted(Counter(row.reason for row in rows if row.reason is not None).items())),
+        "responses": sum(row.num_samples for row in rows),
+        "unreadable": sum(row.num_unreadable for row in rows),
+        "without_label": sum(row.kept and row.label.text is None for row in rows),
+    }
+
+
+def read_selection(path: str | Path) -> Selection:
+    """Read a selection.
+
+    Raises:
+        InputError: There is none, or its rows are not those that its manifest knows.
+    """
+    folder = Path(path)
+    if not is_selection(folder):
+        raise InputError(f"Expected {path} to be the folder of a selection, but got none. `selfcal select` makes one.")
+    try:
+        manifest = read_record(folder / MANIFEST_FILE, dict)
+    except StoreCorruptError as error:
+        raise InputError(
+            f"Expected {folder / MANIFEST_FILE} to be as it was written, but it was changed or is damaged. Run "
+            "`selfcal select` again."
+        ) from error
+    file = folder / ROWS_FILE
+    data = file.read_bytes() if file.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != manifest["rows_sha256"]:
+        raise InputError(
+            f"Expected {file} to be the rows that its manifest knows, but got others. Run `selfcal select` again."
+        )
+    return Selection(folder, tuple(map(_from_json, pq.read_table(io.BytesIO(data)).to_pylist())), manifest)
+
+
+def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:
+    label = row.label
+    plain = asdict(row)
+    scores = plain.pop("scores")
+    return {
+        **plain,
+        "label": label.text,
+        "label_kind": label.kind,
+        "label_share": label.share,
+        "ssc": label.confidence,
+        "label_margin": label.margin,
+        "shard": source.shards[row.question_id],
+        **{f"{_SCORE}{name}": value for name, value in scores.items()},
+    }
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    scores = [(name, pa.float64()) for name in rows[0] if name.startswith(_SCORE)]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=pa.schema([*_FIELDS, *scores])), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def _from_json(row: Mapping[str, Any]) -> SelectedRow:
+    label = Label(row["label_kind"], row["label"], row["label_share"], row["ssc"], row["label_margin"])
+    own = {field.name for field in fields(SelectedRow)} - {"label", "scores"}
+    scores = {name.removeprefix(_SCORE): value for name, value in row.items() if name.startswith(_SCORE)}
+    return SelectedRow(**{name: value for name, value in row.items() if name in own}, label=label, scores=scores)
+
+
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A kept question with its chosen response: a row of training data.
+
+    Attributes:
+        row: What the selection says of it.
+        question: The question; its gold answer is there only where the selection may read it.
+        sample: The chosen response, with its text and token ids; whether it is right likewise.
+        prompt_ids: Tokens that it was drawn from; None where unknown.
+    """
+
+    row: SelectedRow
+    question: Question
+    sample: Sample
+    prompt_ids: tuple[int, ...] | None
+
+
+def examples(selection: Selection, *, store_dir: str | Path | None = None) -> Iterator[Example]:
+    """Yield the kept questions of a selection with their chosen responses, in its order.
+
+    Args:
+        selection: The selection.
+        store_dir: Folder of the store, where it was moved; None takes the one that the selection names.
+
+    Raises:
+        InputError: The store is another one, a question was sampled anew, or its answers were read anew.
+    """
+    facts: dict[str, Any] = dict(selection.manifest["store"])
+    place = Path(facts["path"] if store_dir is None else store_dir)
+    store = SampleStore(place)
+    digest = store.round_manifest(facts["round"]).digest
+    if digest != facts["fingerprint"]:
+        raise InputError(
+            f"Expected {place} to be the store that {selection.path} was made of (fingerprint "
+            f"{facts['fingerprint'][:12]}), but got another one ({digest[:12]}). Name its folder by `store_dir`."
+        )
+    index = store.index(round=facts["round"])
+    origins = {entry.file: entry.origin for entry in store.manifest.shards}
+    keys = zip(index.question_id.tolist(), index.sample_index.tolist(), strict=True)
+    places = {key: at for at, key in enumerate(keys)}
+    kept = selection.kept
+    for start in range(0, len(kept), _ROWS_AT_ONCE):
+        chosen = kept[start : start + _ROWS_AT_ONCE]
+        at = [places.get((row.question_id, row.index)) for row in chosen]
+        for row, found in zip(chosen, at, strict=True):
+            _check_same(row, found, index, origins, place)
+        stored = store.read_rows(index.locate(np.array(at, dtype=np.int64)))
+        for row, one in zip(chosen, stored, strict=True):
+            entry = QuestionSamples(one.question, (one.sample,), row.split, one.prompt_ids)
+            seen = entry if selection.reads_reference else without_references(entry)
+            yield Example(row, seen.question, seen.samples[0], one.prompt_ids)
+
+
+def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: Mapping[str, str], place: Path) -> None:
+    """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
+    if at is None or origins[index.files[index.shard[at]]] != row.shard:
+        raise InputError(
+            f"Expected {place} to hold the response {row.index} to question {row.question_id!r} that was selected, "
+            "but got none or one that was sampled anew. Run `selfcal select` again."
+        )
+    if index.answer[at] != row.answer:
+        raise InputError(
+            f"Expected the answer {row.answer!r} of response {row.index} to question {row.question_id!r}, but got "
+            f"{index.answer[at]!r}: answers were read anew since. Run `selfcal select` again."
+        )
+
+
+SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
+
+
+def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
+    """Write both files to a folder that is there."""
+    rows = [{"question": one.question.text, "answer": _answer(one), "gpt_response": one.sample.text} for one in chosen]
+    results = [
+        {
+            "question": one.question.text,
+            "answer": _answer(one),
+            "max_confidence": one.row.pick_score,
+            "correct": one.sample.correct,
+        }
+        for one in chosen
+    ]
+    judged = [one.sample.correct for one in chosen if one.sample.correct is not None]
+    accuracy = sum(judged) / len(judged) if judged else None
+    for name, content in ((SELECTED_FILE, rows), (RESULTS_FILE, {"results": results, "accuracy": accuracy})):
+        write_atomically(folder / name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def remove_reference_files(folder: Path) -> None:
+    """Remove what an earlier selection in this folder left of these: they would be taken for its own."""
+    for name in (SELECTED_FILE, RESULTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _answer(one: Example) -> str | None:
+    """Return the gold answer where it may be read, else the label."""
+    return one.row.label.text if one.question.reference is None else one.question.reference

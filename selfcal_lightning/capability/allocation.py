@@ -1,0 +1,263 @@
+"""How to share a number of samples among questions, so that as many as possible have a right one among theirs.
+
+One sample at a time goes where the chance that it is the *first* right one is largest. These gains fall with every
+sample of a question, so that the greedy choice is the best one. It is meant for a verifier that knows a right answer;
+for a majority vote the gains are others: a second vote alone is worth nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import (
+    Array,
+    Floats,
+    Integers,
+    as_counts,
+    as_labels,
+    as_rates,
+    as_scores,
+    check_same_length,
+)
+from selfcal_lightning.metrics.capability import pass_at_k
+
+# Keeps questions that are thought hopeless or certain apart from those that are full.
+_LEAST_P = 1e-6
+
+
+@dataclass(frozen=True)
+class SequentialOutcome:
+    """What samples that are drawn one after another, and checked, come to.
+
+    Attributes:
+        allocation: Samples of each question [Q].
+        solved: Whether one of them was right [Q].
+    """
+
+    allocation: Integers
+    solved: NDArray[np.bool_]
+
+
+def greedy_allocation(p: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
+    """Share samples where each is right with a known chance: the gain of sample k + 1 is ``p (1 - p)^k``.
+
+    Args:
+        p: Chance of each question [Q], in [0, 1]; taken as at least 1e-6 and at most 1 - 1e-6.
+        total: Samples to share. Less is spent where every question has ``maximum``.
+        minimum: Samples that every question gets.
+        maximum: Samples that a question gets at most.
+
+    Returns:
+        Samples of each question [Q]. On equal gains the first question comes first.
+
+    Raises:
+        ValueError: If a value is out of its range, or ``total`` is too small for the minimum.
+
+    Example:
+        >>> greedy_allocation([0.9, 0.5, 0.1], 6, maximum=100).tolist()  # .9 .5 .25 .125 .1 .09
+        [1, 3, 2]
+    """
+    chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P).tolist()
+    return _shared(lambda i, k: chances[i] * (1.0 - chances[i]) ** k, len(chances), total, minimum, maximum)
+
+
+def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
+    """Share samples where the chance of each question is only known as Beta(a, b).
+
+    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. Against ``p (1 - p)^k`` it falls
+    faster at first, for a failure is also a sign that the question is harder than was thought, and ever more slowly.
+
+    Args:
+        right: a of each question [Q], above 0: concentration times predicted capability, plus right samples seen.
+        wrong: b of each question [Q], above 0.
+        total: Samples to share. Less is spent where every question has ``maximum``.
+        minimum: Samples that every question gets.
+        maximum: Samples that a question gets at most.
+
+    Returns:
+        Samples of each question [Q]. On equal gains the first question comes first.
+
+    Raises:
+        ValueError: If a value is out of its range, or ``total`` is too small for the minimum.
+
+    Example:
+        >>> beta_allocation([1.0, 3.0], [1.0, 1.0], 4, maximum=100).tolist()  # 3/4; 1/2, 1/6 (twice 3/20); 1/12
+        [2, 2]
+    """
+    a, b = as_scores(right, "right"), as_scores(wrong, "wrong")
+    check_same_length(right=a, wrong=b)
+    for name, values in (("right", a), ("wrong", b)):
+        if not (np.isfinite(values) & (values > 0.0)).all():
+            raise InputError(f"Expected `{name}` to be finite and above 0, but got {values.min():g}.")
+    log_gain = _log_beta_gains(a, b, maximum)
+    return _shared(lambda i, k: float(log_gain[i, k]), len(a), total, minimum, maximum)
+
+
+def interpolated_allocation(first: Array, second: Array, weight: float) -> Integers:
+    """Mix two allocations of the same total: ``weight * first + (1 - weight) * second`` in whole samples.
+
+    Args:
+        first: Samples of each question [Q].
+        second: Likewise [Q], with the same sum.
+        weight: Share of the first, in [0, 1].
+
+    Returns:
+        Samples of each question [Q], with the same sum, between those of the two.
+
+    Raises:
+        ValueError: If lengths or sums differ, or a value is out of its range.
+
+    Example:
+        >>> interpolated_allocation([4, 4, 4], [2, 4, 6], 0.25).tolist()  # 2.5, 4, 5.5
+        [3, 4, 5]
+    """
+    one, two = as_counts(first, "first"), as_counts(second, "second")
+    check_same_length(first=one, second=two)
+    if one.sum() != two.sum():
+        raise InputError(f"Expected both allocations to have the same sum, but got {one.sum()} and {two.sum()}.")
+    if not 0.0 <= weight <= 1.0:
+        raise InputError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
+    return round_to_total(weight * one + (1.0 - weight) * two, int(one.sum()))
+
+
+def round_to_total(values: Array, total: int) -> Integers:
+    """Round shares to whole numbers that add up to a total: down, and up again where most was cut off.
+
+    Args:
+        values: Shares [Q], at least 0.
+        total: What the result adds up to.
+
+    Returns:
+        Whole numbers [Q], each within 1 of its share. On equal remainders the first is rounded up.
+
+    Raises:
+        ValueError: If no such rounding has that sum.
+
+    Example:
+        >>> round_to_total([1.5, 2.5, 2.0], 6).tolist(), round_to_total([2.0, 2.0, 2.0], 6).tolist()
+        ([2, 2, 2], [2, 2, 2])
+    """
+    shares = as_scores(values, "values")
+    # A share a billionth below a whole number is one, in spite of floats.
+    whole = np.floor(shares + 1e-9)
+    short = total - int(whole.sum())
+    if (shares < 0.0).any() or not 0 <= short <= np.count_nonzero(shares - whole > 1e-9):
+        raise InputError(
+            f"Expected `values` to be at least 0 and to add up to {total}, but got a sum of {shares.sum():g}."
+        )
+    whole[np.argsort(whole - shares, kind="stable")[:short]] += 1.0
+    return whole.astype(np.int64)
+
+
+def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -> Floats:
+    """Compute the chance that each question has a right one among its samples, from samples drawn before.
+
+    ``1 - C(n - c, b) / C(n, b)`` for b samples, drawn without replacement from n recorded ones with c right ones.
+    It is exact where a simulation has noise. The mean is the expected share of questions solved.
+
+    Args:
+        allocation: b, samples of each question [Q].
+        num_samples: n, recorded samples of each question [Q] or one number; at least b.
+        num_correct: c, right ones among them [Q].
+
+    Returns:
+        Chances [Q].
+
+    Raises:
+        ValueError: If a value is out of its range, or a question would get more samples than were recorded.
+
+    Example:
+        >>> expected_solved([2, 0, 1], 4, [1, 4, 4]).round(6).tolist()
+        [0.5, 0.0, 1.0]
+    """
+    drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
+    if (drawn > recorded).any():
+        raise InputError(
+            "Expected `allocation` to give a question at most its recorded samples, "
+            f"but got {int(drawn[drawn > recorded][0])} of {int(recorded[drawn > recorded][0])}. "
+            "Allocate with `maximum` at most the number of recorded samples."
+        )
+    return pass_at_k(recorded, num_correct, drawn)
+
+
+def sequential_allocation(
+    outcomes: Sequence[Array], total: int, *, right: Array | float = 1.0, wrong: Array | float = 1.0
+) -> SequentialOutcome:
+    """Draw recorded samples one at a time with a verifier beside: the next goes to the likeliest open question.
+
+    The chance of an open question is its posterior mean ``a / (a + b + failures)``; the first right sample closes it.
+
+    Args:
+        outcomes: Whether each recorded sample of each question is right, in the order of drawing: Q rows.
+        total: Samples to spend. Less is spent where every question is solved or out of samples.
+        right: a of the prior Beta(a, b), above 0; a number or [Q].
+        wrong: b, above 0; a number or [Q].
+
+    Returns:
+        What was drawn and solved. On equal chances the first question comes first.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> drawn = sequential_allocation([[True, True], [False, True], [False, False]], 5)
+        >>> drawn.allocation.tolist(), drawn.solved.tolist()
+        ([1, 2, 2], [True, True, False])
+    """
+    rows = [as_labels(row, "outcomes") for row in outcomes]
+    a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))
+    if not ((a > 0.0).all() and (b > 0.0).all()):
+        raise InputError(f"Expected `right` and `wrong` to be above 0, but got {a.min():g} and {b.min():g}.")
+    drawn, solved = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
+    queue = [(-a[i] / (a[i] + b[i]), i) for i in range(len(rows)) if len(rows[i])]
+    heapq.heapify(queue)
+    for _ in range(_checked_total(total)):
+        if not queue:
+            break
+        _, i = heapq.heappop(queue)
+        solved[i] = rows[i][drawn[i]]
+        drawn[i] += 1
+        if not solved[i] and drawn[i] < len(rows[i]):
+            heapq.heappush(queue, (-a[i] / (a[i] + b[i] + drawn[i]), i))
+    return SequentialOutcome(drawn, solved)
+
+
+def _shared(gain: Callable[[int, int], float], size: int, total: int, minimum: int, maximum: int) -> Integers:
+    """Give ``minimum`` to every question, and the rest one by one where ``gain(question, given)`` is largest."""
+    spent = minimum * size
+    if not 0 <= minimum <= maximum:
+        raise InputError(f"Expected `minimum` to lie between 0 and `maximum` = {maximum}, but got {minimum}.")
+    if spent > _checked_total(total):
+        raise InputError(
+            f"Expected `total` to be at least {spent}, {minimum} for each of {size} questions, but got {total}."
+        )
+    given = np.full(size, minimum, dtype=np.int64)
+    queue = [(-gain(i, minimum), i) for i in range(size)] if minimum < maximum else []
+    heapq.heapify(queue)
+    for _ in range(total - spent):
+        if not queue:
+            break
+        _, i = heapq.heappop(queue)
+        given[i] += 1
+        if given[i] < maximum:
+            heapq.heappush(queue, (-gain(i, int(given[i])), i))
+    return given
+
+
+def _log_beta_gains(a: Floats, b: Floats, maximum: int) -> Floats:
+    """Return ``log B(a + 1, b + k) / B(a, b)`` for k below ``maximum`` [Q, maximum]; logs do not underflow to ties."""
+    step = np.arange(max(maximum - 1, 0))
+    ratios = np.log(b[:, None] + step) - np.log(a[:, None] + b[:, None] + step + 1.0)
+    start = (np.log(a) - np.log(a + b))[:, None]
+    return np.concatenate([start, start + np.cumsum(ratios, axis=1)], axis=1)
+
+
+def _checked_total(total: int) -> int:
+    """Return ``total``, which has to be a whole number of at least 0."""
+    return int(as_counts(total, "total"))

@@ -1,0 +1,305 @@
+"""A distribution of capability around its prediction: what pass@k needs, since it is concave in the capability.
+
+A question with predicted capability p has the capability ``theta ~ Beta(s p, s (1 - p))``: mean p, concentration s > 0.
+A small s puts theta near 0 and 1, an infinite one at p itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, Floats, as_counts, as_rates, as_scores, check_same_length
+from selfcal_lightning.metrics.capability import checked_counts, pass_at_k
+from selfcal_lightning.metrics.discrimination import average_rank
+
+LEAST_CONCENTRATION, LARGEST_CONCENTRATION = 1e-2, 1e4
+# A prediction of exactly 0 or 1 would make a single sample of the other kind impossible.
+_LEAST_P = 1e-6
+
+
+@dataclass(frozen=True)
+class InflatedBeta:
+    """A Beta distribution with atoms at 0 and 1 that leave its mean where it is.
+
+    ``theta`` is 1 with chance ``w p``, 0 with chance ``w (1 - p)``, and else drawn from ``Beta(s p, s (1 - p))``. With
+    ``w = 0`` it is the Beta distribution.
+
+    Attributes:
+        inflation: w, the chance of an atom, in [0, 1].
+        concentration: s, above 0.
+    """
+
+    inflation: float
+    concentration: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.inflation <= 1.0:
+            raise InputError(f"Expected `inflation` to lie in [0, 1], but got {self.inflation}.")
+        if not self.concentration > 0.0:
+            raise InputError(f"Expected `concentration` to be above 0, but got {self.concentration}.")
+
+    def pass_at_k(self, p: Array, k: Array | int) -> Floats:
+        """Compute the expected chance that one of k samples is right, of the shape that p and k broadcast to.
+
+        Args:
+            p: Predicted capabilities [...].
+            k: Number of samples, at least 0; a number or [...].
+
+        Example:
+            >>> InflatedBeta(1.0, 1.0).pass_at_k([0.25], 8).tolist()  # either always or never right
+            [0.25]
+        """
+        atoms = np.where(as_counts(k, "k") > 0, as_rates(p, "p"), 0.0)
+        return np.asarray(
+            self.inflation * atoms + (1.0 - self.inflation) * beta_pass_at_k(p, k, concentration=self.concentration)
+        )
+
+
+def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) -> Floats:
+    """Compute the expected chance that one of k samples is right where the capability is Beta distributed around p.
+
+    ``1 - E (1 - theta)^k = 1 - B(a, b + k) / B(a, b)`` with ``a = s p`` and ``b = s (1 - p)``.
+
+    After c right ones among n samples the posterior has the mean ``(s p + c) / (s + n)`` and the concentration
+    ``s + n``: pass these to predict what further samples find.
+
+    Args:
+        p: Predicted capabilities [...].
+        k: Number of samples, at least 0; a number or [...].
+        concentration: s, above 0; a number or [...]. Infinity gives ``simulated_pass_at_k``.
+
+    Returns:
+        Chances, of the shape that the three broadcast to.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> beta_pass_at_k([0.5, 0.5], [1, 2], concentration=2.0).round(6).tolist()  # Beta(1, 1): 1 - 1 / (k + 1)
+        [0.5, 0.666667]
+    """
+    chances, draws, strength = np.broadcast_arrays(
+        as_rates(p, "p"), as_counts(k, "k"), np.asarray(concentration, dtype=np.float64)
+    )
+    if not (strength > 0.0).all():
+        raise InputError(f"Expected `concentration` to be above 0, but got {strength[~(strength > 0.0)].flat[0]}.")
+    step = np.arange(int(draws.max(initial=0)))
+    # B(a, b + k) / B(a, b) = prod_{j < k} (b + j) / (s + j) = prod_{j < k} (1 - p / (1 + j / s)).
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(-chances[..., None] / (1.0 + step / strength[..., None]))
+    return np.abs(np.expm1(np.where(step < draws[..., None], logs, 0.0).sum(axis=-1)))
+
+
+def fit_concentration(predicted: Array, num_correct: Array, num_samples: Array) -> float:
+    """Find the concentration s under which the counts are likeliest: ``c ~ BetaBinomial(n, s p, s (1 - p))``.
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: c, right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number. With one sample each, s is not identified.
+
+    Returns:
+        s within [0.01, 10000].
+
+    Raises:
+        ValueError: If a value is out of its range or no question has two samples.
+
+    Example:
+        >>> fit_concentration([0.5] * 4, 32, 64)  # no more spread than one coin has
+        10000.0
+    """
+    p, correct, samples = _counts(predicted, num_correct, num_samples)
+    return _least(lambda s: -float(_log_likelihood(p, correct, samples, s).sum()))
+
+
+def fit_inflated_beta(predicted: Array, num_correct: Array, num_samples: Array) -> InflatedBeta:
+    """Find the inflation and the concentration under which the counts are likeliest.
+
+    ``P(c) = w ((1 - p) [c = 0] + p [c = n]) + (1 - w) BetaBinomial(c; n, s p, s (1 - p))``. For each s the best w
+    is the root of a falling slope; s is searched within [0.01, 10000].
+
+    Args:
+        predicted: p, the predicted capability of each question [Q], in [0, 1].
+        num_correct: c, right samples of each question [Q].
+        num_samples: n, the samples of each question [Q] or one number.
+
+    Raises:
+        ValueError: If a value is out of its range or no question has two samples.
+
+    Example:
+        >>> fitted = fit_inflated_beta([0.5] * 8, [0, 8, 0, 8, 4, 4, 4, 4], 8)
+        >>> round(fitted.inflation, 3), fitted.concentration
+        (0.496, 10000.0)
+    """
+    p, correct, samples = _counts(predicted, num_correct, num_samples)
+    atoms = (1.0 - p) * (correct == 0) + p * (correct == samples)
+
+    def best(s: float) -> tuple[float, float]:
+        return _mixture(atoms, np.exp(_log_likelihood(p, correct, samples, s)))
+
+    concentration = _least(lambda s: best(s)[0])
+    return InflatedBeta(best(concentration)[1], concentration)
+
+
+def _least(loss: Callable[[float], float]) -> float:
+    """Return the concentration of least loss: the best of a grid, refined between its neighbours."""
+    from scipy.optimize import minimize_scalar
+
+    # The loss of an inflated Beta may have two valleys, and a bounded search alone never evaluates its ends.
+    grid = np.geomspace(LEAST_CONCENTRATION, LARGEST_CONCENTRATION, 29)
+    losses = [loss(float(s)) for s in grid]
+    top = int(np.argmin(losses))
+    ends = np.log(grid[[max(top - 1, 0), min(top + 1, len(grid) - 1)]])
+    inside = minimize_scalar(
+        lambda log_s: loss(math.exp(log_s)), bounds=ends, method="bounded", options={"xatol": 1e-8}
+    )
+    return float(grid[top]) if losses[top] <= inside.fun else math.exp(inside.x)
+
+
+def _counts(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[Floats, Floats, Floats]:
+    """Return predictions within (0, 1), right samples and samples of each question [Q]."""
+    samples, correct = checked_counts(num_samples, num_correct)
+    p, correct, samples = np.broadcast_arrays(as_rates(predicted, "predicted"), correct, samples)
+    if p.ndim != 1 or not (samples > 1).any():
+        raise InputError(
+            "Expected `predicted` to be one-dimensional and a question to have at least 2 samples, "
+            f"but got shape {p.shape} and at most {int(samples.max(initial=0))} samples."
+        )
+    return p.clip(_LEAST_P, 1.0 - _LEAST_P), correct.astype(np.float64), samples.astype(np.float64)
+
+
+def _log_likelihood(p: Floats, correct: Floats, samples: Floats, concentration: float) -> Floats:
+    """Return the log of the beta-binomial probability of each count [Q]."""
+    from scipy.special import betaln, gammaln
+
+    a, b = concentration * p, concentration * (1.0 - p)
+    ways = gammaln(samples + 1.0) - gammaln(correct + 1.0) - gammaln(samples - correct + 1.0)
+    return np.asarray(ways + betaln(a + correct, b + samples - correct) - betaln(a, b))
+
+
+def _mixture(atoms: Floats, body: Floats) -> tuple[float, float]:
+    """Return the least negative log-likelihood of ``w atoms + (1 - w) body`` and its w.
+
+    The likelihood is concave in w, so its slope ``sum (atoms - body) / (w atoms + (1 - w) body)`` has one root.
+    """
+    from scipy.optimize import brentq
+
+    def slope(w: float) -> float:
+        return float(((atoms - body) / np.maximum(w * atoms + (1.0 - w) * body, 1e-300)).sum())
+
+    low, high = 0.0, 1.0 - 1e-9
+    w = low if slope(low) <= 0.0 else high if slope(high) >= 0.0 else float(brentq(slope, low, high, xtol=1e-12))
+    return -float(np.log(np.maximum(w * atoms + (1.0 - w) * body, 1e-300)).sum()), w
+
+
+@dataclass(frozen=True)
+class PassAtKMaps:
+    """A rising piecewise-linear function of a score for each k, constant outside its knots.
+
+    Attributes:
+        k: The numbers of samples [K], rising.
+        x: Knots in rising order, one tuple for each k.
+        y: pass@k at the knots, likewise.
+    """
+
+    k: tuple[int, ...]
+    x: tuple[tuple[float, ...], ...]
+    y: tuple[tuple[float, ...], ...]
+
+    def transform(self, scores: Array) -> Floats:
+        """Return the predicted pass@k [K, Q] of scores [Q]; it never falls from one k to the next."""
+        values = as_scores(scores, "scores")
+        return np.array([np.interp(values, x, y) for x, y in zip(self.x, self.y, strict=True)]).reshape(len(self.k), -1)
+
+
+def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Fit the rising function of least squared error; outside its knots it is meant to be constant.
+
+    Args:
+        scores: Scores [N]; any real numbers.
+        targets: What they should become [N], in [0, 1].
+
+    Returns:
+        Its knots in rising order and its values in [0, 1] there. Equal scores share one knot.
+
+    Raises:
+        ValueError: If the lengths differ, there is nothing to fit, or a value is unknown or out of its range.
+
+    Example:
+        >>> isotonic_knots([0.1, 0.4, 0.6], [0.0, 1.0, 0.5])
+        ((0.1, 0.4, 0.6), (0.0, 0.75, 0.75))
+
+    Reference:
+        Zadrozny and Elkan, Transforming Classifier Scores into Accurate Multiclass Probability Estimates, 2002.
+    """
+    from sklearn.isotonic import IsotonicRegression
+
+    values, wanted = as_scores(scores, "scores"), as_rates(targets, "targets")
+    check_same_length(scores=values, targets=wanted)
+    if not len(values):
+        raise InputError("Expected `scores` to hold at least one score to fit a map to, but got none.")
+    model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, wanted)
+    return tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist())
+
+
+def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
+    """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k.
+
+    Args:
+        scores: A score of each question [Q], such as its predicted capability.
+        num_correct: Right samples of each question [Q].
+        num_samples: n of each question [Q] or one number; at least the largest k.
+        ks: The numbers of samples that maps are wanted for.
+
+    Raises:
+        ValueError: If lengths differ, a value is out of its range, a k is above n, or there is no k.
+
+    Example:
+        >>> maps = fit_pass_at_k_maps([0.2, 0.8], [1, 3], 4, ks=[1, 2])
+        >>> maps.transform([0.0, 0.5, 1.0]).round(6).tolist()  # pass@1 is 1/4 and 3/4, pass@2 is 1/2 and 1
+        [[0.25, 0.5, 0.75], [0.5, 0.75, 1.0]]
+    """
+    if not len(ks):
+        raise InputError("Expected `ks` to hold at least one number of samples, but got none.")
+    ordered = tuple(sorted(set(ks)))
+    knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
+    return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))
+
+
+def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean", "first"] = "mean") -> Floats:
+    """Give scores the distribution of known values: the share of scores below one becomes the quantile that it gets.
+
+    ``quantile(distribution, (rank - 1) / (N - 1))`` with ranks from 1 to N; a lone score gets the median.
+
+    Args:
+        scores: Scores of the questions at hand [N]; only their order counts.
+        distribution: Values whose distribution is wanted [M], such as c* of calibration questions.
+        ties: "mean" gives equal scores the mean of their ranks, whatever their order. "first" ranks the earlier one
+            lower, as the published evaluation does.
+
+    Returns:
+        The values [N].
+
+    Raises:
+        ValueError: If a value is None or NaN, or there is no value to draw quantiles from.
+
+    Example:
+        >>> quantile_mapping([0.1, 0.9, 0.5], [0.0, 0.0, 0.2, 0.9, 1.0]).tolist()
+        [0.0, 1.0, 0.2]
+    """
+    values, wanted = as_scores(scores, "scores"), as_scores(distribution, "distribution")
+    if ties not in ("mean", "first"):
+        raise InputError(f'Expected `ties` to be "mean" or "first", but got {ties!r}.')
+    if not len(wanted):
+        raise InputError("Expected `distribution` to hold at least one value, but got none.")
+    if not len(values):
+        return np.zeros(0)
+    ranks = average_rank(values) if ties == "mean" else np.argsort(np.argsort(values, kind="stable")) + 1.0
+    places = (ranks - 1.0) / (len(values) - 1) if len(values) > 1 else np.array([0.5])
+    return np.asarray(np.quantile(wanted, places), dtype=np.float64)

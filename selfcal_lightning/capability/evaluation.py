@@ -1,0 +1,529 @@
+"""How far estimates of capability are from what the responses show, with paired intervals over questions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selfcal_lightning.capability.distributions import isotonic_knots
+from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, as_column, averaged_names, mean_confidence
+from selfcal_lightning.capability.inputs import CapabilityPool
+from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.metrics.arrays import Floats, bin_index, uniform_edges
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
+from selfcal_lightning.metrics.calibration import ErrorBounds
+from selfcal_lightning.metrics.capability import drawn_verdicts, error_parts, random_brier, squared_errors, target_gap
+from selfcal_lightning.metrics.discrimination import spearman
+from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, frame
+
+LEAST_JUDGES = 2
+
+
+@dataclass(frozen=True)
+class TestQuestions:
+    """Q questions that estimates are judged on.
+
+    Attributes:
+        truth: What the responses say that no estimate has seen.
+        estimates: Values by the name of the estimate [Q].
+        costs: Responses that each estimate has taken of a question; 0 for one that reads the question alone.
+        needs_labels: Names of those that look at verdicts.
+        num_dropped: Questions that were left out, since an estimate has none for them.
+    """
+
+    __test__ = False  # no class of tests, whatever its name
+
+    truth: QuestionTable
+    estimates: dict[str, Floats]
+    costs: dict[str, int]
+    needs_labels: frozenset[str]
+    num_dropped: int = 0
+
+
+def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> TestQuestions:
+    """Put the estimates on the questions of a pool.
+
+    Where an estimate reads responses, it gets the first ``estimate_samples`` of each question, and all estimates are
+    judged by the others.
+
+    Args:
+        read: The pool.
+        names: Estimates: values that `selfcal score-questions` put on a store, or ``RESPONSE_ESTIMATORS``.
+        estimate_samples: Responses for estimates that read some.
+
+    Raises:
+        InputError: There is no such estimate, a question has too few responses, or verdicts are missing.
+    """
+    check_names(read, names, estimate_samples=estimate_samples)
+    means = _means(read, names)
+    reads = [name for name in names if name in means or _reads_responses(name)]
+    first = question_table(read.pool.entries, stop=estimate_samples) if reads else None
+    truth = question_table(read.pool.entries, start=estimate_samples if reads else 0)
+    truth.check_judged("pool", str(read.path))
+    if few := int((truth.num_samples < LEAST_JUDGES).sum()):
+        raise InputError(
+            f"Expected at least {LEAST_JUDGES} responses to every question beyond those that estimates read, but got 1 "
+            f"for {few:,} of {len(truth):,} with `estimate_samples` {estimate_samples}: the noise of a single one "
+            "cannot be told from error. Sample more responses, or let estimates read fewer."
+        )
+    estimates: dict[str, Floats] = {}
+    for name in names:
+        if name in means:
+            estimates[name] = mean_confidence(read.pool.entries, name, stop=estimate_samples)
+        elif name in RESPONSE_ESTIMATORS:
+            estimates[name] = RESPONSE_ESTIMATORS[name].estimate(first if first and name in reads else truth)
+        else:
+            keys = [(question.id, question_digest(question)) for question in read.questions]
+            estimates[name] = as_column(question_values(read.path, name, keys))
+    known = np.asarray(~np.isnan(np.stack(list(estimates.values()))).any(axis=0))
+    if not known.any():
+        absent = [name for name, values in estimates.items() if np.isnan(values).all()] or list(estimates)
+        raise InputError(
+            f"Expected values of {', '.join(absent)} for the questions of {read.path}, but got none for any of "
+            f"{len(truth):,}. Score this split first: `selfcal score-questions --store_dir {read.path}`."
+        )
+    return TestQuestions(
+        truth.select(known),
+        {name: values[known] for name, values in estimates.items()},
+        {name: estimate_samples if name in reads else 0 for name in names},
+        frozenset(name for name in reads if name not in means and RESPONSE_ESTIMATORS[name].needs_labels),
+        int((~known).sum()),
+    )
+
+
+def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> None:
+    """Raise InputError unless every name is an estimate that the pool can give, stated once."""
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"Expected `estimator` to name different estimates, at least one, but got {list(names)}.")
+    kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    means = _means(read, names)
+    for name in names:
+        if name in means and estimate_samples < 1:
+            raise InputError(f"Expected `estimate_samples` to be at least 1 for {name}, but got {estimate_samples}.")
+        if name in RESPONSE_ESTIMATORS:
+            least = RESPONSE_ESTIMATORS[name].least_samples
+            if estimate_samples < least:
+                raise InputError(
+                    f"Expected `estimate_samples` to be at least {least} for {name}, but got {estimate_samples}."
+                )
+            if RESPONSE_ESTIMATORS[name].needs_labels:
+                question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
+        elif name not in kept and name not in means:
+            known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
+            raise InputError(
+                f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. Values of "
+                "questions are put on a store by `selfcal score-questions`, those of responses by `selfcal score`."
+            )
+
+
+def _reads_responses(name: str) -> bool:
+    return name in RESPONSE_ESTIMATORS and RESPONSE_ESTIMATORS[name].least_samples > 0
+
+
+def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
+    """Return which estimates are means of a confidence over responses."""
+    kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    brought = {name for entry in read.pool.entries for sample in entry.samples for name in sample.confidences}
+    recorded = ({P_TRUE} | brought) - {*kept, *RESPONSE_ESTIMATORS}
+    return {*averaged_names(read.path, names), *(recorded & {*names})}
+
+
+MAPPED = "isotonic"
+
+
+@dataclass(frozen=True)
+class EstimatorRow:
+    """An estimate of capability and how good it is.
+
+    Attributes:
+        name: What it is; one mapped on calibration questions says so.
+        samples: Responses that it takes of a question.
+        needs_labels: Whether it looks at verdicts on the question itself, or was mapped on such of others.
+        mse: Squared error, without the noise of the responses; None for a score that is no probability.
+        difference: Its squared error less that of the first row, on the same resamples; None for the first.
+        skill: Share of the variance of capability that it explains.
+        spearman: Rank correlation with the share of right responses.
+        ece: Calibration error against that share.
+    """
+
+    name: str
+    samples: int
+    needs_labels: bool
+    mse: Estimate | None
+    difference: Estimate | None
+    skill: Estimate | None
+    spearman: Estimate
+    ece: Estimate | None
+
+
+@dataclass(frozen=True)
+class CapabilityComparison:
+    """Estimates on the same questions.
+
+    Attributes:
+        rows: One an estimate.
+        num_questions: Questions.
+        num_samples: Fewest responses that a question is judged by.
+        mean: Mean share of right responses.
+        constant: Squared error of the best constant: the variance of capability.
+        random: Squared error of a number drawn at random.
+        single: Squared error of the verdict on one response, taken as the capability.
+    """
+
+    rows: tuple[EstimatorRow, ...]
+    num_questions: int
+    num_samples: int
+    mean: float
+    constant: float
+    random: float
+    single: float
+
+
+def compare_estimators(
+    test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
+) -> CapabilityComparison:
+    """Judge estimates, and the same ones mapped by isotonic regression on calibration questions.
+
+    Args:
+        test: Questions with estimates; at least 2 responses each to judge by.
+        calibration: Other questions, to map every estimate on; None maps none.
+        num_resamples: Resamples of the questions.
+        seed: Of the resamples.
+    """
+    truth = test.truth
+    weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
+    shares = truth.expected_accuracy
+    spread = capability_spread(truth.num_correct, truth.num_samples, weights)
+    rows: list[EstimatorRow] = []
+    errors: list[Floats] = []
+    for name, values, needs_labels in candidates(test, calibration):
+        is_chance = bool(((values >= 0.0) & (values <= 1.0)).all())
+        mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights if is_chance else None
+        if mse is not None:
+            errors.append(mse)
+        rows.append(
+            EstimatorRow(
+                name=name,
+                samples=test.costs[name.partition(" + ")[0]],
+                needs_labels=needs_labels,
+                mse=None if mse is None else estimate_of(mse),
+                difference=None if mse is None or len(errors) < 2 else estimate_of(mse - errors[0]),
+                skill=None if mse is None else estimate_of(1.0 - mse / spread),
+                spearman=estimate_of(resampled_column(spearman, values, shares, weights)),
+                ece=Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
+                if is_chance
+                else None,
+            )
+        )
+    parts = error_parts(np.zeros(len(truth)), truth.num_correct, truth.num_samples)
+    return CapabilityComparison(
+        rows=tuple(rows),
+        num_questions=len(truth),
+        num_samples=int(truth.num_samples.min()),
+        mean=float(shares.mean()),
+        constant=float(spread[0]),
+        random=float(random_brier(shares) or 0.0),
+        single=0.0 if parts is None else parts.spread,
+    )
+
+
+def mapped(scores: Floats, calibration: TestQuestions, name: str) -> Floats:
+    """Return scores mapped by isotonic regression to the share of right responses on calibration questions [Q]."""
+    x, y = isotonic_knots(calibration.estimates[name], calibration.truth.expected_accuracy)
+    return np.interp(scores, x, y)
+
+
+def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[tuple[str, Floats, bool]]:
+    """Return every estimate and, with calibration questions, each mapped: (name, values [Q], whether it saw labels)."""
+    found = [(name, values, name in test.needs_labels) for name, values in test.estimates.items()]
+    if calibration is not None:
+        found += [
+            (f"{name} + {MAPPED}", mapped(values, calibration, name), True) for name, values in test.estimates.items()
+        ]
+    return found
+
+
+def capability_spread(correct: Floats, samples: np.ndarray, weights: Floats) -> Floats:
+    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise.
+
+    Args:
+        correct: Right responses of each question [Q].
+        samples: Responses of each [Q].
+        weights: Those of the questions [Q, 1 + R]. NaN where capabilities do not differ beyond the noise.
+    """
+    shares = correct / samples
+    noise = shares * (1.0 - shares) / np.maximum(samples - 1, 1)
+    variance = (shares**2) @ weights - (shares @ weights) ** 2 - noise @ weights
+    return np.where(variance > 1e-12, variance, np.nan)
+
+
+def resampled_column(
+    measure: Callable[[Floats, Floats], float | None], values: Floats, shares: Floats, weights: Floats
+) -> Floats:
+    """Return a measure on the questions, then on their resamples [1 + R]; NaN where it is not defined.
+
+    Args:
+        measure: Of values and shares.
+        values: Estimates [Q].
+        shares: Shares of right responses [Q].
+        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
+    """
+    found = [measure(values, shares)]
+    for counts in np.rint(weights.T[1:] * len(values)).astype(np.int64):
+        found.append(measure(np.repeat(values, counts), np.repeat(shares, counts)))
+    return np.array([np.nan if value is None else value for value in found], dtype=np.float64)
+
+
+def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_bins: int = 10) -> ErrorBounds:
+    """Return the calibration error of estimates against shares of right responses, with bounds of what chance adds.
+
+    Args:
+        values: Estimates [Q], in [0, 1].
+        shares: Shares of right responses [Q].
+        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
+        num_bins: Bins of equal width.
+
+    Example:
+        >>> share_error_bounds(np.array([0.5, 0.5]), np.array([0.75, 0.5]), np.full((2, 1), 0.5)).value
+        0.125
+    """
+    bins = np.eye(num_bins)[bin_index(values, uniform_edges(num_bins))]
+    return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
+
+
+def cost_figure(comparison: CapabilityComparison, *, title: str = "") -> Figure:
+    """Draw the squared error of each estimate over the responses that it reads of a question, with intervals.
+
+    Lines show what costs nothing, the best constant, and what one judged response gives.
+    """
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    seen: Counter[int] = Counter()
+    for row in comparison.rows:
+        if row.mse is None or row.mse.value is None:
+            continue
+        at = row.samples + 0.06 * seen[row.samples]  # estimates of one cost stand side by side
+        seen[row.samples] += 1
+        value = float(row.mse.value)
+        if row.mse.low is not None and row.mse.high is not None:
+            axes.plot([at, at], [row.mse.low, row.mse.high], color=GREY, linewidth=1.2)
+        axes.plot(at, value, "o", markersize=5, color=BEFORE if row.needs_labels else AFTER)
+        axes.annotate(row.name, (at, value), xytext=(5, 3), textcoords="offset points", fontsize=7)
+    for level, name in ((comparison.constant, "the best constant"), (comparison.single, "one judged response")):
+        axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
+    axes.set(xlabel="responses read of a question", ylabel="squared error of capability")
+    axes.set_xlim(-0.3, max(seen, default=0) + 1.5)
+    frame(axes)
+    if title:
+        axes.set_title(title, fontsize=11)
+    return figure
+
+
+DRAWS = 5
+_JITTER = 0.08
+
+
+@dataclass(frozen=True)
+class DecompositionRow:
+    """The squared error of an estimate against single responses, and its two parts.
+
+    Attributes:
+        name: The estimate.
+        response: Against the verdicts on single responses: what response calibration measures.
+        capability: Against capability: what a better estimate could remove.
+        spread: The rest, mean c* (1 - c*): what nobody can know before the response.
+    """
+
+    name: str
+    response: Estimate
+    capability: Estimate
+    spread: Estimate
+
+
+@dataclass(frozen=True)
+class DefinitionGap:
+    """How far the two targets are from one another: verdicts on one response a question, and capabilities.
+
+    Attributes:
+        mae: Mean absolute difference.
+        spearman: Rank correlation; None where capabilities do not differ.
+        kendall: Kendall's tau-b; likewise.
+        draws: Draws of one response a question that these are means over.
+    """
+
+    mae: float
+    spearman: float | None
+    kendall: float | None
+    draws: int = DRAWS
+
+
+def decompose_errors(
+    test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
+) -> tuple[DecompositionRow, ...]:
+    """Take the error of each estimate apart; one that is no probability is left out.
+
+    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part estimated without bias; the equation holds for the
+    estimates to the last digit.
+
+    Args:
+        test: Questions with estimates; at least 2 responses each to judge by.
+        calibration: Other questions, to map every estimate on; None maps none.
+        num_resamples: Resamples of the questions.
+        seed: Of the resamples.
+    """
+    truth = test.truth
+    weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
+    share, samples = truth.expected_accuracy, truth.num_samples.astype(np.float64)
+    spread = share * (1.0 - share) * samples / np.maximum(samples - 1.0, 1.0)
+    rows = []
+    for name, p, _ in candidates(test, calibration):
+        if ((p >= 0.0) & (p <= 1.0)).all():
+            capability = squared_errors(p, truth.num_correct, truth.num_samples)
+            columns = (capability + spread, capability, spread)
+            rows.append(DecompositionRow(name, *(estimate_of(column @ weights) for column in columns)))
+    return tuple(rows)
+
+
+def definition_gap(test: TestQuestions, *, seed: int = 0) -> DefinitionGap:
+    """Compare verdicts on one response a question with capabilities, over ``DRAWS`` draws of that response."""
+    truth = test.truth.expected_accuracy
+    gaps = [target_gap(drawn_verdicts(truth, seed=seed + draw), truth) for draw in range(DRAWS)]
+    found = [gap for gap in gaps if gap is not None]
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return DefinitionGap(
+        mean([gap.mae for gap in found]) or 0.0,
+        mean([gap.spearman for gap in found]),
+        mean([gap.kendall for gap in found]),
+    )
+
+
+def decomposition_figure(
+    rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0, title: str = ""
+) -> Figure:
+    """Draw the parts of each estimate's error, and the verdict on one response over the capability of its question."""
+    figure = Figure(figsize=(9.6, 1.6 + 0.5 * max(len(rows), 4)), layout="constrained")
+    bars, dots = figure.subplots(1, 2)
+    names = [row.name for row in rows][::-1]
+    capability = [max(float(row.capability.value or 0.0), 0.0) for row in rows][::-1]
+    spread = [float(row.spread.value or 0.0) for row in rows][::-1]
+    bars.barh(names, spread, color=GREY, label="spread of the responses, c* (1 - c*)")
+    bars.barh(names, capability, left=spread, color=BEFORE, label="error of capability")
+    bars.set_xlabel("squared error against single responses")
+    bars.set_xlim(0.0, 1.35 * max([a + b for a, b in zip(capability, spread, strict=True)], default=1.0))
+    bars.legend(loc="lower right", fontsize=8, frameon=False)
+    _draw_verdicts(dots, test.truth.expected_accuracy, seed=seed)
+    for axes in (bars, dots):
+        frame(axes)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _draw_verdicts(axes: Axes, truth: Floats, *, seed: int) -> None:
+    verdicts = drawn_verdicts(truth, seed=seed)
+    noise = np.random.default_rng(seed).uniform(-_JITTER, _JITTER, len(truth))
+    for value, colour, label in ((1.0, RIGHT, "right"), (0.0, WRONG, "wrong")):
+        at = verdicts == value
+        axes.scatter(truth[at], (verdicts + noise)[at], s=9, alpha=0.5, color=colour, label=label)
+    axes.set_xlabel("capability: share of right responses")
+    axes.set_ylabel("verdict on one response")
+    axes.set_yticks([0.0, 1.0], ["wrong", "right"])
+
+
+ORACLE = "by the responses' own verdicts (oracle)"
+LEFT_OUT = (0.1, 0.2, 0.5)
+
+
+@dataclass(frozen=True)
+class AskingRow:
+    """What leaving questions out by one estimate comes to.
+
+    Attributes:
+        name: The estimate.
+        left_out: Shares of the questions that are left out, those of least capability [S].
+        lost: Share of all right responses that goes with them [S].
+        pass_at_1: Share of right responses to the questions that are asked [S].
+    """
+
+    name: str
+    left_out: tuple[float, ...]
+    lost: tuple[Estimate, ...]
+    pass_at_1: tuple[Estimate, ...]
+
+
+def compare_asking(
+    test: TestQuestions, *, left_out: Sequence[float] = LEFT_OUT, num_resamples: int = 1000, seed: int = 0
+) -> list[AskingRow]:
+    """Return what each estimate loses when the questions it gives least are not asked, and the oracle.
+
+    Any score does, a probability or not: the order alone decides. The intervals resample questions and keep which ones
+    were left out.
+
+    Args:
+        test: Questions with estimates.
+        left_out: Shares of the questions to leave out.
+        num_resamples: Resamples of the questions.
+        seed: Of the resamples.
+
+    Raises:
+        InputError: A share lies outside [0, 1).
+    """
+    if not left_out or min(left_out) < 0.0 or max(left_out) >= 1.0:
+        raise InputError(f"Expected `left_out` to lie in [0, 1), but got {list(left_out)}.")
+    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
+    shares = test.truth.expected_accuracy
+    rows = []
+    for name, values in {**test.estimates, ORACLE: shares}.items():
+        kept = [asked_questions(values, share) for share in left_out]
+        rows.append(
+            AskingRow(
+                name,
+                tuple(left_out),
+                tuple(estimate_of(lost_column(shares, mask, weights)) for mask in kept),
+                tuple(estimate_of(_divided((shares * mask) @ weights, mask @ weights)) for mask in kept),
+            )
+        )
+    return rows
+
+
+def asked_questions(values: Floats, left_out: float) -> np.ndarray:
+    """Return which questions are asked where a share of them, those of least value, is not [Q].
+
+    Of equal values the first questions are left out.
+
+    Example:
+        >>> asked_questions(np.array([0.5, 0.1, 0.9, 0.2]), 0.5).tolist()
+        [True, False, True, False]
+    """
+    asked = np.ones(len(values), dtype=bool)
+    asked[np.argsort(values, kind="stable")[: int(left_out * len(values) + 1e-9)]] = False
+    return asked
+
+
+def lost_column(shares: Floats, asked: np.ndarray, weights: Floats) -> Floats:
+    """Return the share of right responses lost on the questions and their resamples [1 + R]; NaN without right ones.
+
+    Args:
+        shares: Share of right responses of each question [Q].
+        asked: Which are asked [Q].
+        weights: Those of the questions [Q, 1 + R].
+    """
+    return _divided((shares * ~asked) @ weights, shares @ weights)
+
+
+def _divided(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0.0)

@@ -1,0 +1,303 @@
+"""Vectors of prompts on disk: safetensors files beside a record of what made them, never in the rows of a store.
+
+Layout of a folder::
+
+    features.json            what the vectors are: model, template, levels; written once
+    <digest>.safetensors     ``last_token`` and ``token_mean`` of some questions, with ids and digests of prompts
+
+A file appears whole or not at all, and is named after what it holds. So a killed run goes on, several processes may
+write at a time, and a question that was read twice is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import json_object_or_none, remove_abandoned, to_json, write_atomically
+from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.data.store.manifest import StoreFingerprint, origin_differences
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptReader, PromptStates
+from selfcal_lightning.engines.opening import check_engine, open_engine
+from selfcal_lightning.models.chat_format import USER_PROMPT, ChatFormat
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity, Question
+
+RECORD = "features.json"
+FORMAT = "selfcal_lightning.prompt_features"
+VERSION = 1
+_ENDING = ".safetensors"
+Key = tuple[str, str]  # id of a question, digest of its prompt
+
+
+class FeatureFolder:
+    """The vectors of prompts in a folder. Opening it reads and writes nothing.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """What made the vectors; None where nothing is recorded yet.
+
+        Raises:
+            InputError: The folder holds something else.
+        """
+        if not self.path.exists():
+            return None
+        file = self.path / RECORD
+        record = json_object_or_none(file) if file.is_file() else None
+        if record is None and not any(self.path.iterdir()):
+            return None
+        if record is None or record.get("format") != FORMAT or record.get("version") != VERSION:
+            raise InputError(
+                f"Expected {self.path} to be a folder of features of version {VERSION}, or new, but got "
+                f"{'another version' if record and record.get('format') == FORMAT else 'something else'}. Name another."
+            )
+        return dict(record["origin"])
+
+    def open(self, origin: Mapping[str, Any]) -> None:
+        """Make the folder ready for vectors of ``origin``.
+
+        Raises:
+            InputError: It holds vectors of another origin, naming each field that differs, or something else.
+        """
+        found = self.origin
+        if found is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            record = {"format": FORMAT, "version": VERSION, "origin": dict(origin)}
+            write_atomically(self.path / RECORD, to_json(record), exclusive=True)
+        elif differences := origin_differences(found, origin):
+            raise InputError(
+                f"Expected the features in {self.path} to have been read in the same way, but got "
+                f"{'; '.join(differences)}. Name another folder, or delete that one: they are read anew."
+            )
+        remove_abandoned(self.path)
+
+    def write(self, keys: Sequence[Key], states: PromptStates) -> None:
+        """Add the vectors of some questions as one file."""
+        arrays = {"last_token": states.last_token, "token_mean": states.token_mean}
+        plain = {name: np.ascontiguousarray(values, dtype=np.float32) for name, values in arrays.items()}
+        digest = _digest(keys, plain)
+        data = save(plain, metadata={"keys": json.dumps([list(key) for key in keys]), "sha256": digest})
+        write_atomically(self.path / f"{digest[:16]}{_ENDING}", data)
+
+    def keys(self) -> set[Key]:
+        """Return which prompts of which questions are there."""
+        return {key for _, keys in self._files() for key in keys}
+
+    def read(self, keys: Sequence[Key]) -> PromptStates:
+        """Return the vectors of questions, in their order.
+
+        Raises:
+            RunError: One is not there, or a file is damaged.
+        """
+        places = {key: row for row, key in enumerate(keys)}
+        kept: dict[str, NDArray[np.float32]] = {}
+        found = np.zeros(len(keys), dtype=bool)
+        for file, stored in self._files():
+            rows = [(at, places[key]) for at, key in enumerate(stored) if key in places]
+            if not rows:
+                continue
+            theirs, mine = (np.array(column) for column in zip(*rows, strict=True))
+            for name, values in _load(file, stored).items():
+                kept.setdefault(name, np.empty((len(keys), *values.shape[1:]), dtype=np.float32))[mine] = values[theirs]
+            found[mine] = True
+        if not found.all():
+            absent = [keys[row][0] for row in np.flatnonzero(~found)[:3]]
+            raise RunError(
+                f"Expected {self.path} to hold features of all questions, but got none of {absent} and more."
+            )
+        return PromptStates(kept["last_token"], kept["token_mean"])
+
+    def _files(self) -> Iterator[tuple[Path, list[Key]]]:
+        for file in sorted(self.path.glob(f"*{_ENDING}")):
+            yield file, [(name, prompt) for name, prompt in json.loads(_header(file)["keys"])]
+
+
+def prompt_digest(prompt_ids: Iterable[int]) -> str:
+    """Return a digest of the token ids of a prompt."""
+    return hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
+
+
+def _header(file: Path) -> dict[str, str]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            found = opened.metadata() or {}
+    except SafetensorError as error:
+        raise _damaged(file, str(error)) from error
+    if not {"keys", "sha256"} <= found.keys():
+        raise _damaged(file, "no ids in it")
+    return found
+
+
+def _load(file: Path, keys: Sequence[Key]) -> dict[str, NDArray[np.float32]]:
+    with safe_open(file, framework="numpy") as opened:
+        arrays = {name: opened.get_tensor(name) for name in ("last_token", "token_mean")}
+        stated = opened.metadata()["sha256"]
+    if _digest(keys, arrays) != stated:
+        raise _damaged(file, "other contents than were written")
+    return arrays
+
+
+def _digest(keys: Sequence[Key], arrays: Mapping[str, NDArray[np.float32]]) -> str:
+    found = hashlib.sha256(json.dumps([list(key) for key in keys]).encode())
+    for name in sorted(arrays):
+        found.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return found.hexdigest()
+
+
+def _damaged(file: Path, reason: str) -> RunError:
+    return RunError(
+        f"Expected {file} to hold features as they were written, but got {reason}. Delete it; what is missing is read "
+        "anew by the same command."
+    )
+
+
+_HASHES = ("weights_sha256", "adapter_sha256")
+
+
+class PromptModel:
+    """A model that is given questions, and nothing else. Nothing is loaded before it is needed.
+
+    An activated adapter sleeps over a prompt, so it takes no part: the capability is the base model's.
+
+    Args:
+        settings: Which model, and how it is run; its name may be None where a store names it.
+        fingerprint: What the responses are whose questions are read; None without any.
+        own_adapter: Whether the adapter must be the one that gave the responses: not where it was trained to be asked
+            about them.
+
+    Raises:
+        InputError: The model is not there, or it is another one than that which gave the responses.
+    """
+
+    def __init__(
+        self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None, *, own_adapter: bool = True
+    ) -> None:
+        self._settings = settings
+        self._compared = _HASHES if own_adapter else _HASHES[:1]
+        self._named = ScoringModel(settings, fingerprint)
+        check_engine(settings.engine, self._named.source)
+        self._engine: Engine | None = None
+        if fingerprint is not None and fingerprint.model.model != IMPORTED:
+            self._check_is_that_of(fingerprint.model)
+            self._check_puts_questions_as(fingerprint.prompt)
+
+    def _check_is_that_of(self, sampled: ModelIdentity) -> None:
+        wanted = {name: sampled.as_json()[name] for name in self._compared}
+        found = [f"{name} {self.identity[name]}" for name in wanted if self.identity[name] != wanted[name]]
+        if wanted["weights_sha256"] is not None and found:
+            raise InputError(
+                f"Expected the model and adapter that gave the responses, {sampled.model!r} with "
+                f"{', '.join(f'{name} {value}' for name, value in wanted.items())}, but got {', '.join(found)}. A "
+                "capability belongs to one model: name that one, or sample responses of this one."
+            )
+
+    def _check_puts_questions_as(self, sampled: PromptIdentity) -> None:
+        found = self.prompt_identity["template_sha256"]
+        if sampled.template_sha256 not in (None, found):
+            raise InputError(
+                f"Expected the chat template that the responses were sampled with, sha256 {sampled.template_sha256}, "
+                f"but got {found} in {self.source}: its prompts are others. Put the template back, or sample anew."
+            )
+
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        """Hashes of the weights, and of an adapter that is awake over prompts."""
+        return {name: self._named.identity[name] for name in _HASHES}
+
+    @property
+    def source(self) -> str:
+        """Folder or hub name of the model."""
+        return self._named.source
+
+    @property
+    def chat(self) -> ChatFormat:
+        """How questions are put."""
+        return self._named.chat
+
+    @cached_property
+    def prompt_identity(self) -> dict[str, Any]:
+        """What questions are put with: the template, and the user's own prompt where there is one."""
+        described = self.chat.describe()
+        return {name: described[name] for name in ("template_sha256", USER_PROMPT) if name in described}
+
+    def open(self) -> Engine:
+        """Return the engine, opened by the first call."""
+        if self._engine is None:
+            options = replace(self._settings.engine, revision=self._named.revision)
+            self._engine = open_engine(options, self.source, chat=self.chat)
+        return self._engine
+
+    def close(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> PromptModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+CHUNK_QUESTIONS = 512
+
+
+def feature_origin(model: PromptModel, settings: LevelSettings) -> dict[str, Any]:
+    """Return what the features of a model depend on, JSON-able: weights, adapter, template and levels."""
+    levels = {**asdict(settings), "levels": None if settings.levels is None else list(settings.levels)}
+    return {"model": model.identity, "prompt": model.prompt_identity, "states": levels}
+
+
+def read_features(
+    model: PromptModel, questions: Sequence[Question], folder: FeatureFolder, settings: LevelSettings
+) -> PromptStates:
+    """Return the hidden states of questions in their order; those that are not in ``folder`` are read into it.
+
+    A run that was killed goes on: what one pass over ``CHUNK_QUESTIONS`` questions gave is on disk at once.
+
+    Args:
+        model: The model; it is loaded only where states are missing. Its engine must give hidden states
+            (``engines.hidden_states.check_gives_hidden_states``).
+        questions: The questions.
+        folder: Where the states lie.
+        settings: Which levels.
+
+    Raises:
+        InputError: The folder holds states of another model, template or level.
+    """
+    folder.open(feature_origin(model, settings))
+    prompts = [model.chat.prompt_ids(question.messages) for question in questions]
+    keys = [(question.id, prompt_digest(ids)) for question, ids in zip(questions, prompts, strict=True)]
+    known = folder.keys()
+    # Of about one length together, since shorter ones are padded.
+    rows = sorted((row for row, key in enumerate(keys) if key not in known), key=lambda row: len(prompts[row]))
+    if rows:
+        reader = cast("PromptReader", model.open())
+        with Progress(len(rows), label=f"Reading hidden states into {folder.path}", unit="prompts") as progress:
+            for start in range(0, len(rows), CHUNK_QUESTIONS):
+                chunk = rows[start : start + CHUNK_QUESTIONS]
+                folder.write(
+                    [keys[row] for row in chunk], reader.prompt_states([prompts[row] for row in chunk], settings)
+                )
+                progress.update(len(chunk))
+    return folder.read(keys)

@@ -1,0 +1,174 @@
+"""Predicted capability against the share of right samples, from one pass over the questions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.calibration import expected_calibration_error, reliability_bins
+from selfcal_lightning.metrics.capability import error_parts, skill, squared_error
+from selfcal_lightning.metrics.discrimination import pearson, spearman
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
+from selfcal_lightning.metrics.streaming import ExactMetric, check_probabilities, check_vectors
+
+CAPABILITY_MSE = "capability/MSE"
+CAPABILITY_RMSE = "capability/RMSE"
+CAPABILITY_MAE = "capability/MAE"
+CAPABILITY_SKILL = "capability/Skill"
+CAPABILITY_PEARSON = "capability/Pearson"
+CAPABILITY_SPEARMAN = "capability/Spearman"
+CAPABILITY_ECE = "capability/ECE"
+CAPABILITY_QUESTIONS = "capability/Questions"
+KEYS = (
+    CAPABILITY_MSE, CAPABILITY_RMSE, CAPABILITY_MAE, CAPABILITY_SKILL, CAPABILITY_PEARSON, CAPABILITY_SPEARMAN,
+    CAPABILITY_ECE, CAPABILITY_QUESTIONS,
+)  # fmt: skip
+
+
+class QuestionRows(ExactMetric):
+    """Base of metrics over predicted capabilities and counted samples: keeps these of every question.
+
+    Args:
+        kwargs: Of ``torchmetrics.Metric``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_rows("questions", width=3, dtype=torch.float64)
+
+    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
+        """Keep the questions."""
+        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
+        check_probabilities(predicted, "predicted")
+        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
+        self.questions.append(torch.stack(columns, dim=1))
+
+    def columns(self) -> Floats:
+        """Return predicted capability, right samples and samples of all questions of all processes [3, Q]."""
+        rows = self.rows("questions").cpu().numpy()
+        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
+        return rows[np.lexsort(rows.T)].T
+
+
+class CapabilityMetrics(QuestionRows):
+    """How good predictions of capability are.
+
+    The keys of ``compute``:
+
+    - ``capability/MSE``, ``capability/RMSE``: squared error and its root; debiased, they do not depend on how many
+      samples a question has, and the root of a squared error below 0 is 0;
+    - ``capability/MAE``: mean absolute difference from the share of right samples, whose noise it includes;
+    - ``capability/Skill``: share of the variance of capability that is explained; 0 for a constant, at most 1;
+    - ``capability/Pearson``, ``capability/Spearman``: correlation with the share of right samples;
+    - ``capability/ECE``: over bins of the prediction, against the mean share of right samples;
+    - ``capability/Questions``: how many they are.
+
+    As input to ``update``:
+        predicted: Predicted capability of each question [B], in [0, 1].
+        num_correct: Right samples of each question [B].
+        num_samples: Samples of each question [B]; at least 2 where errors are debiased.
+
+    As output of ``compute``: floats by key; NaN where a value is not defined.
+
+    Args:
+        num_bins: Bins of equal width of the calibration error.
+        debiased: Whether the noise of the samples is taken out of MSE, RMSE and skill.
+        kwargs: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metric = CapabilityMetrics(debiased=False)
+        >>> metric.update(torch.tensor([0.25, 0.75]), torch.tensor([0, 4]), torch.tensor([4, 4]))
+        >>> values = metric.compute()
+        >>> values["capability/MSE"], values["capability/Skill"], values["capability/Spearman"]
+        (0.0625, 0.75, 1.0)
+    """
+
+    def __init__(self, num_bins: int = 10, *, debiased: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_bins = num_bins
+        self.debiased = debiased
+
+    def compute(self) -> dict[str, float]:
+        """Return the numbers over all questions of all processes, by key."""
+        predicted, correct, samples = self.columns()
+        share = correct / samples
+        error = squared_error(predicted, correct, samples, debiased=self.debiased)
+        values = {
+            CAPABILITY_MSE: error,
+            CAPABILITY_RMSE: None if error is None else max(error, 0.0) ** 0.5,
+            CAPABILITY_MAE: _mean(np.abs(predicted - share)),
+            CAPABILITY_SKILL: skill(predicted, correct, samples, debiased=self.debiased),
+            CAPABILITY_PEARSON: pearson(predicted, share),
+            CAPABILITY_SPEARMAN: spearman(predicted, share),
+            CAPABILITY_ECE: expected_calibration_error(predicted, share, num_bins=self.num_bins),
+            CAPABILITY_QUESTIONS: len(predicted),
+        }
+        return {key: float("nan") if value is None else float(value) for key, value in values.items()}
+
+    def questions_seen(self) -> tuple[Floats, Floats, Floats]:
+        """Return the predicted capability, right samples and samples of the questions of all processes [Q] each."""
+        with self.synced():
+            predicted, correct, samples = self.rows("questions").cpu().numpy().T
+        return predicted, correct, samples
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw the share of right samples over the predicted capability."""
+        predicted, correct, samples = self.questions_seen()
+        figure, axes = axes_to_draw_on(ax)
+        bins = reliability_bins(predicted, correct / samples, num_bins=self.num_bins)
+        draw_reliability_of(axes, bins, outcome="share of right samples")
+        axes.set_xlabel("predicted capability")
+        return figure, axes
+
+
+def _mean(values: Floats) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(values.mean()) if len(values) else None
+
+
+RESPONSE_ERROR = "capability/ResponseError"
+CAPABILITY_ERROR = "capability/CapabilityError"
+RESPONSE_SPREAD = "capability/ResponseSpread"
+
+
+class CapabilityErrorParts(QuestionRows):
+    """Response- against capability-calibration: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``.
+
+    The keys of ``compute``:
+
+    - ``capability/ResponseError``: squared error against verdicts on single responses;
+    - ``capability/CapabilityError``: the part against capability, which a better prediction could remove; it is the
+      debiased ``capability/MSE`` of ``CapabilityMetrics``, and may come out below 0 by chance;
+    - ``capability/ResponseSpread``: the rest, which nothing that is known before the response can remove.
+
+    As input to ``update``:
+        predicted: Predicted capability of each question [B], in [0, 1].
+        num_correct: Right samples of each question [B].
+        num_samples: Samples of each question [B], at least 2.
+
+    As output of ``compute``: floats by key; NaN without questions.
+
+    Args:
+        kwargs: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> import torch
+        >>> metric = CapabilityErrorParts()
+        >>> metric.update(torch.tensor([0.5]), torch.tensor([1]), torch.tensor([2]))
+        >>> metric.compute()
+        {'capability/ResponseError': 0.25, 'capability/CapabilityError': -0.25, 'capability/ResponseSpread': 0.5}
+    """
+
+    higher_is_better = False
+
+    def compute(self) -> dict[str, float]:
+        """Return the parts over all questions of all processes, by key."""
+        parts = error_parts(*self.columns())
+        values = (np.nan,) * 3 if parts is None else (parts.response, parts.capability, parts.spread)
+        return dict(zip((RESPONSE_ERROR, CAPABILITY_ERROR, RESPONSE_SPREAD), map(float, values), strict=True))

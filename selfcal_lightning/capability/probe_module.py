@@ -1,0 +1,471 @@
+"""Probes that are trained by steps: of the hidden states of prompts, beside the closed-form fit of ``fit-probe``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast, get_args
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from selfcal_lightning.capability.metrics import CapabilityMetrics
+from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
+from selfcal_lightning.capability.probe_heads import ACTIVATIONS, Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.confidence.splits import FittedOn
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
+from selfcal_lightning.models.folders import base_model_identity
+from selfcal_lightning.training.calibrated_model import TrainedCheckpoint
+from selfcal_lightning.training.contracts import ExportKind, probe_data
+from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.schedule import cosine_with_warmup, linear_with_warmup
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+
+
+class ProbeBatch(NamedTuple):
+    """B questions with their features and what their responses show.
+
+    Attributes:
+        features: Standardised features, float32 [B, D].
+        target: What is learnt, float32 [B], in [0, 1].
+        num_correct: Right ones among the responses, float32 [B]; nan where one was not judged.
+        num_samples: Responses, int64 [B].
+    """
+
+    features: Tensor
+    target: Tensor
+    num_correct: Tensor
+    num_samples: Tensor
+
+
+_ARRAYS = ("centre", "scale")
+
+
+def plain_basis(basis: ProbeBasis) -> dict[str, Any]:
+    """Return what a probe's input is as tensors and plain types, which a checkpoint may hold."""
+    plain = {**vars(basis), "fitted_on": basis.fitted_on.as_json()}
+    return {**plain, **{name: torch.as_tensor(np.array(plain[name])) for name in _ARRAYS}}
+
+
+def basis_of(content: Mapping[str, Any]) -> ProbeBasis:
+    """Read what :func:`plain_basis` wrote."""
+    arrays = {name: content[name].cpu().numpy() for name in _ARRAYS}
+    return ProbeBasis(**{**content, **arrays, "fitted_on": FittedOn.from_json(content["fitted_on"])})
+
+
+def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
+    """Raise InputError where a checkpoint was trained on other features, questions or targets."""
+    differing = [
+        f"`{name}` was {before!r} and is {now!r}"
+        for name in ("pooling", "target", "draws", "origin", "sampling")
+        if (before := vars(stored)[name]) != (now := vars(current)[name])
+    ]
+    if stored.fitted_on != current.fitted_on:
+        differing.append(f"{stored.fitted_on.num_questions:,} questions were others")
+    elif any(not np.array_equal(vars(stored)[name], vars(current)[name]) for name in _ARRAYS):
+        differing.append("hidden states were others")
+    if differing:
+        raise InputError(
+            f"Expected the features, questions and targets of the checkpoint, but got others: {'; '.join(differing)}. "
+            "Restore what it was trained with (`data.init_args`), or start a new run without `ckpt_path`."
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise InputError where the Trainer runs in a way that the training of a probe, of seconds, was not made for."""
+    found = {
+        "one process": trainer.world_size == 1 or f"{trainer.world_size} processes",
+        "`trainer.precision` 32-true or 64-true": trainer.precision in ("32-true", "64-true") or trainer.precision,
+        "`trainer.accumulate_grad_batches` 1": trainer.accumulate_grad_batches == 1 or trainer.accumulate_grad_batches,
+    }
+    for wanted, value in found.items():
+        if value is not True:
+            raise InputError(
+                f"Expected {wanted} where a probe is trained, but got {value}. Its features lie in memory, and it is "
+                "trained in seconds: a batch of any size is one step."
+            )
+
+
+HeadName = Literal["linear", "mlp", "classifier"]
+ProbeOptimizer = Literal["adamw", "sgd", "lbfgs"]
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
+    """Return the loss, where none is given the usual one of a head.
+
+    Raises:
+        InputError: There is no such head or loss, or they do not go together.
+
+    Example:
+        >>> chosen_loss("mlp", None), chosen_loss("classifier", None)
+        ('bce', 'cross_entropy')
+    """
+    if head not in get_args(HeadName):
+        raise unknown_name("head", head, get_args(HeadName))
+    if loss is None:
+        return "cross_entropy" if head == "classifier" else "bce"
+    if loss not in get_args(LossName):
+        raise unknown_name("loss", loss, get_args(LossName))
+    if (head == "classifier") != (loss == "cross_entropy"):
+        raise InputError(
+            f"Expected the loss cross_entropy with the head classifier and with no other, but got {loss!r} with "
+            f"{head!r}."
+        )
+    return loss
+
+
+def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
+    """Return how outputs become shares.
+
+    Raises:
+        InputError: The link does not go with the loss.
+
+    Example:
+        >>> chosen_link("bce", None), chosen_link("mse", "clip"), chosen_link("cross_entropy", None)
+        ('sigmoid', 'clip', 'classes')
+    """
+    if loss == "cross_entropy":
+        if link is not None:
+            raise InputError(f"Expected no `link` with the head classifier, but got {link!r}.")
+        return "classes"
+    if link not in (None, "sigmoid", "clip"):
+        raise unknown_name("link", link, ("sigmoid", "clip"))
+    if link == "clip" and loss != "mse":
+        raise InputError(f"Expected the link 'clip' with the loss 'mse' only, but got {loss!r}, which takes log-odds.")
+    return link or "sigmoid"
+
+
+def check_probe_settings(
+    *, hidden_size: int, num_layers: int, num_classes: int, dropout: float, activation: str, temperature: float,
+    tie_weight: float, lr: float, momentum: float, weight_decay: float, warmup_steps: int, seed: int,
+    optimizer: str, schedule: str,
+) -> None:  # fmt: skip
+    """Raise InputError where one of them is out of range."""
+    check_at_least(1, hidden_size=hidden_size, num_layers=num_layers)
+    check_at_least(2, num_classes=num_classes)
+    check_at_least(0, warmup_steps=warmup_steps, seed=seed)
+    for name, value in {"dropout": dropout, "momentum": momentum}.items():
+        if not 0.0 <= value < 1.0:
+            raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
+    for name, value in {"lr": lr, "temperature": temperature}.items():
+        if not 0.0 < value < math.inf:
+            raise InputError(f"Expected `{name}` to be a positive number, but got {value}.")
+    for name, value in {"weight_decay": weight_decay, "tie_weight": tie_weight}.items():
+        if not 0.0 <= value < math.inf:
+            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
+    choices: dict[str, tuple[str, Sequence[str]]] = {
+        "activation": (activation, list(ACTIVATIONS)),
+        "optimizer": (optimizer, get_args(ProbeOptimizer)),
+        "schedule": (schedule, get_args(Schedule)),
+    }
+    for name, (chosen, known) in choices.items():
+        if chosen not in known:
+            raise unknown_name(name, chosen, known)
+    if optimizer == "lbfgs" and (schedule != "constant" or dropout):
+        raise InputError(
+            "Expected `schedule` constant and no `dropout` with the optimizer lbfgs, whose line search needs one "
+            f"function, but got {schedule!r} and {dropout}."
+        )
+
+
+def build_layers(sizes: Sequence[int], *, seed: int) -> nn.ModuleList:
+    """Return linear layers between sizes, Xavier's weights drawn with the seed alone, no bias at first."""
+    layers = nn.ModuleList(nn.Linear(width, out) for width, out in pairwise(sizes))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers:
+        nn.init.xavier_uniform_(layer.weight, generator=generator)
+        nn.init.zeros_(layer.bias)
+    return layers
+
+
+def build_probe_optimizer(
+    name: ProbeOptimizer, layers: nn.ModuleList, *, lr: float, momentum: float, weight_decay: float
+) -> Optimizer:
+    """Return the optimiser; weights decay and biases do not. With "lbfgs" the decay is part of the loss."""
+    weights, biases = [one.weight for one in layers], [one.bias for one in layers]
+    if name == "lbfgs":
+        return torch.optim.LBFGS([*weights, *biases], lr=lr, max_iter=20, line_search_fn="strong_wolfe")
+    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+BASIS_KEY = "probe_basis"
+
+
+class LinearProbeModule(LightningModule):
+    """A linear layer, a small network or classes over hidden states of prompts, trained to predict capability.
+
+    ``ProbeDataModule`` reads the states; the model itself is not here. What is exported is a probe folder as
+    ``selfcal fit-probe`` writes it, and is used in the same way. A trained linear probe does what the closed form does
+    in seconds; the heads and losses here are for what that cannot do.
+
+    Args:
+        base_model: Folder or hub name of the model whose states are read; "bundled" is the small one that comes along.
+        revision: Branch, tag or commit of a hub model.
+        head: "linear", "mlp" with hidden layers, or "classifier", whose classes stand for shares.
+        hidden_size: Width of the hidden layers of "mlp".
+        num_layers: Hidden layers of "mlp".
+        dropout: Share of the hidden values of "mlp" that are dropped in training.
+        activation: Behind its hidden layers: "relu", "gelu", "silu" or "tanh".
+        num_classes: Classes of "classifier", for the shares 0, 1/(K - 1), ..., 1.
+        loss: "bce" against soft targets, "mse", "ranknet" (the order of pairs of a batch, which leaves values that are
+            no chances until they are mapped), or of "classifier" "cross_entropy". None is "bce", and "cross_entropy" of
+            "classifier".
+        link: "sigmoid", or for "mse" also "clip": the output itself, cut to [0, 1]. None is "sigmoid".
+        temperature: Of "ranknet": the difference that counts as one.
+        tie_weight: Of "ranknet": weight of pairs with equal targets, which are drawn together.
+        optimizer: "adamw", "sgd" with momentum, or "lbfgs" with a line search, for batches of all questions.
+        lr: Peak learning rate; that of "lbfgs" is 1.
+        momentum: Of "sgd".
+        weight_decay: Of the weights. With "lbfgs" half of it times their squares is part of the loss.
+        schedule: "cosine" or "linear" to zero over the optimiser steps, or "constant".
+        warmup_steps: Optimiser steps of linear warm-up.
+        seed: Of the weights at the start.
+    """
+
+    val_metrics: CapabilityMetrics
+    test_metrics: CapabilityMetrics
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        head: HeadName = "linear",
+        hidden_size: int = 32,
+        num_layers: int = 1,
+        dropout: float = 0.0,
+        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+        num_classes: int = 11,
+        loss: LossName | None = None,
+        link: Literal["sigmoid", "clip"] | None = None,
+        temperature: float = 1.0,
+        tie_weight: float = 0.0,
+        optimizer: ProbeOptimizer = "adamw",
+        lr: float = 3e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-2,
+        schedule: Schedule = "cosine",
+        warmup_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.loss: LossName = chosen_loss(head, loss)
+        self.link = chosen_link(self.loss, link)
+        check_probe_settings(
+            hidden_size=hidden_size, num_layers=num_layers, num_classes=num_classes, dropout=dropout,
+            activation=activation, temperature=temperature, tie_weight=tie_weight, lr=lr, momentum=momentum,
+            weight_decay=weight_decay, warmup_steps=warmup_steps, seed=seed, optimizer=optimizer, schedule=schedule,
+        )  # fmt: skip
+        self.save_hyperparameters()
+        self.strict_loading = False  # the layers are built when their width is known
+        self.base_model, self.revision = base_model, revision
+        self.activation, self.dropout = activation, dropout
+        self.temperature, self.tie_weight = temperature, tie_weight
+        self.identity: dict[str, Any] = {}
+        self.exported_from: Path | None = None
+        self.basis: ProbeBasis | None = None
+        self.layers: nn.ModuleList | None = None
+        self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
+        self._checkpoint = TrainedCheckpoint()
+
+    @property
+    def export_kind(self) -> ExportKind:
+        """What is exported: files of a probe."""
+        return "module"
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse what a training of seconds does not run: several processes, accumulated batches, half precision."""
+        trainer = trainer or trainer_of(self)
+        if trainer is not None:
+            check_trainer(trainer)
+
+    def configure_model(self) -> None:
+        """Build the layers, once, as soon as their width is known: from an export, the data, or a checkpoint later."""
+        if not self.identity:
+            self.check_support()
+            self.identity = base_model_identity(self.base_model, revision=self.revision)
+        if self.layers is not None:
+            return
+        if self.exported_from is not None:
+            self._take(load_probe(self.exported_from))
+            return
+        trainer = trainer_of(self)
+        basis = None if trainer is None else probe_data(trainer.datamodule, who=type(self).__name__).basis
+        if basis is not None:
+            self._build(basis)
+
+    def _build(self, basis: ProbeBasis) -> None:
+        hyper = self.hparams
+        hidden = [hyper["hidden_size"]] * hyper["num_layers"] if hyper["head"] == "mlp" else []
+        outputs = hyper["num_classes"] if hyper["head"] == "classifier" else 1
+        self.basis = basis
+        self.layers = build_layers([len(basis.centre), *hidden, outputs], seed=hyper["seed"])
+
+    def _take(self, probe: CapabilityProbe) -> None:
+        """Take over a probe, whose layers must be of these settings."""
+        self._build(probe.basis)
+        shapes = [tuple(layer.weight.shape) for layer in self._layers]
+        found = [weight.shape for weight in probe.head.weights]
+        if shapes != found or (self.link, self.activation) != (probe.head.link, probe.head.activation):
+            raise InputError(
+                f"Expected a probe of these settings, layers {shapes} with {self.link}, but got "
+                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as it was "
+                "trained."
+            )
+        with torch.no_grad():
+            for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
+                layer.weight.copy_(torch.as_tensor(weight))
+                layer.bias.copy_(torch.as_tensor(bias))
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        if self.layers is None:
+            raise InputError(
+                "Expected a trained probe, but got none. Give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one."
+            )
+        return self.layers
+
+    # ---- training
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the predicted capability [B] of standardised features [B, D]."""
+        return linked(self._outputs(features), self.link)
+
+    def _outputs(self, features: Tensor) -> Tensor:
+        layers = self._layers
+        return head_outputs(
+            features, [layer.weight for layer in layers], [layer.bias for layer in layers],
+            activation=self.activation, dropout=self.dropout, training=self.training,
+        )  # fmt: skip
+
+    def _loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return probe_loss(
+            outputs, target, self.loss, link=self.link, temperature=self.temperature, tie_weight=self.tie_weight
+        )
+
+    def training_step(self, batch: ProbeBatch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch, which is an optimiser step."""
+        loss = self._loss(self._outputs(batch.features), batch.target)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.target))
+        if self.hparams["optimizer"] == "lbfgs":
+            squares = torch.stack([layer.weight.square().sum() for layer in self._layers])
+            loss = loss + 0.5 * self.hparams["weight_decay"] * squares.sum()
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimiser, with a schedule over its steps."""
+        hyper = self.hparams
+        chosen = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
+        optimizer = build_probe_optimizer(hyper["optimizer"], self._layers, **chosen)
+        if hyper["schedule"] == "constant" and not hyper["warmup_steps"]:
+            return optimizer
+        total, warmup = int(self.trainer.estimated_stepping_batches), hyper["warmup_steps"]
+        factors = {
+            "cosine": lambda step: cosine_with_warmup(step, total=total, warmup=warmup),
+            "linear": lambda step: linear_with_warmup(step, total=total, warmup=warmup),
+            "constant": lambda step: min((step + 1) / (warmup + 1), 1.0),
+        }
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors[hyper["schedule"]])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ---- validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last pass; not at the end of it, so that callbacks can still read its questions."""
+        self.val_metrics.reset()
+
+    def validation_step(self, batch: ProbeBatch, batch_idx: int) -> None:
+        """Judge the questions of the validation split: by their targets, and where verdicts are known by these."""
+        outputs = self._outputs(batch.features)
+        predicted = linked(outputs, self.link)
+        size = len(batch.target)
+        self.log("val/loss", self._loss(outputs, batch.target), batch_size=size)
+        self.log("val/target/MSE", (predicted - batch.target).square().mean(), batch_size=size)
+        update(self.val_metrics, predicted, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/capability/...`` where verdicts are known."""
+        self._log_metrics("val", self.val_metrics)
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the last pass."""
+        self.test_metrics.reset()
+
+    def test_step(self, batch: ProbeBatch, batch_idx: int) -> None:
+        """Judge the questions of the test split."""
+        update(self.test_metrics, self(batch.features), batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/capability/...`` where verdicts are known."""
+        self._log_metrics("test", self.test_metrics)
+
+    def _log_metrics(self, stage: str, metrics: CapabilityMetrics) -> None:
+        if len(metrics.rows("questions")):
+            self.log_dict({f"{stage}/{name}": value for name, value in metrics.compute().items()}, sync_dist=False)
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the layers and what their input is."""
+        self._checkpoint.save(self, checkpoint)
+        if self.basis is not None:
+            checkpoint[BASIS_KEY] = plain_basis(self.basis)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the layers; refuse those of other features, questions or targets where training is to go on."""
+        if BASIS_KEY in checkpoint:
+            stored = basis_of(checkpoint[BASIS_KEY])
+            if self.basis is None:
+                self._build(stored)
+            else:
+                check_same_basis(stored, self.basis)
+        self._checkpoint.load(self, checkpoint)
+
+    def on_train_start(self) -> None:
+        """Begin where the checkpoint left off."""
+        self._checkpoint.start(self)
+
+    # ---- exports
+
+    @property
+    def probe(self) -> CapabilityProbe:
+        """The probe as it is now."""
+        layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
+        weights, biases = zip(*layers, strict=True)
+        return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.link, self.activation))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the probe, JSON-able."""
+        return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the files of a probe."""
+        self.probe.save(folder)
+
+    def load_export(self, folder: Path) -> None:
+        """Take the probe in ``folder``, as soon as the model is configured."""
+        self.exported_from = folder
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint; the model whose states it reads is only identified."""
+        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        return cls.load_from_checkpoint(path, map_location="cpu", **place)
+
+
+def update(metrics: CapabilityMetrics, predicted: Tensor, batch: ProbeBatch) -> None:
+    """Add the questions whose responses are all judged, two or more, so that their noise is known."""
+    known = ~torch.isnan(batch.num_correct) & (batch.num_samples > 1)
+    if bool(known.any()):
+        metrics.update(predicted[known], batch.num_correct[known], batch.num_samples[known])

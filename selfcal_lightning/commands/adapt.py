@@ -1,0 +1,229 @@
+"""``selfcal adapt``: learn from one's own responses to unlabelled questions, export, and judge what it did."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.adaptation.evaluation import SetComparison, adaptation_markdown, cost_in_samples, round_labels
+from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, REFERENCE
+from selfcal_lightning.adaptation.runs import (
+    ADAPTER,
+    GUARD_FILE,
+    INDUCTIVE,
+    OUT_OF_DOMAIN,
+    SAMPLES,
+    TRANSDUCTIVE,
+    Adaptation,
+    Evaluation,
+    QuestionSlice,
+    check_learnt,
+    fit_settings,
+    load_sets,
+    sampling_run,
+)
+from selfcal_lightning.adaptation.selection_files import read_selection
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.commands.two_stages import check_begun, write_settings
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.files import json_object_or_none, write_atomically
+from selfcal_lightning.core.processes import run_step
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.engines.sampling.running import sample_questions
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.folders import read_manifest, resolve_model
+from selfcal_lightning.records import SamplingSettings
+
+SETTINGS = ("base_model", "lr", "rounds", "num_samples", "batch_size", "seed")
+CONFIG, RESULT, TABLES = "config.yaml", "adaptation.json", "adaptation.md"
+
+
+def run_adapt(
+    questions: QuestionSlice,
+    output_dir: str,
+    base_model: str = "bundled",
+    inductive: QuestionSlice | None = None,
+    out_of_domain: QuestionSlice | None = None,
+    reward: GroupReward = "majority",
+    target: PoolTarget | None = None,
+    rounds: int = 2,
+    num_samples: int = 8,
+    batch_size: int = 64,
+    lr: float = 1e-5,
+    selection: str | None = None,
+    store_dir: str | None = None,
+    sampling: SamplingSettings = SamplingSettings(),
+    temperatures: list[float] = [1.0, 0.5],  # noqa: B006 - never changed; the command line shows it
+    evaluation_samples: int = 8,
+    base_samples: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+    guard: dict[str, float] = {},  # noqa: B006
+    fit_options: dict[str, Any] = {},  # noqa: B006
+    seed: int = 0,
+    revision: str | None = None,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Adapt a model to unlabelled questions, round by round, and judge it before and after.
+
+    The training is a `selfcal fit` (its settings are written to config.yaml), which sees no gold answer unless
+    ``reward: reference`` asks for them; a guard without labels stops a collapse. Then both models answer the questions
+    adapted on (transductive) and others, and a table holds the change beside what the base model does at other
+    temperatures, greedily, and by the majority of as many tokens more as the adaptation took. A run that was stopped
+    or killed goes on when the same command is started again.
+
+    Args:
+        questions: The questions to adapt on; gold answers are read in the evaluation alone.
+        output_dir: Where samples/ (the rounds), adapter/, logs/, evaluation/, adaptation.json and adaptation.md go.
+        base_model: Folder or hub name of the model to adapt.
+        inductive: Other questions of the same kind, which nothing is learnt from.
+        out_of_domain: Questions of another kind.
+        reward: What the policy gradient learns from: majority (TTRL), vote_share (EMPO), ssc, self_certainty
+            (INTUITOR), entropy (RENT), equations (checked arithmetic), fused (confidences fitted to votes), reference
+            (gold answers), or none.
+        target: What P(True) learns meanwhile: round (votes of the round itself), anchor (votes of round 0), mix, or
+            null for nothing.
+        rounds: Rounds of sampling and learning; self_certainty, entropy and a selection have one.
+        num_samples: Responses to a question in a round.
+        batch_size: Responses of a micro-step, an optimiser step unless gradients are accumulated.
+        lr: Peak learning rate.
+        selection: Folder of `selfcal select`, with ``reward: none``: its responses are learnt. It keeps none but
+            ``questions``.
+        store_dir: The store of the selection, with that alone; else the rounds lie under ``output_dir``.
+        sampling: How models are sampled for the evaluation, and the most tokens of a response. Rounds are drawn at
+            temperature 1 from the whole distribution.
+        temperatures: Further temperatures that the base model is evaluated at.
+        evaluation_samples: Responses to a question in the evaluation.
+        base_samples: Folder of the base model's evaluation samples, which several adaptations may share; null is under
+            ``output_dir``.
+        engine: What samples.
+        guard: Limits of the guard that differ from its own: `agreement` (.1), `unreadable` (.02), `logprob_fall` (.05).
+        fit_options: What overrides the settings of the training, such as `{model: {kl: 0.01}, trainer: {devices: 2}}`.
+        seed: Of sampling, training and intervals.
+        revision: Revision of the model on the hub.
+        check: Check the settings of the training, print its plan, and stop there.
+
+    Returns:
+        What is written to adaptation.json.
+
+    Raises:
+        InputError: A setting cannot be, sets share a question, the selection keeps others than ``questions``, or other
+            settings were begun with in ``output_dir``.
+        RunError: The training was refused, failed or was stopped, and its own message stands above.
+    """
+    model, folder = resolve_model(base_model), Path(output_dir)
+    one = Adaptation(
+        model, revision, questions, reward, target, selection, store_dir, rounds, num_samples, batch_size, lr,
+        sampling.max_new_tokens, seed,
+    )  # fmt: skip
+    named = {TRANSDUCTIVE: questions, INDUCTIVE: inductive, OUT_OF_DOMAIN: out_of_domain}
+    slices = {name: place for name, place in named.items() if place is not None}
+    asked = load_sets(slices)
+    settings = fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
+    if one.selection is not None:
+        check_learnt(one.selection, str(one.store_dir), asked, learns_confidence=one.target is not None)
+    learnt = settings["model"]["init_args"]
+    query, prompt = learnt.get("query", DEFAULT_QUERY), learnt.get("prompt")
+    prompt = None if prompt is None else Prompt.from_json(prompt)
+    evaluation = Evaluation(
+        model, revision, folder / ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
+        query, prompt,
+        Path(base_samples or folder / "evaluation"), folder / "evaluation",
+    )  # fmt: skip
+    check_begun(folder / CONFIG, settings)
+    # Settings that are written are held to: those that `fit` refuses are not written, so that they can be mended.
+    if check or not (folder / CONFIG).exists():
+        _check(settings)
+    if check:
+        return {}
+    write_settings(folder / CONFIG, settings)
+    if one.reward in ANNOTATIONS:
+        _scored_round(one, folder / SAMPLES, engine, query, prompt)
+    _train(folder)
+    store = Path(store_dir or folder / SAMPLES)
+    found = round_labels(store, asked[TRANSDUCTIVE])
+    compared = evaluation.compare(cost_in_samples(store, asked[TRANSDUCTIVE], found))
+    result = _result(one, folder, compared, found)
+    write_atomically(folder / RESULT, json.dumps(result, indent=1).encode())
+    write_atomically(folder / TABLES, _markdown(result, compared).encode())
+    sys.stdout.write(f"{_markdown(result, compared)}\nWritten: {folder / RESULT}, {folder / TABLES}\n")
+    return result
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """Let `selfcal fit --check` look at the settings; nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
+        write_settings(Path(place) / CONFIG, settings)
+        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"]):
+            raise RunError(
+                "Expected the settings of the training to pass their check, but they did not; its own message stands "
+                "above. Nothing was sampled or written."
+            )
+
+
+def _train(folder: Path) -> None:
+    if read_manifest(folder / ADAPTER) is not None:
+        say(f"Training was done before: {folder / ADAPTER}")
+        return
+    if status := run_step(["fit", "--config", str(folder / CONFIG), "--ckpt_path", "last"]):
+        raise RunError(
+            f"Expected the training to succeed, but `selfcal fit` ended with status {status}; its own message stands "
+            "above. The same command goes on from what is there."
+        )
+
+
+def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
+    """Sample round 0 and put the statistics of its tokens beside it, as far as that was not done."""
+    sample_questions(
+        sampling_run(
+            one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,
+            engine=engine.of(revision=one.revision), seed=one.seed, query=query, prompt=prompt,
+            sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=one.max_new_tokens),
+        )
+    )  # fmt: skip
+    run_score(ANNOTATIONS[one.reward], str(store), engine=engine, revision=one.revision)
+
+
+def _result(
+    one: Adaptation, folder: Path, compared: Sequence[SetComparison], labels: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    manifest, monitors = read_manifest(folder / ADAPTER) or {}, json_object_or_none(folder / GUARD_FILE) or {}
+    chosen = None if one.selection is None else read_selection(one.selection)
+    names = {one.name for one in compared}
+    return {
+        "reward": one.reward,
+        "target": one.target,
+        "reads_reference": one.reward == REFERENCE or (chosen is not None and chosen.reads_reference),
+        "settings": {name: getattr(one, name) for name in SETTINGS},
+        "run": manifest.get("run"),
+        "stopped": [problem for row in monitors.values() for problem in row["problems"]],
+        "rounds": {
+            name: {**labels.get(name, {}), **monitors.get(name, {})}
+            for name in sorted({*labels, *monitors}, key=int)
+        },
+        "sets": {one.name: one.as_json() for one in compared},
+        "not_measured": [name for name in (TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN) if name not in names],
+    }  # fmt: skip
+
+
+def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> str:
+    read = "Gold answers were read" if result["reads_reference"] else "No gold answer was read"
+    lines = [
+        f"Reward {result['reward']}, target of P(True) {result['target'] or 'none'}. {read} while training.",
+        *(f"The guard stopped it: {problem}." for problem in result["stopped"]),
+        *(f"Not measured, since no such questions were named: {name}." for name in result["not_measured"]),
+        "",
+        adaptation_markdown(compared),
+        "| round | pass@1 | label accuracy | reward accuracy | agreement with round 0 | vote share | fall of log p |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    keys = ("pass@1", "label_accuracy", "reward_accuracy", "agreement", "vote_share", "logprob_fall")
+    for name, row in result["rounds"].items():
+        cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])

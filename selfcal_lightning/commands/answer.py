@@ -1,0 +1,296 @@
+"""``selfcal answer``: ask a question, or a file of them, and sample only as long as the confidence demands."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
+from selfcal_lightning.engines.sampling.sampler import store_fingerprint
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
+from selfcal_lightning.inference.answering import (
+    Answer,
+    ask_question,
+    best_response,
+    default_task,
+    read_questions,
+    summarise,
+)
+from selfcal_lightning.inference.choices import (
+    check_sampled_alike,
+    choose_prompt,
+    choose_strategy,
+    load_fitted_files,
+    promise_note,
+    uncalibrated_note,
+)
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
+from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.rewards.answering import check_live_rewards, check_search, open_live_rewards, open_search
+
+if TYPE_CHECKING:
+    from selfcal_lightning.inference.base import Stops, Strategy
+    from selfcal_lightning.inference.thresholds import FittedThreshold
+
+
+def run_answer(
+    model: str,
+    question: str | None = None,
+    questions: str | None = None,
+    task: str | None = None,
+    strategy: str | None = None,
+    threshold: float | None = None,
+    max_samples: int | None = None,
+    confidence: str | None = None,
+    strategy_args: dict[str, Any] | None = None,
+    scorers: list[str] | str = [],  # noqa: B006 - never changed; shown as the default in the help
+    threshold_file: str | None = None,
+    json: bool = False,
+    lookahead: int = 0,
+    sampling: SamplingSettings = SamplingSettings(),
+    seed: int = 0,
+    chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
+    query: str = DEFAULT_QUERY,
+    engine: EngineSettings = EngineSettings(),
+    revision: str | None = None,
+    adapter: str | None = None,
+    max_failures: int = MAX_FAILURES,
+    reward: RewardSettings = RewardSettings(),
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    A model that was calibrated (`selfcal fit`, `selfcal export`) knows when it is right: by default, sampling stops at
+    the first response whose P(True) is at least .7, and after 16 responses the vote weighted by P(True) decides. How
+    high P(True) gets differs from model to model: `selfcal fit-threshold` finds yours. Answers go to standard output,
+    in the order of the questions; everything else goes to standard error.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
+        question: The question, or
+        questions: a file of questions: JSON lines {"question", "answer"?, "id"?, "task"?} where its name ends in
+            .jsonl, else one question a line.
+        task: How prompts are written and answers are read: any task, such as local_number, local_choice,
+            local_expression and local_text. Null is word_problems for the bundled model and local_number for others.
+        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at .7.
+        threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
+        max_samples: Most responses to a question; null is the strategy's own default.
+        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
+            `reward` model says, as prm. Null is the strategy's own default, or the last scorer's where there are
+            scorers and the strategy reads a confidence.
+        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
+            add. Several: `--scorers '[a.json, b.json]'`.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy and must be
+            used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
+            risk guarantees an error rate; it withholds answers that it cannot vouch for.
+        json: Print one JSON object for each question and nothing else.
+        lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
+            sooner and cost more.
+        sampling: How responses are drawn.
+        seed: Seed of the run; every sample has its own, derived from it and the question's id.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
+            calibration where it had one, else the task's.
+        query: The confidence query; that of the calibration.
+        engine: Which engine runs the model, and how.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to sample with.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
+        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
+            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
+            reward, any that `selfcal score` reads.
+
+    Returns:
+        The answers, in the order of the questions.
+
+    Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
+        InputError: If options contradict one another, or a question, a file or a setting cannot be used.
+    """
+    asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        confidence=confidence,
+        strategy_args=strategy_args or {},
+        scorers=(scorers,) if isinstance(scorers, str) else tuple(scorers),
+        threshold_file=threshold_file,
+        lookahead=lookahead,
+        sampling=sampling,
+        seed=seed,
+        query=query,
+        prompt=prompt,
+        engine=engine.of(revision=revision, adapter=adapter),
+        max_failures=max_failures,
+        reward=reward,
+    )
+    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How questions are answered; the fields mean what the options of ``run_answer`` of these names do."""
+
+    strategy: str | None = None
+    threshold: float | None = None
+    max_samples: int | None = None
+    confidence: str | None = None
+    strategy_args: Mapping[str, Any] = field(default_factory=dict)
+    scorers: tuple[str, ...] = ()
+    threshold_file: str | None = None
+    lookahead: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int = 0
+    query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    max_failures: int = MAX_FAILURES
+    reward: RewardSettings = field(default_factory=RewardSettings)
+
+
+def answer_questions(
+    model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[Answer], None]
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        asked: The questions.
+        settings: How they are answered.
+        on_answer: Called with each answer, in the order of the questions, as soon as those before it are there.
+
+    Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
+        InputError: If settings contradict one another, or a question or a file cannot be used.
+    """
+    options = settings.engine
+    prompt, note = choose_prompt(model, options.adapter, settings.prompt)
+    if note is not None:
+        say(note)
+    asked = put_prompt(asked, prompt)
+    check_can_draw(options, settings.sampling)
+    known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
+    # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
+    check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
+    fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
+    given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    stops: Stops | None = None
+    read: list[str] = []
+    if check_search(settings.strategy, given, settings.reward):
+        tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer
+        chosen, stops = open_search(
+            str(settings.strategy), given, settings.reward, tokenizer=tokenizer, dtype=options.dtype
+        )
+        say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
+    else:
+        chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
+        read = check_live_rewards(chosen, known, settings.reward)
+        say(f"{chosen}; {_read_by(asked)}")
+    if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
+        say(note)
+    if fitted is not None:
+        say(promise_note(fitted))
+    check_engine(options, model)
+    chat = load_chat(options, model, query=settings.query, prompt=prompt)
+    with ExitStack() as ends:
+        rewards = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype)
+        for one in rewards:
+            ends.callback(one.close)
+        opened = open_engine(options, model, chat=chat)
+        ends.callback(opened.close)
+        if fitted is not None:
+            check_sampled_alike(fitted, store_fingerprint(opened, chat, settings.sampling, settings.seed))
+        source = EngineSource(
+            opened,
+            chat,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            scorers=[*rewards, *known],
+            stops=stops,
+            on_failed=say,
+            max_failures=settings.max_failures,
+        )
+        with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
+            answers = _InOrder(asked, chosen, fitted, bar, on_answer)
+            run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
+    if len(asked) > 1 or source.failed:
+        say(summarise(answers.answers, failed=source.failed))
+    return answers.answers
+
+
+def _read_by(asked: Sequence[Question]) -> str:
+    return f"answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}"
+
+
+def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
+    if (text is None) == (path is None):
+        both = "neither" if text is None else "both"
+        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
+    if path is not None:
+        return read_questions(path, task=task, chain_of_thought=chain_of_thought)
+    return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
+    line = json_format.dumps(answer.as_json(), ensure_ascii=False) if as_json else answer.as_text()
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class _InOrder:
+    """Hands answers on in the order of the questions, each as soon as those before it are there."""
+
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        strategy: Strategy,
+        fitted: FittedThreshold | None,
+        bar: Progress,
+        on_answer: Callable[[Answer], None],
+    ) -> None:
+        self.answers: list[Answer] = []
+        self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
+        self._on_answer = on_answer
+        self._place = {question.id: place for place, question in enumerate(questions)}
+        self._early: dict[str, Answer] = {}
+
+    def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
+        """Take a verdict with its samples, and hand on what can be."""
+        self._bar.update(1, unreadable=verdict.answer is None)
+        question = self._questions[self._place[verdict.question_id]]
+        best = best_response(verdict, samples, self._strategy.confidence)
+        self._early[question.id] = Answer(
+            question,
+            verdict,
+            self._strategy.max_samples,
+            response=None if best is None else best.text,
+            withheld_by=self._reason_to_withhold(verdict),
+            finish=None if best is None else best.finish,
+            samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
+        )
+        while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
+            self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
+            self._on_answer(self.answers[-1])
+
+    def _reason_to_withhold(self, verdict: Verdict) -> str | None:
+        fitted = self._fitted
+        if fitted is None or verdict.answer is None or fitted.answers(verdict):
+            return None
+        sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
+        return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"

@@ -1,0 +1,890 @@
+"""``selfcal evaluate-capability``: how well the chance of a right answer is known before there is one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from selfcal_lightning.capability.allocation import (
+    beta_allocation,
+    greedy_allocation,
+    interpolated_allocation,
+    round_to_total,
+)
+from selfcal_lightning.capability.budgets import (
+    BudgetRow,
+    MixingRow,
+    PassAtKCurve,
+    compare_budgets,
+    compare_mixing,
+    pass_at_k_curves,
+)
+from selfcal_lightning.capability.distributions import fit_concentration
+from selfcal_lightning.capability.estimators import averaged_names
+from selfcal_lightning.capability.evaluation import (
+    AskingRow,
+    CapabilityComparison,
+    DecompositionRow,
+    DefinitionGap,
+    TestQuestions,
+    compare_asking,
+    compare_estimators,
+    cost_figure,
+    decompose_errors,
+    decomposition_figure,
+    definition_gap,
+    test_questions,
+)
+from selfcal_lightning.capability.features import PromptModel
+from selfcal_lightning.capability.fitted_maps import (
+    POWER,
+    KeptMaps,
+    calibration_questions,
+    check_maps_target,
+    load_maps,
+    maps_of,
+    power_alone,
+)
+from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
+from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
+from selfcal_lightning.capability.question_table import question_table
+from selfcal_lightning.capability.reports import (
+    ASKING_NOTE,
+    BUDGET_NOTE,
+    asking_table,
+    budget_figure,
+    budget_table,
+    capability_reliability,
+    comparison_markdown,
+    comparison_table,
+    curve_table,
+    decomposition_table,
+    gap_note,
+    mixing_figure,
+    mixing_table,
+    pass_at_k_figure,
+    what_to_know,
+)
+from selfcal_lightning.capability.scoring import (
+    QuestionScore,
+    QuestionScoring,
+    check_origins,
+    check_scores_target,
+    keep_in_store,
+    origin_digest,
+    read_scores,
+    score_questions,
+    write_scores,
+)
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.confidence.splits import check_disjoint
+from selfcal_lightning.core.errors import InputError, RunError, unknown_name
+from selfcal_lightning.core.files import (
+    check_replaceable,
+    json_object_or_none,
+    to_json,
+    write_atomically,
+    write_json_lines,
+)
+from selfcal_lightning.core.progress import Stage
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
+from selfcal_lightning.engines.sampling.plan import SamplePlan, check_plan_target
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation.figures import save_figure
+from selfcal_lightning.inference.answering import default_task, read_questions
+from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.capability import simulated_pass_at_k
+from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold
+
+
+def run_fit_probe(
+    pool: str,
+    output: str,
+    *,
+    split: str | None = "train",
+    task: str | None = None,
+    target: Literal["agreeing_pairs", "top_share", "label"] = "agreeing_pairs",
+    target_draws: int | None = None,
+    features: Literal["both", "token_mean", "last_token"] = "both",
+    levels: list[int] | None = None,
+    average: bool = True,
+    final_norm: bool = True,
+    features_dir: str | None = None,
+    model: str | None = None,
+    revision: str | None = None,
+    adapter: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+    seed: int = 0,
+) -> CapabilityProbe:
+    """Fit a linear probe of hidden states to the capability that recorded responses show, without labels by default.
+
+    The penalty is chosen by leaving each question out in turn. Two or three responses to each of many questions teach
+    more than many responses to few. Hidden states are kept beside the responses and are not read twice.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: Folder of the probe, new or of an earlier one.
+        split: Split of the pool; null takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        target: What the probe predicts: "agreeing_pairs", the share of pairs of responses that agree, and "top_share"
+            need no labels; "label" is the share of right responses. Where the model gives one wrong answer again and
+            again, pairs are too high.
+        target_draws: Binomial noise on the targets, as if a question had so few responses: 1 is the verdict on a single
+            one, drawn at random. Null takes what all responses show.
+        features: Vectors of a prompt: its last token, the mean over its tokens, or both side by side.
+        levels: Layers whose output is read, 0 being the embedding and -1 the last; null takes all.
+        average: Whether the mean over the layers is taken instead of all of them side by side.
+        final_norm: Whether the last layer is read behind the model's final normalisation.
+        features_dir: Where hidden states are kept; null is a folder in the store, or in `output` for a file.
+        model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter that the responses were sampled with.
+        engine: What reads hidden states: transformers, on the dtype and the batch that are given.
+        seed: Of the noise on the targets.
+
+    Returns:
+        The probe.
+
+    Raises:
+        InputError: The responses are not the model's, do not give the target, or give the same for all questions.
+    """
+    check_gives_hidden_states(engine)
+    check_probe_target(output)
+    settings = LevelSettings(None if levels is None else tuple(levels), average, final_norm)
+    read = load_capability_pool(pool, split=split, task=task)
+    wanted = checked_targets(question_table(read.pool.entries), target, draws=target_draws, seed=seed)
+    named = ModelSettings(model, None, engine.of(revision=revision, adapter=adapter))
+    with PromptModel(named, read.fingerprint) as prompt_model:
+        store = read.path if read.path.is_dir() else None
+        folder = feature_folder(
+            prompt_model, settings, store=store, given=features_dir, beside=Path(output) / "features"
+        )
+        states, origin = states_of(prompt_model, read.questions, settings, folder)
+    probe = fit_probe(
+        states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling,
+        draws=target_draws, seed=seed,
+    )  # fmt: skip
+    probe.save(output)
+    sys.stdout.write(f"{describe_probe(probe, spread=float(wanted.var()))}\nWritten: {output}\n")
+    return probe
+
+
+def describe_probe(probe: CapabilityProbe, *, spread: float) -> str:
+    """Return in words what was fitted and how well it predicts questions that it was not fitted on.
+
+    Args:
+        probe: The probe.
+        spread: Variance of its targets, the squared error of a constant.
+    """
+    return (
+        f"Fitted on {probe.fitted_on.num_questions:,} questions with {probe.fitted_on.num_responses:,} responses: "
+        f"{probe.head.num_features:,} features ({probe.pooling}), target {probe.target}, penalty {probe.penalty:.3g}. "
+        f"Left out in turn, a question's {probe.target} is predicted with a squared error of {probe.error:.4f}; a "
+        f"constant has {spread:.4f}."
+    )
+
+
+def run_score_questions(
+    estimator: str = "probe",
+    probe: str | None = None,
+    store_dir: str | None = None,
+    questions: str | None = None,
+    output: str | None = None,
+    name: str | None = None,
+    split: str | None = None,
+    task: str | None = None,
+    limit: int | None = None,
+    offset: int = 0,
+    model: str | None = None,
+    revision: str | None = None,
+    adapter: str | None = None,
+    query: str | None = None,
+    features_dir: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+    overwrite: bool = False,
+) -> list[float | None]:
+    """Estimate the chance that the model answers each question correctly, from the question alone.
+
+    The questions are those of a store, of a file, or, with ``task`` alone, of a task's data set. The values of a store
+    are kept beside its rows, under ``question_annotations/NAME``, where `selfcal evaluate-capability` finds them; those
+    of other questions are written to ``output``, for `selfcal allocate` and `selfcal predict-pass-at-k`.
+
+    Args:
+        estimator: "probe", a linear probe of hidden states; "p_true_before", the model's own P(True) when it is asked
+            before it answers; or what it then states in words: "verbalized_before" (a probability),
+            "verbalized_words_before" (one of ten words) or "verbalized_percent_before".
+        probe: Folder of the probe, of `selfcal fit-probe`.
+        store_dir: Folder of a store.
+        questions: File of questions: JSON lines {"question", "id"?, "task"?}, Parquet, or plain text.
+        output: JSON lines {"id", "task", "question", "capability"}; of a store's questions too, where it is given.
+        name: Name under which a store keeps the values; null is the estimator's own.
+        split: Split of the store, null takes all; or of the task's data set, null takes "train".
+        task: Task whose data set is scored; of a store the task to score, of a file that of questions that name none.
+        limit: Of a task's data set, the first so many questions; null takes all.
+        offset: Of a task's data set, skip so many questions before that.
+        model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter that the model answers with.
+        query: What the model is asked; null is the adapter's own query, else "Can you answer the question correctly?
+            (Yes/No)", for p_true_before, and the question of its scale for the verbalized ones.
+        features_dir: Where the probe's hidden states are kept; null is a folder in the store, or of the probe.
+        engine: What runs the model. Hidden states need transformers; any engine asks the others.
+        overwrite: Whether values of the same name that were computed otherwise may be replaced.
+
+    Returns:
+        One value a question; None where the model could not be asked.
+
+    Raises:
+        InputError: The probe belongs to another model, adapter, template or sampling, or settings cannot be.
+    """
+    _check_place(
+        {"store_dir": store_dir, "questions": questions, "output": output}, task=task, model=model,
+        of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, split=split,
+    )  # fmt: skip
+    if output is not None:
+        check_scores_target(output)
+    options = engine.of(revision=revision, adapter=adapter)
+    run = QuestionScoring(estimator, probe, model, query, options, features_dir)
+    run.check()
+    if store_dir is not None:
+        pool = load_capability_pool(store_dir, split=split, task=task)
+        kept = name or estimator
+        QuestionAnnotation(store_dir, kept)  # whose name may be refused
+        values, origin = score_questions(run, pool.questions, pool.fingerprint, pool.path)
+        asked = pool.questions
+        keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
+        written = [f"{store_dir}/question_annotations/{kept}"]
+    else:
+        written = []
+        if questions is not None:
+            asked = read_questions(questions, task=task or default_task(str(model)))
+        else:
+            asked = load_some(str(task), split or "train", limit=limit, offset=offset)
+        values, origin = score_questions(run, asked, None, None)
+    if output is not None:
+        digest = origin_digest(origin)
+        rows = [QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
+        write_scores(output, rows)
+        written.append(output)
+    sys.stdout.write(f"{describe_values(estimator, values)}\nWritten: {', '.join(written)}\n")
+    return values
+
+
+def describe_values(name: str, values: Sequence[float | None]) -> str:
+    """Return how many questions got a value, and their mean.
+
+    Example:
+        >>> describe_values("probe", [0.25, 0.75, None])
+        'probe: 3 questions, mean capability 0.500 (from 0.250 to 0.750); 1 got none'
+    """
+    known = [value for value in values if value is not None]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    ends = f" (from {min(known):.3f} to {max(known):.3f})" if known else ""
+    return f"{name}: {len(values):,} questions, mean capability {mean:.3f}{ends}; {len(values) - len(known):,} got none"
+
+
+def _check_place(
+    places: Mapping[str, str | None],
+    *,
+    task: str | None,
+    model: str | None,
+    of_stores: Mapping[str, object],
+    of_tasks: Mapping[str, object],
+    split: str | None,
+) -> None:
+    """Raise InputError unless questions of one source are named, with an output and a model where it has none."""
+    given = {name: place for name, place in places.items() if place is not None}
+    in_store, in_file = "store_dir" in given, "questions" in given
+    if (in_store and in_file) or not (in_store or ("output" in given and (in_file or task is not None))):
+        raise InputError(
+            "Expected either `store_dir`, or `output` with `questions` or with a `task`, but got "
+            f"{given or 'none of them'}."
+        )
+    if not in_store and model is None:
+        raise InputError("Expected `model` where there is no `store_dir`, which names one, but got null.")
+    wrong = dict(of_stores) if not in_store else {}
+    wrong |= dict(of_tasks) if in_store or in_file else {}
+    wrong |= {"split": split} if in_file else {}
+    for option, value in wrong.items():
+        if value is not None:
+            source = "`store_dir`" if in_store else "`questions`" if in_file else "a `task`"
+            raise InputError(f"Expected `{option}` to be left out with {source}, but got {value!r}.")
+
+
+FORMAT = "selfcal_lightning.capability"
+RESULTS, TABLES = "capability.json", "capability.md"
+FIGURES = (
+    "capability_reliability.png",
+    "pass_at_k.png",
+    "budgets.png",
+    "decomposition.png",
+    "cost.png",
+    "even_share.png",
+)
+
+
+def run_evaluate_capability(
+    pool: str,
+    output_dir: str,
+    *,
+    estimator: list[str] | str = ["probe", "agreeing_pairs"],  # noqa: B006 - never changed; the command line shows it
+    split: str | None = None,
+    calibration_split: str | None = None,
+    task: str | None = None,
+    estimate_samples: int = 2,
+    ks: list[int] | None = None,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> CapabilityComparison:
+    """Hold estimates of capability against the share of right responses: errors, pass@k, budgets, not asking.
+
+    Estimates that read responses get the first ``estimate_samples`` of each question; all are judged by the others.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool; its questions need reference answers.
+        output_dir: Folder of tables and figures.
+        estimator: Estimates: names under which `selfcal score-questions` keeps values in the store, such as probe and
+            p_true_before; what reads responses: agreeing_pairs, top_share, mean_logprob, p_true (its mean over them),
+            names under which `selfcal score` keeps confidences, such as verbalized (likewise), and the oracle, the
+            share of right ones among them; and random, a number drawn for each question.
+        split: Split of the pool to judge on; null takes all.
+        calibration_split: Split with reference answers to map estimates on, by isotonic regression and for each k;
+            null maps none. It must share no question with ``split``.
+        task: Task to read; of a file, the task of all its questions.
+        estimate_samples: Responses for estimates that read some.
+        ks: Numbers of samples for pass@k; null takes the powers of two up to what every question has.
+        num_resamples: Resamples of the questions for the intervals.
+        seed: Of the resamples.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        InputError: Responses were not judged, there is no such estimate, or it is another model's.
+    """
+    names = [estimator] if isinstance(estimator, str) else list(estimator)
+    folder = Path(output_dir)
+    _check_folder(folder)
+    test = _read(pool, names, split=split, task=task, samples=estimate_samples)
+    calibration = None
+    if calibration_split is not None:
+        calibration = _read(pool, names, split=calibration_split, task=task, samples=estimate_samples)
+        check_disjoint(
+            calibration[0].questions, test[0].questions, names=("`calibration_split`", "`split`"),
+            way_out="Name two splits.",
+        )  # fmt: skip
+    others = None if calibration is None else calibration[1]
+    with Stage("Resampling questions"):
+        comparison = compare_estimators(test[1], others, num_resamples=num_resamples, seed=seed)
+        parts = decompose_errors(test[1], others, num_resamples=num_resamples, seed=seed)
+        gap = definition_gap(test[1], seed=seed)
+        curves = pass_at_k_curves(test[1], others, ks=ks, num_resamples=num_resamples, seed=seed)
+        budgets = compare_budgets(test[1], others, num_resamples=num_resamples, seed=seed)
+        mixing = compare_mixing(test[1], others, num_resamples=num_resamples, seed=seed)
+        asking = compare_asking(test[1], num_resamples=num_resamples, seed=seed)
+    settings = {
+        "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
+        "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
+    }  # fmt: skip
+    found = _Found(comparison, parts, gap, curves, budgets, asking, mixing)
+    _write(folder, settings, test[1], found)
+    _show(found, test[1], folder)
+    return comparison
+
+
+@dataclass(frozen=True)
+class _Found:
+    """All that an evaluation finds."""
+
+    comparison: CapabilityComparison
+    parts: Sequence[DecompositionRow]
+    gap: DefinitionGap
+    curves: Sequence[PassAtKCurve]
+    budgets: Sequence[BudgetRow]
+    asking: Sequence[AskingRow]
+    mixing: Sequence[MixingRow]
+
+
+def _read(
+    pool: str, names: Sequence[str], *, split: str | None, task: str | None, samples: int
+) -> tuple[CapabilityPool, TestQuestions]:
+    beside = averaged_names(Path(pool), names)
+    read = load_capability_pool(pool, split=split, task=task, confidences=beside)
+    check_origins(read, names)
+    return read, test_questions(read, names, estimate_samples=samples)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise InputError where files would be replaced that are not of an earlier evaluation of capability."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
+    taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
+    record = (json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
+    if taken and record.get("format") != FORMAT:
+        raise InputError(
+            f"Expected `output_dir` to be new, or to hold an earlier evaluation of capability, but got {folder}, where "
+            f"{', '.join(taken)} would be replaced. Choose another folder."
+        )
+
+
+def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _Found) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(found.comparison),
+        "decomposition": [asdict(row) for row in found.parts], "definition_gap": asdict(found.gap),
+        "pass_at_k": [asdict(curve) for curve in found.curves], "budgets": [asdict(row) for row in found.budgets],
+        "asking": [asdict(row) for row in found.asking], "mixing": [asdict(row) for row in found.mixing],
+    }  # fmt: skip
+    write_atomically(folder / RESULTS, to_json(record))
+    tables = comparison_markdown(
+        found.comparison,
+        found.curves,
+        found.budgets,
+        parts=found.parts,
+        gap=found.gap,
+        asking=found.asking,
+        mixing=found.mixing,
+    )
+    write_atomically(folder / TABLES, tables.encode())
+    save_figure(capability_reliability(test), folder / FIGURES[0], dpi=120)
+    save_figure(pass_at_k_figure(found.curves), folder / FIGURES[1], dpi=120)
+    save_figure(budget_figure(found.budgets), folder / FIGURES[2], dpi=120)
+    save_figure(decomposition_figure(found.parts, test, seed=settings["seed"]), folder / FIGURES[3], dpi=120)
+    save_figure(cost_figure(found.comparison), folder / FIGURES[4], dpi=120)
+    save_figure(mixing_figure(found.mixing), folder / FIGURES[5], dpi=120)
+
+
+def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
+    console = Console(file=sys.stdout)
+    console.print(comparison_table(found.comparison, title="estimates of capability"))
+    console.print(what_to_know(found.comparison), highlight=False)
+    console.print(decomposition_table(found.parts, title="errors against single responses, taken apart"))
+    console.print(gap_note(found.gap), highlight=False)
+    if test.num_dropped:
+        console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
+    if found.curves:
+        console.print(curve_table(found.curves, title="pass@k"))
+    console.print(budget_table(found.budgets, title="budgets"))
+    console.print(BUDGET_NOTE, highlight=False)
+    console.print(mixing_table(found.mixing, title="an even share mixed in"))
+    console.print(asking_table(found.asking, title="not asking"))
+    console.print(ASKING_NOTE, highlight=False)
+    written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
+    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+
+
+def run_fit_capability_maps(
+    pool: str,
+    output: str,
+    *,
+    split: str | None = "calibration",
+    estimator: str = "probe",
+    ks: list[int] | None = None,
+) -> KeptMaps:
+    """Fit maps of predicted capabilities on labelled questions: isotonic, quantile, per k, Beta and inflated Beta.
+
+    `selfcal map-scores`, `predict-pass-at-k` and `allocate` read the file. A probe that is calibrated gains nothing by
+    a map of its values on some hundred questions; a rank, a log-probability or the top share needs one.
+
+    Args:
+        pool: Folder of a store with labelled questions that have values of ``estimator``.
+        output: JSON file of the maps, new or of earlier ones.
+        split: Split of the store; null takes all.
+        estimator: Name of the values, of `selfcal score-questions`.
+        ks: Numbers of samples that maps to pass@k are wanted for; null takes every one up to the fewest responses of a
+            question.
+
+    Returns:
+        The maps.
+
+    Raises:
+        InputError: There are no such values, or responses were not judged.
+    """
+    check_maps_target(output)
+    kept = maps_of(calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
+    kept.save(output)
+    maps = kept.maps
+    sys.stdout.write(
+        f"Fitted on {kept.fitted_on.num_questions:,} questions: an isotonic map of {len(maps.knots):,} knots, Beta "
+        f"with concentration {maps.concentration:.3g}, inflated Beta with inflation {maps.inflated.inflation:.3g} and "
+        f"concentration {maps.inflated.concentration:.3g}, pass@k for {len(maps.per_k.k):,} k.\nWritten: {output}\n"
+    )
+    return kept
+
+
+def run_map_scores(
+    scores: str, maps: str, output: str, *, map: Literal["isotonic", "quantile"] = "isotonic"
+) -> list[QuestionScore]:
+    """Map the capabilities of questions by maps that were fitted on labelled ones.
+
+    Args:
+        scores: JSON lines of `selfcal score-questions --output`.
+        maps: File of `selfcal fit-capability-maps`.
+        output: JSON lines of the mapped capabilities, new or of earlier scores.
+        map: "isotonic" maps each question by itself; "quantile" gives all questions together the distribution of the
+            calibration questions, by their order alone.
+
+    Returns:
+        The mapped capabilities; what computed them is another origin than before.
+
+    Raises:
+        InputError: The capabilities were computed otherwise than those of the fit, or the maps were fitted on them.
+    """
+    check_scores_target(output)
+    kept, questions = load_maps(maps), read_scores(scores)
+    kept.check((one.scored_by for one in questions), (one.id for one in questions))
+    known = [one for one in questions if one.capability is not None]
+    values = kept.maps.apply(map, np.array([one.capability for one in known], dtype=np.float64))
+    found = {one.id: float(value) for one, value in zip(known, values, strict=True)}
+    mapped = [
+        replace(one, capability=found.get(one.id), scored_by=one.scored_by and f"{one.scored_by} {map}")
+        for one in questions
+    ]
+    write_scores(output, mapped)
+    sys.stdout.write(f"{map}: mean capability {values.mean():.3f} of {len(known):,} questions\nWritten: {output}\n")
+    return mapped
+
+
+@dataclass(frozen=True)
+class PassAtKPrediction:
+    """Predicted pass@k of Q questions.
+
+    Attributes:
+        question_id: Their ids.
+        k: Numbers of samples [K].
+        ways: Predictions [K, Q] by how they follow from the capability p: "power" is 1 - (1 - p)^k, "beta" and
+            "inflated_beta" take p for the mean of a distribution, "maps" are isotonic, one for each k; nan where
+            the calibration questions have too few responses for a k.
+    """
+
+    question_id: tuple[str, ...]
+    k: tuple[int, ...]
+    ways: dict[str, Floats]
+
+    @property
+    def curves(self) -> dict[str, list[float]]:
+        """Mean over the questions, by way [K]."""
+        return {way: values.mean(axis=1).tolist() for way, values in self.ways.items()}
+
+
+def run_predict_pass_at_k(
+    scores: str,
+    output: str,
+    *,
+    ks: list[int] = [1, 4, 16, 64],  # noqa: B006 - never changed; the command line shows it
+    maps: str | None = None,
+    calibration_pool: str | None = None,
+    calibration_split: str | None = "calibration",
+    estimator: str = "probe",
+    zero_below: list[float] | None = None,
+) -> PassAtKPrediction:
+    """Predict from the capability of questions how likely one of k samples is right.
+
+    Of a predicted capability, ``1 - (1 - p)^k`` is too high for k > 1. Distributions and maps that are fitted on
+    labelled calibration questions are not, on questions like these; on others nothing is safe.
+
+    Args:
+        scores: JSON lines of `selfcal score-questions --output`.
+        output: JSON lines {"id", "capability", "pass_at_k": {way: {k: chance}}}.
+        ks: Numbers of samples.
+        maps: File of `selfcal fit-capability-maps`, in the place of a calibration pool.
+        calibration_pool: Folder of a store with labelled questions that have values of ``estimator``; null leaves
+            1 - (1 - p)^k alone.
+        calibration_split: Its split.
+        estimator: Name of its values, which must be of the kind of ``scores``.
+        zero_below: Thresholds; for each, 1 - (1 - p)^k stands once more with lower capabilities taken for 0, since
+            many samples make much of a small p.
+
+    Returns:
+        The predictions.
+
+    Raises:
+        InputError: Settings cannot be, or a calibration question is among those that are predicted.
+    """
+    if not ks or min(ks) < 1:
+        raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
+    if any(not 0.0 <= threshold <= 1.0 for threshold in zero_below or ()):
+        raise InputError(f"Expected `zero_below` to lie in [0, 1], but got {zero_below}.")
+    check_scores_target(output)
+    if maps is not None and calibration_pool is not None:
+        raise InputError(f"Expected `maps` or `calibration_pool`, but got both, {maps!r} and {calibration_pool!r}.")
+    questions = [one for one in read_scores(scores) if one.capability is not None]
+    p = np.array([one.capability for one in questions], dtype=np.float64)
+    chosen = tuple(sorted(set(ks)))
+    kept = None if maps is None else load_maps(maps)
+    if calibration_pool is not None:
+        found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
+        kept = maps_of(found, estimator, ks=chosen)
+    if kept is not None:
+        kept.check((one.scored_by for one in questions), (one.id for one in questions))
+    ways = power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
+    ways |= with_zeros(p, chosen, zero_below or ())
+    prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, ways)
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    write_json_lines(
+        Path(output),
+        (
+            {
+                "id": one.id, "task": one.task, "question": one.text, "capability": one.capability,
+                "scored_by": one.scored_by,
+                "pass_at_k": _row(prediction, at),
+            }
+            for at, one in enumerate(questions)
+        ),
+    )  # fmt: skip
+    sys.stdout.write(f"{describe_prediction(prediction)}\nWritten: {output}\n")
+    return prediction
+
+
+def describe_prediction(prediction: PassAtKPrediction) -> str:
+    """Return the curves as lines of a table.
+
+    Example:
+        >>> print(describe_prediction(PassAtKPrediction(("q",), (1, 4), {"power": np.array([[0.5], [0.9375]])})))
+        pass@k of 1 questions, predicted
+        k                     1     4
+        power              .500  .938
+    """
+    lines = [f"pass@k of {len(prediction.question_id):,} questions, predicted"]
+    lines.append(f"{'k':<16}" + "".join(f"{k:>7}" if at == 0 else f"{k:>6}" for at, k in enumerate(prediction.k)))
+    for way, curve in prediction.curves.items():
+        cells = ["-" if np.isnan(value) else f"{value:.3f}".removeprefix("0") for value in curve]
+        lines.append(f"{way:<16}" + "".join(f"{cell:>7}" if at == 0 else f"{cell:>6}" for at, cell in enumerate(cells)))
+    return "\n".join(lines)
+
+
+def with_zeros(p: Floats, ks: Sequence[int], thresholds: Sequence[float]) -> dict[str, Floats]:
+    """Return the power by threshold [K, Q], capabilities below it taken for 0."""
+    kept = {threshold: np.where(p >= threshold, p, 0.0) for threshold in thresholds}
+    return {
+        f"{POWER} from {threshold:g}": np.stack([simulated_pass_at_k(values, k) for k in ks])
+        for threshold, values in kept.items()
+    }
+
+
+def _row(prediction: PassAtKPrediction, at: int) -> dict[str, dict[str, float | None]]:
+    return {
+        way: {
+            str(k): None if np.isnan(value) else float(value)
+            for k, value in zip(prediction.k, values[:, at], strict=True)
+        }
+        for way, values in prediction.ways.items()
+    }
+
+
+_LEAST_P = 1e-3  # a Beta distribution has no mean at 0 or 1
+
+
+def run_allocate(
+    scores: str,
+    output: str,
+    *,
+    budget: float = 4.0,
+    gain: Literal["beta", "geometric"] = "beta",
+    concentration: float | None = None,
+    maps: str | None = None,
+    calibration_pool: str | None = None,
+    calibration_split: str | None = "calibration",
+    estimator: str = "probe",
+    minimum: int = 0,
+    maximum: int = 100,
+    skip_below: float | None = None,
+    even_share: float = 0.0,
+) -> SamplePlan:
+    """Share a budget of samples among questions by their predicted capability, into a plan for `selfcal generate`.
+
+    One sample at a time goes where the chance that it is the first right one is largest: it is meant for a verifier
+    that knows a right answer. Where samples can be verified one by one, stopping at the first right one gains more than
+    any plan; for a majority vote plans of this kind gain nothing.
+
+    Args:
+        scores: JSON lines of `selfcal score-questions --output`.
+        output: JSON file of the plan, new or of an earlier one.
+        budget: Mean number of samples a question.
+        gain: "geometric" takes the predicted capability p for known, p (1 - p)^k; "beta" for the mean of a Beta
+            distribution, which a failure makes less likely to be high.
+        concentration: Of that distribution; a small one puts capabilities near 0 and 1. Null takes that of ``maps``, or
+            fits it on ``calibration_pool``.
+        maps: File of `selfcal fit-capability-maps`.
+        calibration_pool: Folder of a store with labelled questions that have values of ``estimator``.
+        calibration_split: Its split.
+        estimator: Name of its values, which must be of the kind of ``scores``.
+        minimum: Samples that every question gets.
+        maximum: Samples that a question gets at most.
+        skip_below: Questions of a lower capability get none at all, and their share goes to the others; null skips
+            none. `selfcal fit-asking-threshold` finds such a threshold.
+        even_share: Share of an even plan that is mixed in, in [0, 1]: 1 gives all questions that are asked as many,
+            which wrong predictions cannot harm.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputError: A question has no capability, or settings cannot be.
+    """
+    check_plan_target(output)
+    if gain not in ("beta", "geometric"):
+        raise unknown_name("gain", gain, ("beta", "geometric"))
+    if not 0.0 <= even_share <= 1.0:
+        raise InputError(f"Expected `even_share` to lie in [0, 1], but got {even_share}.")
+    if not budget > 0.0:
+        raise InputError(f"Expected `budget` to be above 0, but got {budget}.")
+    questions = read_scores(scores)
+    p = _capabilities(questions)
+    sources = {"concentration": concentration, "maps": maps, "calibration_pool": calibration_pool}
+    given_sources = [name for name, value in sources.items() if value is not None]
+    if gain == "geometric" and given_sources:
+        raise InputError(f"Expected `{given_sources[0]}` with the gain 'beta' only, but got 'geometric'.")
+    if len(given_sources) > 1:
+        raise InputError(f"Expected one of {', '.join(sources)}, but got {' and '.join(given_sources)}.")
+    if maps is not None:
+        kept = load_maps(maps)
+        kept.check((one.scored_by for one in questions), (one.id for one in questions))
+        concentration = kept.maps.concentration
+    elif gain == "beta" and concentration is None:
+        concentration = _fitted(calibration_pool, calibration_split, estimator, questions)
+    asked = np.ones(len(p), dtype=bool) if skip_below is None else p >= skip_below
+    if not asked.any():
+        most = float(p.max())
+        raise InputError(f"Expected a question with a capability of at least {skip_below}, but got {most:.3f} at most.")
+    given = np.zeros(len(p), dtype=np.int64)
+    total = round(budget * len(p))
+    greedy = _allocated(p[asked], total, concentration, minimum=minimum, maximum=maximum)
+    even = round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
+    given[asked] = interpolated_allocation(even, greedy, even_share)
+    details = {
+        "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, "minimum": minimum,
+        "maximum": maximum, "skip_below": skip_below, "even_share": even_share,
+    }  # fmt: skip
+    plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
+    plan.save(output)
+    sys.stdout.write(f"{describe_plan(given)}\nWritten: {output}\n")
+    return plan
+
+
+def describe_plan(given: Integers) -> str:
+    """Return how samples are shared.
+
+    Example:
+        >>> describe_plan(np.array([0, 3, 1]))
+        '4 samples for 2 of 3 questions: from 1 to 3 each, 1 get none'
+    """
+    some = given[given > 0]
+    return (
+        f"{given.sum():,} samples for {len(some):,} of {len(given):,} questions: from {some.min()} to {some.max()} "
+        f"each, {int((given == 0).sum()):,} get none"
+    )
+
+
+def _capabilities(questions: list[QuestionScore]) -> Floats:
+    unknown = [one.id for one in questions if one.capability is None]
+    if unknown:
+        raise InputError(
+            f"Expected a capability for every question, but got none for {len(unknown):,}, such as {unknown[0]!r}. "
+            "Take these lines out of `scores`, or score them anew."
+        )
+    return np.array([one.capability for one in questions], dtype=np.float64)
+
+
+def _fitted(pool: str | None, split: str | None, name: str, questions: list[QuestionScore]) -> float:
+    if pool is None:
+        raise InputError(
+            "Expected `concentration`, `maps`, or a `calibration_pool` to fit it on, with the gain 'beta', but got "
+            "none. Without labelled questions take `--gain geometric`."
+        )
+    found = calibration_questions(pool, split=split, name=name, asked=questions)
+    return fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
+
+
+def _allocated(p: Floats, total: int, concentration: float | None, *, minimum: int, maximum: int) -> Integers:
+    if concentration is None:
+        return greedy_allocation(p, total, minimum=minimum, maximum=maximum)
+    mean = p.clip(_LEAST_P, 1.0 - _LEAST_P)
+    return beta_allocation(concentration * mean, concentration * (1.0 - mean), total, minimum=minimum, maximum=maximum)
+
+
+ASKING_FORMAT, VERSION = "selfcal_lightning.asking_threshold", 1
+# In the order of testing, which must not depend on the calibration questions: from the most to the least demanding.
+GRID = tuple(round(float(value), 2) for value in np.arange(0.95, -0.01, -0.05))
+NUM_STARTS = 4  # few questions may reach the first thresholds
+
+
+def run_fit_asking_threshold(
+    pool: str,
+    output: str,
+    *,
+    risk: float,
+    delta: float = 0.1,
+    split: str | None = "calibration",
+    estimator: str = "probe",
+    grid: list[float] | None = None,
+    procedure: Procedure = "fixed_sequence",
+) -> Certificate:
+    """Find the lowest capability at which questions are worth asking: the chance of a wrong response is bounded.
+
+    By Learn then Test: with confidence 1 - delta a response to a question whose predicted capability is at least the
+    threshold is wrong with a chance of at most the risk, on average over such questions. It holds for questions drawn
+    like these and responses sampled like these.
+
+    Args:
+        pool: Folder of a store with labelled questions that have values of ``estimator``.
+        output: JSON file of the threshold, new or of an earlier one; nothing is written where none is found. Its value
+            goes to `selfcal allocate --skip_below`.
+        risk: Bound on the share of wrong responses to the questions that are asked.
+        delta: Chance that the bound does not hold.
+        split: The calibration split, on which nothing else was fitted; null takes all questions.
+        estimator: Name of the values, of `selfcal score-questions`.
+        grid: Thresholds in the order of testing, chosen without a look at these questions; null takes .95, .9 ... 0.
+        procedure: How Learn then Test pays for testing many thresholds.
+
+    Returns:
+        What was found.
+
+    Raises:
+        RunError: No threshold keeps the bound on these questions.
+        InputError: Values or verdicts are missing, or settings cannot be.
+    """
+
+    def is_own(file: Path) -> bool:
+        return (json_object_or_none(file) or {}).get("format") == ASKING_FORMAT
+
+    check_replaceable(output, is_own, option="output", kind="an earlier threshold of this kind")
+    if grid is not None and not grid:
+        raise InputError("Expected `grid` to hold a threshold, but got none.")
+    found = calibration_questions(pool, split=split, name=estimator)
+    certificate = certify_threshold(
+        found.predicted,
+        1.0 - found.table.expected_accuracy,
+        list(GRID if grid is None else grid),
+        risk=risk,
+        delta=delta,
+        test="hoeffding_bentkus",
+        procedure=procedure,
+        num_starts=NUM_STARTS if grid is None else 1,
+    )
+    if certificate.threshold is None:
+        raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    record = {"format": ASKING_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
+    write_atomically(Path(output), to_json({**record, **asdict(certificate)}))
+    sys.stdout.write(f"{describe_certificate(certificate)}\nWritten: {output}\n")
+    return certificate
+
+
+def describe_certificate(certificate: Certificate) -> str:
+    """Return what was found in a sentence."""
+    wrong = certificate.loss / max(certificate.num_answered, 1)
+    return (
+        f"Asking questions of a predicted capability of {certificate.threshold:.4g} or above keeps the share of wrong "
+        f"responses at or below {certificate.risk:g}, with confidence {1.0 - certificate.delta:g}. On the calibration "
+        f"questions: {certificate.num_answered:,} of {certificate.num_questions:,} are asked, {wrong:.3f} wrong."
+    )

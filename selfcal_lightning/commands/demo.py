@@ -1,0 +1,93 @@
+"""``selfcal demo``: the main job on the bundled model, as the very commands that a user would type."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.plan import free_bytes, show_bytes
+from selfcal_lightning.core.processes import run_step
+from selfcal_lightning.models.folders import BUNDLED_NAME, config_path
+
+NEEDED_BYTES = 100 * 2**20
+LARGER = "train/qwen2.5-7b-instruct.yaml"
+
+
+def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
+    """Return the arguments of ``selfcal`` for each step: calibrate, evaluate."""
+    folder = Path(output_dir)
+    adapter = str(folder / "adapter")
+    return [
+        [
+            "fit", "--config", config_path("demo.yaml"),
+            "--data.init_args.store_dir", str(folder / "samples"),
+            "--trainer.logger.init_args.save_dir", str(folder),
+            "--trainer.callbacks.output_dir", adapter,
+        ],
+        [
+            "evaluate", "--config", config_path("evaluate/demo.yaml"),
+            "--adapter", adapter, "--output_dir", str(folder / "evaluation"),
+        ],
+    ]  # fmt: skip
+
+
+def run_demo(output_dir: str = "runs/demo") -> None:
+    """Calibrate the bundled model and compare it with itself before, on questions that it has not seen.
+
+    Args:
+        output_dir: Where samples, adapter, figures, tables and TensorBoard logs go. What is there from
+            an earlier demo is reused where it still fits, and replaced where it does not.
+
+    Raises:
+        RunError: A step failed, and its own message stands above; or the disk is full.
+    """
+    if free_bytes(output_dir) < NEEDED_BYTES:
+        raise RunError(
+            f"Expected {show_bytes(NEEDED_BYTES)} of free disk for {output_dir}, but got "
+            f"{show_bytes(free_bytes(output_dir))}. Free some, or name another folder by `--output_dir`."
+        )
+    started = time.monotonic()
+    commands = demo_commands(output_dir)
+    for step, arguments in enumerate(commands, start=1):
+        sys.stdout.write(f"\n[{step}/{len(commands)}] {shlex.join(['selfcal', *arguments])}\n")
+        sys.stdout.flush()
+        status = run_step(arguments)
+        if status:
+            raise RunError(
+                f"Expected all steps of the demo to succeed, but step {step}, `selfcal {arguments[0]}`, ended with "
+                f"status {status}; its own message stands above. `selfcal demo` again goes on with what is there."
+            )
+    sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
+
+
+def what_next(folder: Path) -> str:
+    """Return where the results lie, and commands that this machine can run."""
+    adapter = folder / "adapter"
+    return (
+        "What to look at, and what to type next:\n"
+        f"  {folder}/evaluation/reliability.png    reliability before and after\n"
+        f"  {folder}/evaluation/votes.png          votes of 1, 2, 4 ... samples, counted and weighted by confidence\n"
+        f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png beside it\n"
+        f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
+        f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
+        f"  selfcal answer --model {BUNDLED_NAME} --adapter {adapter} "
+        f'--question "Tom has 3 boxes of 4 pens. How many pens has he?"\n'
+        f"{larger_model_lines()}"
+    )
+
+
+def larger_model_lines() -> str:
+    """Return how the same is done with a larger model, on a machine that has what it takes."""
+    import torch
+
+    path = Path(config_path(LARGER))
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if torch.cuda.is_available():
+        return f"  selfcal fit --config {shown} --check    what the same takes on a 7B model\n"
+    return (
+        f"The same on a 7B model is {shown}, for a machine with a GPU: PyTorch sees none here. On this one, take a\n"
+        f"small model of yours: selfcal fit --config {config_path('demo.yaml')} --model.base_model MODEL --check\n"
+    )

@@ -1,0 +1,285 @@
+"""``selfcal evaluate``: models or recorded pools in; calibration, strategies and their intervals out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from selfcal_lightning.confidence.fusion import FittedScorer, FusionTarget, load_scorers, save_scorers
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.core.plugins import loaded_plugins
+from selfcal_lightning.core.progress import Stage, say
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
+from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, reads_texts, settings_json
+from selfcal_lightning.evaluation.inputs import (
+    Inputs,
+    PoolSource,
+    SamplingOptions,
+    TestSet,
+    check_inputs,
+    model_sides,
+    read_pools,
+    sample_models,
+    sides_apart,
+    split_off_calibration,
+)
+from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
+from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
+from selfcal_lightning.evaluation.plan import (
+    RESULTS,
+    ModelInputs,
+    check_evaluation_folder,
+    check_sampled,
+    check_share,
+    open_evaluation_folder,
+    plan_models,
+    plan_pools,
+)
+from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, run_strategies
+from selfcal_lightning.evaluation.test_set import Calibrated, TrainingCost, calibrate_side, prepare_test
+from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
+from selfcal_lightning.inference.choices import choose_prompt
+from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.records import SamplingSettings
+
+
+def run_evaluate(
+    before: str | None = None,
+    after: str | None = None,
+    output_dir: str = "runs/evaluation",
+    tests: list[TestSet] | None = None,
+    *,
+    model: str | None = None,
+    adapter: str | None = None,
+    pools: dict[str, str] | list[PoolSource] | None = None,
+    task: str | None = None,
+    calibration: TestSet | None = None,
+    calibration_pools: dict[str, str] | list[PoolSource] | None = None,
+    calibration_share: float | None = None,
+    strategies: list[str] | None = None,
+    confidences: list[str] | None = None,
+    scorers: list[str] | None = None,
+    fitted_thresholds: list[str] | None = None,
+    fusion_target: FusionTarget = "label",
+    protocol: Literal["strict", "paper"] = "strict",
+    max_samples: int | None = None,
+    budgets: list[int] | None = None,
+    targets: list[int] | None = None,
+    thresholds: list[float] | None = None,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    num_resamples: int = 1000,
+    training_cost: TrainingCost | None = None,
+    tables: Literal["full", "short"] = "full",
+    num_samples: int = 8,
+    engine: EngineSettings = EngineSettings(),
+    sampling: SamplingSettings = SamplingSettings(),
+    prompt: Prompt | None = None,
+    query: str = DEFAULT_QUERY,
+    devices: int = 1,
+    seed: int = SEED,
+    check: bool = False,
+) -> dict[str, Any]:
+    """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
+
+    In go two models (--before, --after), one (--model), or recorded pools (--pools). Each side is judged on samples of
+    its own of the same questions. With two sides calibration is compared before and after. Strategies run on many
+    random orders of each pool; calibration questions, where given, fit scaled and fused confidences (first half) and
+    choose settings (second half), and nothing is reported on them.
+
+    Args:
+        before: Folder or hub name of the base model, or "bundled".
+        after: Folder or hub name of the calibrated (merged) model.
+        adapter: Folder of a LoRA adapter on `before`, in the place of `after`; or on `model`. An activated one leaves
+            the generator as it is: it scores the responses of `before` again, and none are sampled for it.
+        output_dir: Where results.json, tables, figures, fitted files and samples go; those of an earlier evaluation are
+            replaced, and no other files.
+        tests: The test sets to sample from models.
+        model: One model alone, instead of before and after.
+        pools: Recorded samples instead of models: {side: path}, or a list of {name, path, split, task, test,
+            confidences, limit}. A path is a JSON-lines pool or the folder of a store.
+        task: Task of all pools given as {side: path}; null takes the field "task" of every line.
+        calibration: Calibration questions to sample from the models.
+        calibration_pools: Recorded samples of calibration questions, one pool a side.
+        calibration_share: Share of the questions of `pools` to set aside for calibration instead, by a hash of their
+            ids.
+        strategies: Labels of strategies; null runs all, [] none.
+        confidences: What strategies weigh by, such as p_true, sequence_logprob_platt or fused; null takes the
+            probabilities that the samples carry and, with calibration questions, scaled scores and the fusion.
+        scorers: JSON files of fitted confidences (`selfcal fit-confidence`) to put on all samples.
+        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
+            the scorers and the number of samples of their fit. Only those of a risk guarantee anything.
+        fusion_target: What the fusion is fitted to: label, or without labels ssc or vote_share.
+        protocol: "strict" counts unreadable responses as wrong; "paper" is the published arithmetic, for comparison.
+        max_samples: Samples of a question that strategies may use; null takes as many as every question has.
+        budgets: Mean numbers of samples at which accuracy is stated; null takes 1, 2, 4 ...
+        targets: Sizes of the plain votes whose accuracy is to be matched; null takes 4, 8 and 16.
+        thresholds: Thresholds to try; null takes 0, .01 ... .99 and .991 ... 1.
+        num_reshuffles: Random orders of each pool; 0 takes the recorded order alone.
+        num_resamples: Bootstrap resamples of the questions.
+        training_cost: What calibration cost, for the break-even; null leaves that out.
+        tables: What is printed of strategies; the files always hold everything.
+        num_samples: Responses per question and model.
+        engine: Which engine samples the models here, and how.
+        sampling: How responses are drawn.
+        prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
+            had one, else the task's.
+        query: The confidence query.
+        devices: Worker processes (GPUs, or CPU processes).
+        seed: Of sampling, orders and bootstrap.
+        check: Check all that can be checked, print the plan, and stop there.
+
+    Returns:
+        The content of results.json.
+    """
+    arguments = {**locals(), "plugins": loaded_plugins()}
+    settings = StrategySettings(
+        strategies=tuple(known_labels()) if strategies is None else tuple(strategies),
+        confidences=confidences,
+        max_samples=max_samples,
+        budgets=budgets,
+        targets=targets,
+        fusion_target=fusion_target,
+        num_reshuffles=num_reshuffles,
+        num_resamples=num_resamples,
+        cost_tokens=None if training_cost is None else training_cost.tokens(),
+        seed=seed,
+        **({} if thresholds is None else {"thresholds": thresholds}),
+    )
+    given = load_scorers(scorers or [])
+    chosen = [FittedThreshold.load(path) for path in fitted_thresholds or []]
+    if protocol == "paper":
+        check_one_confidence(confidences)
+    folder = Path(output_dir)
+    if pools is not None:
+        models = {"before": before, "after": after, "model": model, "adapter": adapter}
+        _refuse("pools", **models, tests=tests, calibration=calibration, prompt=prompt)
+        check_share(calibration_share)
+        sources = _sources(pools, task), _sources(calibration_pools or [], task)
+        plan = plan_pools(*sources, folder)
+    else:
+        _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
+        engine.check_local()
+        prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
+        if note is not None:
+            say(note)
+        arguments["prompt"] = prompt
+        options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
+        sides = model_sides(before, after, model, adapter)
+        sampled = ModelInputs(sides, tests or [], calibration, folder, options)
+        check_sampled(sampled, settings, given, chosen)
+        plan = plan_models(sampled)
+    check_evaluation_folder(folder)
+    if check:
+        sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
+        return {}
+    open_evaluation_folder(folder, _plain(arguments))
+    if pools is not None:
+        inputs = read_pools(*sources, texts=reads_texts(settings.strategies))
+        if (sentence := sides_apart(inputs)) is not None:
+            say(sentence)
+        inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
+    else:
+        texts = reads_texts(settings.strategies)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=texts)
+    results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
+    if protocol == "paper":
+        results["paper"] = run_paper(inputs.tests, confidences, folder)
+    else:
+        with Stage("Comparing calibration"):
+            inputs = check_inputs(inputs)
+            results = compare_calibration(inputs, folder, num_resamples=num_resamples) | results
+            results |= compare_votes(
+                inputs, folder, num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed
+            )
+        if strategies != []:
+            results |= _run_strategies(
+                inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
+            )
+    write_atomically(folder / RESULTS, to_json(results))
+    _say_where(folder, results)
+    return results
+
+
+def _run_strategies(
+    inputs: Inputs,
+    settings: StrategySettings,
+    given: Sequence[FittedScorer],
+    thresholds: Sequence[str],
+    folder: Path,
+    *,
+    is_short: bool,
+) -> dict[str, Any]:
+    """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
+    console = Console()
+    samples = {side: pool for pools in inputs.tests.values() for side, pool in pools.items()}
+    with Stage("Fitting on the calibration questions" if inputs.calibration else "Looking at the confidences"):
+        calibrated = {
+            side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
+        }
+    sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
+    reports, judged, curves = [], [], []
+    for name, pools in inputs.tests.items():
+        with Stage(f"Preparing {name}"):
+            test = prepare_test(name, pools, calibrated, settings)
+        curves.append(run_strategies(test, sides, settings))
+        with Stage(f"Summing up {name}"):
+            report = report_on(test, curves[-1], settings)
+        if is_short:
+            show_briefly(report, console)
+        else:
+            show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
+        with Stage(f"Judging fitted thresholds on {name}"):
+            judged += evaluate_given(test, thresholds, settings, console)
+        reports.append(report)
+    fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
+    fitted += save_thresholds(curves[0], calibrated, folder / "fitted")
+    with Stage("Drawing and writing"):
+        files = write_strategies(reports, folder)
+    return {
+        "strategies": {report.test: report_json(report) for report in reports},
+        "fitted_thresholds": judged,
+        "fitted_files": [f"fitted/{name}" for name in fitted],
+        "files": files,
+    }
+
+
+def _save_scorers(calibrated: Calibrated, folder: Path) -> list[str]:
+    return [] if calibrated.first_half is None else save_scorers(calibrated.scorers, folder)
+
+
+def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:
+    if isinstance(pools, Mapping):
+        return [PoolSource(name, path, task=task) for name, path in pools.items()]
+    return [source if source.task or not task else replace(source, task=task) for source in pools]
+
+
+def _refuse(given: str, **options: object) -> None:
+    """Raise when options that belong to the other kind of input are given."""
+    unused = [name for name, value in options.items() if value]
+    if unused:
+        raise InputError(f"Expected no {', '.join(f'`{name}`' for name in unused)} beside {given}, but got both.")
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as plain JSON types."""
+    return {name: _plain_value(value) for name, value in arguments.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _say_where(folder: Path, results: Mapping[str, Any]) -> None:
+    files = ["results.json", *results.get("files", [])]
+    Console().print(f"Written to {folder}: {', '.join(files)}", highlight=False)

@@ -1,0 +1,304 @@
+"""``selfcal export``: an adapter or checkpoint merged into its base model, as a folder that every engine loads."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import check_apart
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.models.folders import ADAPTER_CONFIG, MANIFEST, check_adapter, read_manifest, resolve_model
+from selfcal_lightning.models.names import check_model
+from selfcal_lightning.records import Dtype
+from selfcal_lightning.training.contracts import (
+    Exportable,
+    Mergeable,
+    SideBySide,
+    check_members,
+    class_path,
+    import_class,
+)
+from selfcal_lightning.training.export import (
+    LOCAL,
+    check_output,
+    describe_folder,
+    manifest_text,
+    model_card,
+    now,
+    public_configurations,
+    public_manifest,
+    replacing,
+    upload,
+    versions,
+    write_export,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
+log = logging.getLogger(__name__)
+
+
+def run_export(
+    adapter: str,
+    output_dir: str,
+    *,
+    base_model: str | None = None,
+    dtype: Dtype = "auto",
+    overwrite: bool = False,
+    push: str | None = None,
+    private: bool = True,
+    merge: bool = True,
+    module: str | None = None,
+) -> str:
+    """Merge an adapter into its base model and write a Hugging Face folder that transformers and vLLM load.
+
+    An adapter that was trained on a quantised base (QLoRA) is merged into the base as it is stored: merged into four
+    bits, the update would be rounded away. The manifest and the model card say what it was trained on. An activated
+    adapter acts on the confidence query alone and cannot be merged: it is used beside its base model, by --adapter.
+
+    Args:
+        adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
+        output_dir: Folder to write to, new or empty, apart from the adapter and the base model.
+        base_model: Folder or hub name of the base model, where it is not the place that the adapter remembers.
+        dtype: Of the merged weights; "auto" is that of the base model.
+        overwrite: Whether an earlier merged model in ``output_dir`` may be replaced; anything else there never is.
+        push: Hub repository ("owner/name") to upload to; the token is read from the environment variable HF_TOKEN.
+            Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
+        private: Whether a repository that `push` creates is private.
+        merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
+        module: Class path of the module that wrote the checkpoint, where it is not SelfCalibrationModule. It is
+            imported: name only what you trust. A checkpoint itself never decides what is imported.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        InputError: If the output folder holds something or is where the adapter or its base model lies, the adapter
+            is activated, damaged or was trained on another base model, or a token is missing.
+    """
+    target = Path(output_dir)
+    check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
+    kind = _module_class(adapter, module)
+    token = _token() if push else None
+    if not merge:
+        _write_trained(adapter, target, base_model, dtype, kind)
+    else:
+        _write_merged(adapter, target, base_model, dtype, kind)
+    if push:
+        _push(target, push, private=private, token=token)
+    return str(target)
+
+
+def _write_merged(
+    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
+    is_checkpoint = Path(adapter).is_file()
+    if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint file or a folder with an {ADAPTER_CONFIG}, but got {adapter!r}."
+        )
+    _check_can_merge(adapter)
+    say(f"Merging {adapter} into its base model, for {target}")
+    if kind is not None:
+        model, base, manifest = _from_checkpoint(adapter, base_model, dtype, target, kind)
+    else:
+        model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
+    say(f"Writing the merged model to {target}")
+    with replacing(target) as folder:
+        # The generation config comes along with the model, the chat template with the tokenizer.
+        model.save_pretrained(folder)
+        _save_tokenizer(folder, base)
+        into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
+        facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": now()}
+        describe_folder(folder, {**manifest, **facts})
+
+
+def _write_trained(
+    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+) -> None:
+    """Write the adapter, or whatever else the module trains beside its base model, that a checkpoint holds."""
+    if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
+            "folder is an adapter already, and a checkpoint of all weights has none."
+        )
+    if dtype != "auto":
+        raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
+    # The dtype is that of the base, which is not written.
+    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
+    what = {"adapter": "adapter"}.get(module.export_kind, "trained weights")
+    say(f"Writing the {what} to {target}")
+    write_export(module, target, described=_as_trained(stored))
+    for name in module.beside if isinstance(module, SideBySide) else ():
+        place = target.with_name(f"{target.name}-{name}")
+        check_output(place, kinds=("adapter",), overwrite=False)
+        own = {**_as_trained(stored)["hyper_parameters"], **module.describe_beside(name)["hyper_parameters"]}
+        say(f"Writing the adapter {name!r}, which was trained beside it, to {place}")
+        write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
+
+
+def _check_can_merge(adapter: str) -> None:
+    """Raise InputError for an activated adapter, saying how it is used instead."""
+    if Path(adapter).is_file():
+        lora = _hyper_parameters(adapter).get("lora") or {}
+        activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
+    else:
+        from selfcal_lightning.models.folders import read_invocation_ids
+
+        activated, folder = read_invocation_ids(adapter) is not None, "this folder"
+    if activated:
+        raise InputError(
+            f"Expected an adapter of joint training to merge, but got an activated one in {adapter!r}: it acts on the "
+            "tokens of the confidence query alone. Merged, it would act on all tokens and change what the model "
+            f"generates. Use it beside its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
+            "and predict; or by PEFT alone, as the README.md in an exported adapter says."
+        )
+
+
+def _from_adapter(
+    adapter: str, base_model: str | None, dtype: str, target: Path
+) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
+    """Return the merged model, the base model's name and revision, and the manifest.
+
+    Raises:
+        InputError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
+    """
+    from selfcal_lightning.models.causal_lm import load_causal_lm
+    from selfcal_lightning.models.folders import base_model_identity, same_base_model
+    from selfcal_lightning.models.lora import load_adapter, merge_adapter
+
+    config, manifest = check_adapter(adapter), read_manifest(Path(adapter))
+    named = {"model": config.get("base_model_name_or_path"), "revision": config.get("revision")}
+    trained_on = manifest["base_model"] if manifest else named
+    base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
+    if base[0] is None:
+        raise InputError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
+    check_apart(target, {"adapter": adapter, "base model": resolve_model(base[0])}, option="output_dir")
+    check_model(base[0], revision=base[1], option="base_model")
+    model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
+    if manifest is None:
+        log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, base[0])
+    else:
+        identity = base_model_identity(base[0], revision=base[1])
+        if not same_base_model(trained_on, identity):
+            raise InputError(
+                f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
+                f"({trained_on}), but got {base[0]!r} ({identity})."
+            )
+    return merge_adapter(load_adapter(model, adapter)), base, manifest or {"base_model": trained_on}
+
+
+def _from_checkpoint(
+    path: str, base_model: str | None, dtype: str, target: Path, kind: type[Exportable]
+) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
+    """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
+    import torch
+
+    from selfcal_lightning.models.causal_lm import load_config
+
+    check_members(kind, Mergeable, who="a merged model", kind="a module")
+    place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
+    places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
+    check_apart(target, places, option="output_dir")
+    if dtype == "auto":
+        config = load_config(place["base_model"], revision=place["revision"])
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    trained, stored = _module_of(path, base_model, dtype=dtype, kind=kind)
+    module = cast("Mergeable", trained)
+    return module.merged(), (module.base_model, module.revision), module.describe() | _as_trained(stored)
+
+
+def _module_of(
+    path: str, base_model: str | None, *, dtype: str, kind: type[Exportable]
+) -> tuple[Exportable, dict[str, Any]]:
+    """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
+    place = {} if base_model is None else {"base_model": base_model, "revision": None}
+    module = kind.from_checkpoint(path, base_model=base_model, dtype=dtype)
+    check_members(module, Exportable, who="an export", kind="a module")
+    return module, _hyper_parameters(path) | place
+
+
+def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
+    """Return the class of the module that wrote a checkpoint; None for what is no file.
+
+    Raises:
+        InputError: The checkpoint is of another class than SelfCalibrationModule and none is named, or that class is
+            not to be had.
+    """
+    if not Path(adapter).is_file():
+        return None
+    from selfcal_lightning.training.calibrated_model import CLASS_KEY
+    from selfcal_lightning.training.checkpoints import read_checkpoint
+    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+    if named is not None:
+        kind = import_class(named, option="module")
+        check_members(kind, Exportable, who="an export", kind="a module")
+        return cast("type[Exportable]", kind)
+    own = class_path(SelfCalibrationModule)
+    found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
+    if found != own:
+        raise InputError(
+            f"Expected `module` to name the class that the checkpoint is of, {found}, but got none. Set `module: "
+            f"{found}`, if you trust the code that it names."
+        )
+    return SelfCalibrationModule
+
+
+def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
+    quantization = {"quantization": stored["quantization"]} if "quantization" in stored else {}
+    return {**quantization, "hyper_parameters": {name: value for name, value in stored.items() if name != "beside"}}
+
+
+def _hyper_parameters(path: str) -> dict[str, Any]:
+    """Return the settings of the module that a checkpoint is of. Nothing in the file is run."""
+    from selfcal_lightning.training.checkpoints import read_checkpoint
+
+    stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
+    if "base_model" not in stored:
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."
+        )
+    return stored
+
+
+def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:
+    from selfcal_lightning.models.chat_format import load_tokenizer
+
+    load_tokenizer(base[0], revision=base[1]).save_pretrained(folder)
+
+
+def _token() -> str:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise InputError(
+            f"Expected the environment variable {TOKEN_VARIABLE} to hold a token for the hub, but it is not set. "
+            "Set it, or leave `push` out."
+        )
+    return token
+
+
+def _push(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
+    """Upload an export with a manifest and a card that name no place on this machine."""
+    manifest, texts = public_manifest(read_manifest(folder)), public_configurations(folder)
+    changed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    manifest["files"] |= {name: digest for name, digest in changed.items() if manifest["files"][name] is not None}
+    texts |= {MANIFEST: manifest_text(manifest), "README.md": model_card(manifest)}
+    upload(folder, repository, texts=texts, private=private, token=token)
+    say(f"Uploaded {folder} to {repository}")
+    if manifest["base_model"]["model"] is None:
+        say(
+            f"It calls its base model {LOCAL}, with the sha256 of its weights, since that is a folder of this machine. "
+            "Where the same model is on the hub, export with `--base_model OWNER/NAME`."
+        )
+
+
+export = run_export

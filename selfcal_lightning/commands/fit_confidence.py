@@ -1,0 +1,307 @@
+"""``selfcal fit-threshold``: the threshold of a strategy from a calibration split.
+
+It takes one half of the split's questions; ``selfcal fit-confidence`` takes the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from selfcal_lightning.confidence.base import add_scores, confidence_of
+from selfcal_lightning.confidence.features import required_confidences, scores_text
+from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
+from selfcal_lightning.confidence.fitted_files import check_fitted_target
+from selfcal_lightning.confidence.fusion import (
+    DEFAULT_FEATURES,
+    FUSED,
+    FittedScorer,
+    Fusion,
+    FusionTarget,
+    fit_fusion,
+    load_for_fitting,
+    load_scorers,
+)
+from selfcal_lightning.confidence.registry import recorded_confidences, refuse_looking_ahead
+from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import check_replaceable
+from selfcal_lightning.core.progress import Stage, say
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.registry import check_can_answer, make_strategy
+from selfcal_lightning.inference.threshold_fitting import (
+    NoThresholdError,
+    fit_accuracy_threshold,
+    fit_budget_threshold,
+    fit_risk_threshold,
+)
+from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, CurveStrategy
+from selfcal_lightning.metrics.risk import Procedure
+from selfcal_lightning.records import QuestionSamples
+
+
+def run_fit_confidence(
+    pool: str,
+    output: str,
+    *,
+    kind: Literal["fusion", "temperature", "platt", "isotonic"] = "fusion",
+    split: str | None = "calibration",
+    task: str | None = None,
+    features: list[str] = list(DEFAULT_FEATURES),  # noqa: B006 - never changed; the command line shows it
+    target: FusionTarget = "label",
+    source: str = "p_true",
+    name: str | None = None,
+    scorers: list[str] = [],  # noqa: B006
+    use_all: bool = False,
+    l2: float = 1.0,
+    allow_pool_features: bool = False,
+    figure: bool = True,
+    seed: int = SEED,
+) -> FittedScorer:
+    """Fit a fused or scaled confidence on the first half of a calibration split, and score it on the second.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: JSON file of the fitted confidence, new or of an earlier one; a reliability diagram of the held-out
+            half goes beside it.
+        kind: A fusion of several confidences, or a scaler of one.
+        split: The calibration split; null takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        features: Of a fusion: names of confidences, "logit:NAME" for the log-odds of a probability, "num_tokens".
+        target: Of a fusion: "label" needs references, "ssc" and "vote_share" do not.
+        source: Of a scaler: the confidence to scale.
+        name: Name of the new confidence; null makes "fused", or SOURCE_KIND.
+        scorers: Files of fitted confidences that the features or the source come from, in their order.
+        use_all: Fit on all questions; nothing is then held out, and no threshold can be fitted on this split.
+        l2: Regularisation of a fusion.
+        allow_pool_features: Let a fusion read confidences that depend on the other responses; it then works on
+            recorded pools only.
+        figure: Whether to draw the reliability diagram.
+        seed: Of the halves; `selfcal fit-threshold` must get the same, and has the same default.
+
+    Returns:
+        The fitted confidence.
+    """
+    check_fitted_target(output, kind)
+    drawing = Path(output).with_suffix(".png")
+    if figure and not use_all:
+        _check_drawing(drawing, output)
+    known = load_scorers(scorers)
+    needed = required_confidences(features) if kind == "fusion" else (source,)
+    read = load_for_fitting(pool, split, task, needed, known)
+    with Stage(f"Fitting {kind}"):
+        recorded = [*recorded_confidences(read.estimators), *known]
+        entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
+        fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
+        if held_out is not None:
+            check_not_fitted_on(held_out, known)
+        fitted: FittedScorer
+        if kind == "fusion":
+            fitted = fit_fusion(
+                fit,
+                features,
+                target=target,
+                name=FUSED if name is None else name,
+                l2=l2,
+                held_out=held_out,
+                allow_pool_features=allow_pool_features,
+                known=recorded,
+            )
+        else:
+            fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
+    fitted.save(output)
+    written = [output]
+    if figure and held_out is not None and _draw(fitted, held_out, drawing):
+        written.append(str(drawing))
+    sys.stdout.write(f"{describe_scorer(fitted)}\nWritten: {', '.join(written)}\n")
+    return fitted
+
+
+def describe_scorer(fitted: FittedScorer) -> str:
+    """Return a fitted confidence as readable text: its parameters, and what its parts and it are worth."""
+    if isinstance(fitted, Fusion):
+        return fitted.describe()
+    lines = [
+        f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
+        f"responses to {fitted.fitted_on.num_questions} questions ({fitted.fitted_on.num_left_out} left out)",
+        *(["It depends on the other responses to a question: for recorded pools only."] if fitted.needs_pool else []),
+        "",
+        scores_text((fitted.before, fitted.after), title="on the fitting questions"),
+    ]
+    if fitted.held_out_before is not None and fitted.held_out_after is not None:
+        lines += ["", scores_text((fitted.held_out_before, fitted.held_out_after), title="on the held-out half")]
+    return "\n".join(lines)
+
+
+def _check_drawing(path: Path, output: str) -> None:
+    """Raise ValueError where the diagram would take the place of the fitted confidence, or of a figure of others."""
+    from selfcal_lightning.evaluation.figures import is_own_figure
+
+    if path == Path(output):
+        raise InputError(
+            f"Expected `output` to be the name of a JSON file, such as {path.with_suffix('.json')}, but got "
+            f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
+        )
+    check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn beside it")
+
+
+def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
+    """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
+    from selfcal_lightning.evaluation.figures import reliability_diagram, save_figure
+
+    samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]
+    rows = [(value, sample.correct) for sample in samples if (value := fitted.score_sample(sample)) is not None]
+    if not rows:
+        return False
+    confidence, correct = zip(*rows, strict=True)
+    before = None
+    if isinstance(fitted, Scaler) and fitted.before.ece is not None:
+        parts = [(v, s.correct) for s in samples if (v := confidence_of(s, fitted.source)) is not None]
+        before = ([value for value, _ in parts], [correct for _, correct in parts])
+    figure = reliability_diagram(confidence, correct, before=before, title=fitted.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, path, dpi=120)
+    return True
+
+
+def run_fit_threshold(
+    pool: str,
+    output: str,
+    *,
+    strategy: str = "early_stopping",
+    confidence: str | None = None,
+    max_samples: int | None = None,
+    settings: dict[str, Any] = {},  # noqa: B006
+    budget: float | None = None,
+    accuracy: float | None = None,
+    risk: float | None = None,
+    delta: float = 0.1,
+    procedure: Procedure = "fixed_sequence",
+    split: str | None = "calibration",
+    task: str | None = None,
+    scorers: list[str] = [],  # noqa: B006
+    grid: list[float] | None = None,
+    use_all: bool = False,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> FittedThreshold:
+    """Choose a strategy's threshold on the second half of a calibration split; state one of budget, accuracy and risk.
+
+    Only a risk is a guarantee, by Learn then Test: with confidence 1 - delta the error rate among the answered
+    questions is at most the risk; the other questions are left unanswered. The first half then suggests what to test
+    first. It holds for questions drawn like these, responses sampled like these, and settings that were not chosen on
+    the second half. A budget and an accuracy hold on the calibration questions themselves and promise nothing on
+    others. The file says what it promises.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: JSON file of the threshold, new or of an earlier one; nothing is written where none is found.
+        strategy: Name of the strategy.
+        confidence: The confidence that it reads; null keeps its default.
+        max_samples: Its budget for a question, at most the fewest responses that a question of the pool has; null takes
+            that number.
+        settings: Its further fields by name.
+        budget: Mean samples used at most: take the most accurate threshold within. No guarantee.
+        accuracy: Accuracy to reach: take the cheapest threshold that does. No guarantee.
+        risk: Bound on the error rate among the answered: take the threshold that answers most. Guaranteed.
+        delta: Chance that the bound on the risk does not hold.
+        procedure: How Learn then Test pays for testing many thresholds.
+        split: The calibration split; null takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        scorers: Files of fitted confidences to put on the samples, in their order.
+        grid: Values to choose from; null takes 0, .01 ... .99 and .991 ... 1 (for early_stopping, quantiles of the
+            confidence too), or 1, 2 ... for what counts samples. With a risk: in the order of testing, null leaves it
+            to the first half.
+        use_all: Take all questions instead of the second half.
+        num_reshuffles: Random orders of each question's samples to average over (budget, accuracy).
+        seed: Of the halves and of the orders; `selfcal evaluate` has the same default.
+
+    Returns:
+        The threshold.
+
+    Raises:
+        ValueError: There is none, or options or pool are not as described.
+    """
+    if sum(value is not None for value in (budget, accuracy, risk)) != 1:
+        raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
+    check_can_answer(strategy)
+    check_fitted_target(output, KIND)
+    known = load_scorers(scorers)
+    fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
+    needed = _confidence_of(strategy, fields)
+    # One without a vectorised form is a user's own, which may look at whole samples.
+    is_own = not isinstance(make_strategy(strategy, **fields), CurveStrategy)
+    read = load_for_fitting(pool, split, task, needed, known, texts=is_own)
+    width = len(read.shortest.samples)
+    chosen = make_strategy(strategy, **{"max_samples": width, **fields})
+    _say_width(read, chosen)
+    refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
+    with Stage(f"Fitting a threshold of {strategy}"):
+        guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
+        common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
+        if budget is not None:
+            fitted = fit_budget_threshold(chosen, own, grid, budget=budget, **common)
+        elif accuracy is not None:
+            fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
+        else:
+            guide = guide if grid is None else None
+            fitted = _fit_risk(
+                chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
+                procedure=procedure,
+            )  # fmt: skip
+    fitted = replace(fitted, sampled_by=read.sampled_by)
+    fitted.save(output)
+    numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
+    sys.stdout.write(
+        f"{fitted.message}\nOn the calibration questions: {numbers}.\n{fitted.promise}\nWritten: {output}\n"
+    )
+    return fitted
+
+
+def _fields(strategy: str, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the strategy's fields that were set, by ``settings`` or by an option of their name."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if twice := sorted(given.keys() & settings.keys()):
+        raise InputError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
+    return {**settings, **given}
+
+
+def _confidence_of(strategy: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the confidence that a strategy reads, if any; its budget is not known yet and does not matter."""
+    reads = make_strategy(strategy, **fields).confidence
+    return () if reads is None else (reads,)
+
+
+def _say_width(pool: RecordedPool, strategy: Strategy) -> None:
+    shortest, most = pool.shortest, max(len(entry.samples) for entry in pool.entries)
+    if most > strategy.max_samples:
+        say(
+            f"Questions have {len(shortest.samples)} ({shortest.question.id!r}) to {most} responses; {strategy.name} "
+            f"draws at most {strategy.max_samples}, here and wherever the threshold is used."
+        )
+
+
+def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> FittedThreshold:
+    """Fit a threshold with a guarantee; where there is none, say so with the options that may help."""
+    try:
+        return fit_risk_threshold(strategy, pool, **options)
+    except NoThresholdError as error:
+        has_guide = options["guide"] is not None or options["grid"] is not None
+        other_start = "name others by `grid`" if has_guide else "let the first half suggest some (`use_all` false)"
+        ways = {
+            "questions": "Sample more calibration questions, or raise `risk` or `delta`.",
+            "start": f"Raise `risk`, or {other_start}.",
+            "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal fit-confidence`).",
+        }
+        way_out = ways[error.certificate.shortfall or "ranking"]
+        raise InputError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
+
+
+fit_confidence = run_fit_confidence
+fit_threshold = run_fit_threshold

@@ -1,0 +1,157 @@
+"""``selfcal fit-step-scaler``: calibrate the step scores of a reward model without training it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from selfcal_lightning.confidence.fitted_files import check_fitted_target
+from selfcal_lightning.confidence.scaling import ScalerKind, ScalerMap
+from selfcal_lightning.confidence.splits import FittedOn, halve_pool
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.inference.vectorised import SEED
+from selfcal_lightning.metrics.group_rewards import majority_answer
+from selfcal_lightning.records import Dtype, QuestionSamples
+from selfcal_lightning.rewards.metrics import PREFIXES, STEP_BIAS, STEP_BRIER, STEP_ECE, StepMetrics
+from selfcal_lightning.rewards.rates import (
+    CONSENSUS,
+    OF_ROLLOUTS,
+    RewardTarget,
+    by_text,
+    check_target,
+    read_agreement,
+    read_rates,
+)
+from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
+from selfcal_lightning.rewards.step_scaling import PREFIX, StepRows, StepScaler, fit_step_map, reward_digest, step_rows
+
+
+def run_fit_step_scaler(
+    store_dir: str,
+    output: str,
+    kind: ScalerKind = "platt",
+    target: RewardTarget = "outcome",
+    rollouts: str | None = None,
+    split: str = "calibration",
+    limit: int | None = None,
+    num_samples: int | None = None,
+    use_all: bool = False,
+    dtype: Dtype = "auto",
+    reward: RewardSettings = RewardSettings(),
+    seed: int = SEED,
+) -> StepScaler:
+    """Fit one function of all step scores on the first half of a split, and judge it on the second.
+
+    `--reward.scaler FILE` then applies it wherever the reward model is read: `prm`, `prm_min` and the others. Every
+    step weighs the same.
+
+    Args:
+        store_dir: Store of the policy's responses.
+        output: JSON file of the scaler, new or of an earlier one.
+        kind: temperature, platt or isotonic.
+        target: What the scores should say: outcome, success_rate and hard need references; vote_share, ssc and
+            consensus do not, and are too kind where a majority is wrong.
+        rollouts: Folder that `selfcal rollout` filled, for success_rate, hard and consensus.
+        split: Split of the store.
+        limit: Take the first so many questions, by id; null takes all.
+        num_samples: Take the first so many responses to each; null takes all.
+        use_all: Fit on all questions; nothing is then held out.
+        dtype: Of the reward model's trunk.
+        reward: The reward model.
+        seed: Of the halves.
+
+    Returns:
+        The scaler.
+
+    Raises:
+        InputError: The model gives no probability for steps, nothing has a score and a target, or they disagree.
+    """
+    check_fitted_target(output, PREFIX + kind)
+    check_target(target)
+    format = check_rewards(reward)
+    if format.judges != "steps" or not format.is_probability:
+        raise InputError(
+            f"Expected a reward model that gives a probability for each step, but got one of the format "
+            f"{format.name!r}. Scale what it says of responses by `selfcal fit-confidence`."
+        )
+    if reward.scaler is not None:
+        raise InputError(f"Expected no `reward.scaler` to fit one, but got {reward.scaler!r}.")
+    if (target in OF_ROLLOUTS) != (rollouts is not None):
+        raise InputError(
+            f"Expected `rollouts` with the targets {' and '.join(sorted(OF_ROLLOUTS))} alone, but got {rollouts!r} "
+            f"with {target!r}."
+        )
+    store = SampleStore(store_dir, num_samples=num_samples)
+    pool = list(islice(store.samples(split=split), limit))
+    if not pool:
+        raise InputError(f"Expected {store_dir} to hold responses of the split {split!r}, but got none.")
+    policy = store.round_manifest().fingerprint
+    rates = {}
+    if rollouts is not None:
+        answers = {entry.question.id: majority_answer([one.answer for one in entry.samples]) for entry in pool}
+        agreed = target == CONSENSUS
+        found = read_agreement(rollouts, answers, policy=policy) if agreed else read_rates(rollouts, policy=policy)
+        rates = by_text(rollouts, found)
+    reader = open_rewards(reward, dtype=dtype)
+    steps = completed(reward).steps
+
+    def rows_of(entries: Sequence[QuestionSamples]) -> StepRows:
+        return step_rows(entries, reader.read(entries), target=target, steps=steps, rates=rates)
+
+    halves = (
+        {"fitted": pool} if use_all else dict(zip(("fitted", "held out"), halve_pool(pool, seed=seed), strict=True))
+    )
+    rows = {name: rows_of(entries) for name, entries in halves.items()}
+    fit = rows["fitted"]
+    map_ = fit_step_map(kind, fit)
+    fitted_on = FittedOn.from_questions(
+        (entry.question for entry in halves["fitted"]), num_responses=_responses(halves["fitted"]) - fit.num_left_out,
+        num_left_out=fit.num_left_out,
+    )  # fmt: skip
+    scores = {f"{name} {when}": found for name, one in rows.items() for when, found in _worth(one, map_).items()}
+    scaler = StepScaler(map_, target, reward_digest(reward), fitted_on, scores)
+    reader.close()
+    scaler.save(Path(output))
+    sys.stdout.write(f"{describe_step_scaler(scaler)}\nWritten: {output}\n")
+    return scaler
+
+
+def describe_step_scaler(scaler: StepScaler) -> str:
+    """Return a scaler as readable text: what it was fitted on, and what it is worth."""
+    fitted = scaler.fitted_on
+    lines = [
+        f"{scaler.map.kind} scaling of step scores to the target {scaler.target!r}, fitted on {fitted.num_responses} "
+        f"responses to {fitted.num_questions} questions ({fitted.num_left_out} left out)",
+        f"{'':<18}{'steps':>7}{'Brier':>8}{'ECE':>8}{'bias':>8}",
+    ]
+    for name, values in scaler.scores.items():
+        shown = "".join(f"{values[key]:>8.3f}" for key in (STEP_BRIER, STEP_ECE, STEP_BIAS))
+        lines.append(f"{name:<18}{int(values[PREFIXES]):>7}{shown}")
+    return "\n".join(lines)
+
+
+def _worth(rows: StepRows, map_: ScalerMap) -> dict[str, dict[str, float]]:
+    """Return what scores are worth before and after, against the targets; nothing without any."""
+    worth = {}
+    for when, score in (("before", rows.score), ("after", map_.transform(rows.score))):
+        metric = StepMetrics()
+        metric.update(
+            torch.as_tensor(score),
+            torch.as_tensor(rows.target),
+            torch.ones(len(rows.target), dtype=torch.int64),
+            torch.as_tensor(rows.position),
+        )
+        found = metric.compute()
+        if found[PREFIXES]:
+            worth[when] = {key: found[key] for key in (PREFIXES, STEP_BRIER, STEP_ECE, STEP_BIAS)}
+    return worth
+
+
+def _responses(pool: Sequence[QuestionSamples]) -> int:
+    return sum(len(entry.samples) for entry in pool)

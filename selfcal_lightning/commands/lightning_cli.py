@@ -1,0 +1,388 @@
+"""``selfcal fit | validate | test | predict``: the LightningCLI with the project's links and defaults."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from selfcal_lightning.commands.parsing import ShortErrors, add_plugins_option, own_sentence
+from selfcal_lightning.commands.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
+from selfcal_lightning.core.config_files import given_settings
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Participant, Place, Plan, check_places, merge_plans
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.core.signals import keeping
+from selfcal_lightning.models.folders import check_adapter, check_files, read_manifest
+from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, check_checkpoint_file, is_address
+from selfcal_lightning.training.contracts import Exportable, check_members, import_class, linked_arguments
+
+FIT, LAST = "fit", "last"
+CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
+
+
+def plan_training_run(
+    verb: str,
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    *,
+    ckpt_path: str | None,
+    adapter: str | None = None,
+) -> Plan:
+    """Check what a run of the Trainer needs, and return what it will do. Nothing is sampled, loaded or written.
+
+    Args:
+        verb: "fit", "validate", "test" or "predict".
+        trainer: The trainer.
+        module: The module, its model not yet loaded.
+        data: The data module.
+        ckpt_path: The checkpoint, as the user gave it.
+        adapter: The exported adapter in its place, of ``predict``.
+
+    Raises:
+        UserError: Something would fail later; the message says what, and the way out.
+    """
+    if adapter is not None and ckpt_path is not None:
+        raise InputError(f"Expected either `ckpt_path` or `adapter`, but got {ckpt_path!r} and {adapter!r}.")
+    if adapter is not None:
+        check_export(adapter)
+    check_ckpt_path(ckpt_path)
+    if verb == FIT:
+        check_length(trainer)
+    others = [trainer_part(verb, trainer, ckpt_path, adapter)]
+    parts = [one.plan_run(verb, trainer, module, data) for one in participants(trainer, module, data)]
+    plan = merge_plans([*parts, *others])
+    check_places(plan)
+    return plan
+
+
+def participants(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> Iterable[Participant]:
+    """Yield the module, the data module and the callbacks that check and plan."""
+    for one in (module, data, *trainer.callbacks):
+        if isinstance(one, Participant):
+            yield one
+
+
+def check_export(folder: str) -> None:
+    """Refuse a folder that no weights can be taken from, before anything is loaded."""
+    manifest = read_manifest(Path(folder))
+    if manifest is not None and manifest["kind"] == "module":
+        check_files(Path(folder))
+    else:
+        check_adapter(folder)
+
+
+def check_ckpt_path(ckpt_path: str | None) -> None:
+    """Refuse a checkpoint that is not there or not whole: Lightning would find out after the samples were drawn."""
+    if ckpt_path is None or ckpt_path in CHOSEN_BY_LIGHTNING or is_address(ckpt_path):
+        return
+    check_checkpoint_file(Path(ckpt_path))
+
+
+def trainer_part(verb: str, trainer: Trainer, ckpt_path: str | None, adapter: str | None) -> Plan:
+    """Return what the trainer itself writes, and what a stopped run leaves."""
+    places = [Place("logs", str(place)) for place in _log_folders(trainer)]
+    places += [Place("checkpoints", str(one.dirpath)) for one in _checkpoints(trainer)] if verb == FIT else []
+    notes = () if verb == FIT or ckpt_path is not None or adapter is not None else (untrained_note(verb),)
+    return Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),) if verb == FIT else (), notes=notes)
+
+
+def untrained_note(verb: str) -> str:
+    """Return what a verb scores that was given no checkpoint."""
+    return (
+        f"No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. "
+        "Give `--ckpt_path FILE.ckpt` for a calibrated one."
+    )
+
+
+def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
+    """Return what a training that is stopped leaves behind, and how it goes on.
+
+    Lightning's own checkpoint callback counts only where its folder is stated: elsewhere nobody would find the file.
+    """
+    kept = "Complete samples are kept, and the same command goes on with them"
+    files = _checkpoints(trainer)
+    if not files:
+        return f"{kept}; training begins anew, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
+    folder = files[0].dirpath
+    if ckpt_path == LAST:
+        return f"{kept}, and with training from the newest checkpoint in {folder}."
+    return f"{kept}; training goes on from the newest checkpoint in {folder} with `--ckpt_path last`, else anew."
+
+
+def check_length(trainer: Trainer) -> None:
+    """Refuse a training without an end: the schedule of the learning rate could not be planned."""
+    if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and not trainer.fast_dev_run:
+        raise InputError(
+            "Expected a training of a known length, but got neither `trainer.max_epochs` nor `trainer.max_steps`. Set "
+            "one of them."
+        )
+
+
+def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    """Return the checkpoint callbacks whose folder the user stated."""
+    found = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    return [one for one in found if one.dirpath is not None]
+
+
+def _log_folders(trainer: Trainer) -> list[Any]:
+    return [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
+
+
+@contextmanager
+def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
+    """Remove, when the block ends by an error or a signal, the log folders that this run made and never trained into.
+
+    A folder that was there before stays, and so does one of a run that goes on from a checkpoint.
+    """
+    before = {folder for folder in _folders(trainer) if folder.exists()}
+    try:
+        yield
+    except BaseException:
+        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            for folder in set(_folders(trainer)) - before:
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    return [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
+
+
+CHECK, CKPT_PATH = "check", "ckpt_path"
+# By name: the library does not import its adapters.
+CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
+USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")
+LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
+
+
+class TrainerParser(ShortErrors, LightningArgumentParser):
+    """LightningCLI's parser, which says what is wrong in a sentence."""
+
+
+class RaisingParser(TrainerParser):
+    """The same for a program: what is wrong is raised."""
+
+    def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
+        """Raise the sentence."""
+        raise InputError(sentence)
+
+
+class ConfigKeeper(SaveConfigCallback):
+    """Leaves the resolved configuration in the log folder, and never in the place of another one.
+
+    Without a logger that is the folder in which the command was started, where the user's own ``config.yaml`` may lie.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose ``config.yaml``, or with a number the first name that is free or holds these very settings."""
+        log_dir = trainer.log_dir  # agreed on by a broadcast
+        if not self.already_saved and log_dir is not None and not is_address(log_dir):
+            text = self.parser.dump(self.config, skip_none=False)
+            names = ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 1000)))
+            places = ((name, Path(log_dir) / name) for name in names)
+            self.config_filename = next(
+                name for name, place in places if not place.exists() or place.read_text() == text
+            )
+        super().setup(trainer, pl_module, stage)
+
+
+def _one_line_bar() -> Callback:
+    return importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar()
+
+
+class SelfCalibrationCLI(LightningCLI):
+    """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
+
+    def __init__(self, *given: Any, args: ArgsType = None, **named: Any) -> None:
+        # The parser is built before it parses: which arguments are shared follows from the classes that are named.
+        self._linked = links_of(args if isinstance(args, list) else sys.argv[1:])
+        super().__init__(*given, args=args, **named)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, without Lightning's warning that a list of arguments is not what stands in ``sys.argv``."""
+        if not isinstance(args, list):
+            super().parse_arguments(parser, args)
+            return
+        self.config = parser.parse_args(args)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the data module what it takes over from the model, as its class says."""
+        for name in self._linked:
+            parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
+        parser.add_argument(
+            f"--{CHECK}",
+            type=bool,
+            default=False,
+            help="Check what can be checked, print the plan, and stop there.",
+        )
+        add_plugins_option(parser)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.
+
+        A checkpoint is read with ``weights_only``, also from an address, where Lightning itself would unpickle it.
+        """
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"selfcal {subcommand} --config FILE.yaml [--ckpt_path FILE.ckpt] [options that override it]"
+        parser.description = (
+            f"{DESCRIPTIONS[subcommand]} Start from a YAML of configs/. Its settings are explained by "
+            f"`selfcal {subcommand} --model.help {MODULE}`, `--data.help {DATA_MODULE}`, and "
+            "`--trainer.callbacks.help CLASS`."
+        )
+        parser.set_defaults({"weights_only": True})
+        if subcommand == "predict":
+            parser.add_lightning_class_args(Callback, "confidence_writer", subclass_mode=True, required=False)
+            parser.set_defaults({"confidence_writer": {"class_path": CONFIDENCE_WRITER}})
+            parser.add_argument(
+                "--adapter", type=str | None, help="Folder that AdapterExport wrote, instead of `--ckpt_path`."
+            )
+        return parser
+
+    def instantiate_classes(self) -> None:
+        """Build module, data module and trainer; what a constructor refuses is said in its own words."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            own = None if isinstance(error, InputError) else own_sentence(str(error))
+            if own is None:
+                raise
+            raise InputError(own) from error
+
+    def before_predict(self) -> None:
+        """Let the module take the weights of ``--adapter``."""
+        adapter = self.config["predict"].adapter
+        if adapter is None:
+            return
+        check_members(self.model, Exportable, who="`--adapter`", kind="a module")
+        self.model.load_export(Path(adapter))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
+        trainer = super().instantiate_trainer(**kwargs)
+        # Its numbers would take six lines of eighty columns. By name: the library does not import its adapters.
+        trainer.callbacks[:] = [_one_line_bar() if type(one) is RichProgressBar else one for one in trainer.callbacks]
+        plugins = self._get(self.config_init, "trainer")["plugins"]
+        named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
+        if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        return trainer
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as the user wrote it.
+
+        Lightning would let the hyper-parameters inside ``--ckpt_path`` override the YAML and the command line. A
+        checkpoint of another base model is refused by the module when it is loaded.
+        """
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
+        ckpt_path = self._get(self.config_init, CKPT_PATH)
+        adapter = self.config[subcommand].get("adapter")  # of predict alone
+        plan = plan_training_run(
+            subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path, adapter=adapter
+        )
+        if self._get(self.config, CHECK):
+            sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
+            return
+        if self.trainer.is_global_zero:
+            say(f"selfcal {subcommand}: checked. The plan:\n{plan}")
+        kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
+        with keeping(lambda: kept), untrained_folders_removed(self.trainer):
+            super()._run_subcommand(subcommand)
+        if subcommand != FIT and ckpt_path is None and adapter is None and self.trainer.is_global_zero:
+            say(untrained_note(subcommand))
+
+
+def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the arguments that the data module of a command line takes over from its module.
+
+    A class that cannot be imported by its path is passed for the parser to judge.
+    """
+    settings, kinds = given_settings(arguments), []
+    for option, default in (("model", MODULE), ("data", DATA_MODULE)):
+        named = settings.get(f"{option}.class_path", settings.get(option, default))
+        known = isinstance(named, str) and "." in named
+        try:
+            kinds.append(import_class(named if known else default, option=option))
+        except InputError:
+            kinds.append(import_class(default, option=option))
+    module, data = kinds
+    return linked_arguments(data, module, {kind: argument_names(kind) for kind in kinds})
+
+
+def argument_names(kind: type) -> frozenset[str]:
+    """Return the names of a class's arguments, and of its parents', to which it may hand them on."""
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    return frozenset(name for one in constructors for name in inspect.signature(one).parameters)
+
+
+def run_trainer(
+    arguments: Sequence[str], *, parser_class: type[LightningArgumentParser] = TrainerParser
+) -> SelfCalibrationCLI:
+    """Parse ``arguments`` (the verb first), run the Trainer, and return it with its module and data module.
+
+    Args:
+        arguments: The command line.
+        parser_class: What parses it: ``TrainerParser`` ends the process at a mistake, ``RaisingParser`` raises it.
+
+    Raises:
+        InputError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint; or
+            Lightning refuses settings of the Trainer.
+    """
+    silence_lightning()
+    try:
+        return SelfCalibrationCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=ConfigKeeper,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "selfcal"},
+            parser_class=parser_class,
+            args=[arguments[0], *complete_arguments(arguments[1:])],
+        )
+    except (UnpicklingError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but "
+            f"got a file that cannot be read as one: {reason}"
+        ) from error
+    except MisconfigurationException as error:
+        raise InputError(f"Expected settings that Lightning's Trainer can run, but got: {error}") from error
+
+
+def silence_lightning() -> None:
+    """Keep off the terminal what helps nobody here.
+
+    Advertisements for other packages, a warning that Lightning gives about itself, and its words at Ctrl-C, after which
+    the command line has its own.
+    """
+    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not any(word in record.getMessage() for word in USELESS)

@@ -1,0 +1,236 @@
+"""``selfcal reread``: read the answers of a store anew from its texts, after a reader was mended."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, recorded_confidences
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.data.pools.exporting import ExportReport, export_pool, export_sampled
+from selfcal_lightning.data.pools.importing import SAMPLED, ImportReport, find_sampled, import_pool, import_sampled
+from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
+from selfcal_lightning.data.pools.recorded import annotation_estimators
+from selfcal_lightning.data.store.annotations import Annotation, annotation_names
+from selfcal_lightning.data.store.records import Reread
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.base import Task, reader_version
+from selfcal_lightning.data.tasks.judging import judge_anew
+from selfcal_lightning.data.tasks.math_processes import Undecided, allow_undecided, say_undecided
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.records import IMPORTED, QuestionSamples
+
+
+def run_import_pool(
+    path: str,
+    store_dir: str,
+    task: str | None = None,
+    split: str | None = None,
+    stated: bool = True,
+    undecided_seconds: float = 120.0,
+) -> ImportReport:
+    """Read a JSON-lines pool of responses made elsewhere into a store.
+
+    Args:
+        path: The pool, one question a line; or rows of the task's data set with a list of texts in "responses"; or
+            the `sampled.jsonl` of llm-calibration, or its folder, with `ground_truth.jsonl` beside it.
+        store_dir: Folder of the store.
+        task: Task of all questions; null takes the field "task" of every line.
+        split: Split of all questions; null takes the field "split" of every line.
+        stated: Of `sampled.jsonl`, whether its answers and verdicts stand; "false" reads and judges its texts anew.
+        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
+            after it has been spent count as different without a try, and are counted.
+    """
+    allow_undecided(undecided_seconds)
+    sampled = find_sampled(path) if Path(path).exists() else None
+    if sampled is None and not stated:
+        raise InputError(f"Expected `stated` with a {SAMPLED} only, but got false with {path}.")
+    if sampled is None:
+        report = import_pool(path, store_dir, task=task, split=split)
+    else:
+        if task is None or split is None:
+            raise InputError(f"Expected `task` and `split` for {sampled}, whose rows name neither, but got null.")
+        report = import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
+    say(f"Imported {path} to {store_dir}: {report}")
+    return report
+
+
+def run_export_pool(
+    store_dir: str,
+    path: str,
+    split: str | None = None,
+    round: int = 0,
+    task: str | None = None,
+    token_ids: bool = False,
+    confidences: list[str] | None = None,
+    format: Literal["pool", "sampled"] = "pool",
+) -> ExportReport:
+    """Write the samples of a store as a JSON-lines pool.
+
+    Args:
+        store_dir: Folder of the store.
+        path: The pool, new or of an earlier export; for the format "sampled" a folder.
+        split: Split to write; null writes all.
+        round: Generation round to write.
+        task: Task to write; null writes all.
+        token_ids: Whether to write token ids instead of their number.
+        confidences: Names of further confidences to write, which `selfcal score` or `selfcal predict` left in the
+            store.
+        format: "pool", or "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration, which say
+            less: texts, answers, verdicts and lengths.
+    """
+    if format not in ("pool", "sampled"):
+        raise unknown_name("format", format, ("pool", "sampled"))
+    if format == "sampled":
+        if token_ids or confidences:
+            raise InputError("Expected `token_ids` and `confidences` with the format 'pool' only, but got 'sampled'.")
+        report = export_sampled(store_dir, path, split=split, round=round, task=task)
+        say(f"Exported {store_dir} to {path}: {report}")
+        return report
+    for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):
+        check_name_tells(one)
+    report = export_pool(
+        store_dir, path, split=split, round=round, task=task, token_ids=token_ids, confidences=confidences or ()
+    )
+    say(f"Exported {store_dir} to {path}: {report}")
+    return report
+
+
+def run_import_records(
+    path: str,
+    store_dir: str,
+    prompt_separator: str,
+    task: str,
+    split: str = "train",
+    end_of_turn: str = "",
+    model: str | None = None,
+    revision: str | None = None,
+) -> RecordsReport:
+    """Read published training records (input, answer, weighted_consistency, consistency) into a store.
+
+    Args:
+        path: JSON-lines or Parquet file.
+        store_dir: Folder of the store.
+        prompt_separator: Text at which a record's prompt ends: what opens the assistant's turn in its chat template.
+        task: Task of the questions.
+        split: Split under which they are stored.
+        end_of_turn: Text of the end-of-turn token, to be cut off responses that end with it.
+        model: Model whose tokenizer made the prompts; needed to train on the records.
+        revision: Its revision on the hub.
+    """
+    report = import_training_records(
+        path,
+        store_dir,
+        prompt_separator=prompt_separator,
+        task=task,
+        split=split,
+        end_of_turn=end_of_turn,
+        model=model,
+        revision=revision,
+    )
+    say(f"Imported {path} to {store_dir}: {report}")
+    return report
+
+
+def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
+    """Read and judge every response of ``store`` anew.
+
+    Texts, tokens and confidences stay as they are, and so do annotations, but for those that compare answers: they are
+    removed where an answer changed.
+
+    Args:
+        store: The store; nothing else may write it, nor read it for a training, meanwhile.
+        tasks: Returns the task of a name.
+
+    Raises:
+        ValueError: It holds responses made elsewhere, whose answers may have been given with them.
+        RuntimeError: A writer is at work.
+    """
+    manifest = store.join()
+    if any(record.fingerprint.model.model == IMPORTED for record in manifest.rounds.values()):
+        raise InputError(
+            f"Expected {store.path} to hold responses that were sampled here, but got a store of responses made "
+            "elsewhere, whose answers and verdicts may have been given with them. Import the file again, into another "
+            "`store_dir`."
+        )
+    readers: dict[str, str] = {}
+
+    def read(group: QuestionSamples) -> QuestionSamples:
+        task = tasks(group.question.task)
+        readers.setdefault(group.question.task, reader_version(task))
+        return judge_anew(group, task)
+
+    with Progress(manifest.rows, label=f"Reading {store.path.name} anew") as progress:
+
+        def count(group: QuestionSamples) -> None:
+            progress.update(len(group.samples), unreadable=sum(sample.answer is None for sample in group.samples))
+
+        return store.reread(
+            read,
+            readers=readers,
+            stale=[name for name in annotation_names(store.path) if _compares_answers(store, name)],
+            on_question=count,
+        )
+
+
+def run_reread(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
+    """Read the answers of a store anew from its texts, and judge them, after the way of reading was mended.
+
+    Nothing is sampled. New files are written beside the old ones, shown to readers in one step, and only then the old
+    ones are deleted; a run that was killed leaves the store as it was, or done. What was done, when, and by which
+    version of the reader stands in the store's manifest. It is refused while another process writes the store; do not
+    run it while a training reads it.
+
+    Args:
+        store_dir: Folder of the store; not of an imported one, whose file is imported again instead.
+        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
+            after it has been spent count as different without a try, and are counted.
+
+    Returns:
+        What changed.
+    """
+    allow_undecided(undecided_seconds)
+    store, before = SampleStore(store_dir), Undecided.so_far()
+    stale = {name for name in annotation_names(store_dir) if _compares_answers(store, name)}
+    done = reread_answers(store)
+    say_undecided(before)
+    say(
+        f"Read {done.responses:,} responses of {store_dir} anew: {done.answers_changed:,} have another answer, "
+        f"{done.verdicts_changed:,} another verdict."
+    )
+    if removed := sorted(stale.difference(annotation_names(store_dir))):
+        say(f"Removed, since they compare answers: {', '.join(removed)}. `selfcal score` writes them again.")
+    return done
+
+
+def _compares_answers(store: SampleStore, name: str) -> bool:
+    """Return whether an annotation was computed from the answers of a question's responses."""
+    record = Annotation(store.path, name).record
+    origin: Mapping[str, object] = {} if record is None else record.origin
+    estimator = origin.get("estimator")
+    kind = ESTIMATORS.get(str(estimator))
+    return kind is not None and kind.needs_pool and kind.reads == "pool"
+
+
+def run_drop_rounds(store_dir: str, first: int = 1) -> int:
+    """Delete the samples and adapters of a round and of all later ones, so that another training can make them anew.
+
+    Args:
+        store_dir: Folder of the store; not while a run works on it. Copy it where the rounds are still wanted.
+        first: The first round to delete, at least 1.
+
+    Returns:
+        Number of files of samples that were deleted.
+    """
+    from selfcal_lightning.training.rounds import adapter_folder
+
+    dropped = SampleStore(store_dir).drop_rounds(first)
+    for place in sorted(adapter_folder(store_dir, 0).parent.glob("round-*")):
+        if int(place.name.removeprefix("round-")[:3]) < first:
+            continue
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    say(f"Rounds from {first} on are deleted: {dropped} files of samples, and their adapters, in {store_dir}.")
+    return dropped

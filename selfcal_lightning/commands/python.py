@@ -1,0 +1,270 @@
+"""The main job from Python: calibrate a model on questions, answer with it, evaluate it.
+
+Each function does what the verb of its name does on the command line, with the same classes and the same presets behind
+it, and returns a record. Questions may be a file, a list of mappings with its fields, or ``Question`` records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.lightning_cli import RaisingParser, run_trainer
+from selfcal_lightning.commands.presets import CommonCase, as_arguments, by_task, count_parts, own_task, prepare
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import as_json_line, write_atomically
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.rows import QuestionRow, check_question_file
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation.inputs import TestSet
+from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
+from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.records import Question, SamplingSettings
+
+QUESTIONS_FILE = "questions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What ``calibrate`` leaves behind.
+
+    Attributes:
+        model: The model that was calibrated.
+        adapter: Folder of the exported adapter.
+        store_dir: Folder of the sampled responses.
+        metrics: Metrics of the validation questions after training, by their logged names ("val/calibration/ECE" ...).
+        counts: Questions that were trained on, validated on, and set aside for calibration.
+    """
+
+    model: str
+    adapter: Path
+    store_dir: Path
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def store(self) -> SampleStore:
+        """The sampled responses, opened for reading."""
+        return SampleStore(self.store_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What ``evaluate`` found.
+
+    Attributes:
+        output_dir: Folder with tables, figures and ``results.json``.
+        results: The content of ``results.json``.
+    """
+
+    output_dir: Path
+    results: Mapping[str, Any]
+
+
+def calibrate(
+    model: str,
+    questions: Questions,
+    *,
+    task: str | None = None,
+    preset: str | None = None,
+    output_dir: str | Path | None = None,
+    engine: str | None = None,
+    max_new_tokens: int | None = None,
+    prompt: Prompt | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Calibration:
+    """Teach a model to know when it is right: sample, pool, train an adapter, export it. No answers are needed.
+
+    It is ``selfcal fit --model M --questions Q``, and goes on where an earlier call with the same settings stopped.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        questions: A file, mappings with ``question`` (and ``answer``, ``id``, ``task``), or ``Question`` records. 80 %
+            are trained on, 10 % validate, 10 % are set aside for calibration.
+        task: How prompts are written and answers are read, where a question names no task; None is word_problems for
+            the bundled model and local_number for others.
+        preset: "activated", "small", "joint", or a training YAML; None is "small" for the bundled model, else
+            "activated".
+        output_dir: Where everything goes; None is ``runs/`` and the model's name.
+        engine: What samples, "transformers" or "vllm"; None is the preset's.
+        max_new_tokens: Longest response; None is the preset's.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        settings: What else to set, by the names of the command line, such as ``{"data.num_samples": 16}``.
+
+    Raises:
+        InputError: A question or a setting cannot be used.
+
+    Example:
+        >>> import selfcal_lightning as sc
+        >>> sc.calibrate("bundled", [{"question": "What is 1+1?", "answer": 2}])
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: ...
+    """
+    case = CommonCase(
+        model, "", task, preset, None if output_dir is None else str(output_dir), engine, max_new_tokens, prompt
+    )
+    if not isinstance(questions, str | Path):
+        asked = read_questions(questions, task=case.default_task)
+        names = dict.fromkeys(question.task for question in asked)
+        count_parts({name: [one for one in asked if one.task == name] for name in names}, origin="`questions`")
+    file = _as_file(questions, case.folder / QUESTIONS_FILE, task=case.default_task)
+    prepared = prepare(replace(case, questions=str(file)))
+    overrides = [word for name, value in (settings or {}).items() for word in (f"--{name}", _as_word(value))]
+    done = run_trainer(["fit", *as_arguments(prepared), *overrides], parser_class=RaisingParser)
+    logged = done.trainer.callback_metrics
+    metrics = {name: value.item() for name, value in logged.items() if name.startswith("val/")}
+    store_dir = Path(done.datamodule.store_dir)
+    return Calibration(model, case.folder / "adapter", store_dir, metrics, dict(prepared.counts))
+
+
+def answer(
+    model: str,
+    questions: Questions,
+    *,
+    task: str | None = None,
+    adapter: str | Path | None = None,
+    strategy: str | None = None,
+    threshold: float | None = None,
+    max_samples: int | None = None,
+    threshold_file: str | None = None,
+    scorers: Sequence[str] = (),
+    strategy_args: Mapping[str, Any] | None = None,
+    sampling: SamplingSettings = SamplingSettings(),
+    engine: EngineSettings = EngineSettings(),
+    chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
+    seed: int = 0,
+) -> list[Answer]:
+    """Answer questions, each with as few samples as its confidence allows.
+
+    Args:
+        model: Folder or hub name of the model, or "bundled".
+        questions: A file, mappings with ``question`` (and ``answer``, ``id``, ``task``), or ``Question`` records.
+        task: How prompts are written and answers are read, where a question names no task; None is word_problems for
+            the bundled model and local_number for others.
+        adapter: Folder of the adapter that ``calibrate`` wrote.
+        strategy: Name of the strategy; None is that of the threshold file, or early stopping at .7.
+        threshold: Where the strategy stops, in [0, 1]; None is its default.
+        max_samples: Most responses to a question; None is the strategy's default.
+        threshold_file: File of a threshold that ``fit_threshold`` wrote.
+        scorers: Files of confidences that ``fit_confidence`` wrote.
+        strategy_args: Further fields of the strategy.
+        sampling: How responses are drawn.
+        engine: What draws them.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
+        seed: Of sampling.
+
+    Returns:
+        One record a question, in their order: ``answer``, ``confidence``, ``samples_used``, ``verdict`` and more.
+
+    Raises:
+        InputError: Settings contradict one another, or a question cannot be used.
+
+    Example:
+        >>> import selfcal_lightning as sc
+        >>> short = sc.SamplingSettings(max_new_tokens=40)
+        >>> asked = [{"question": "Tom has 3 pens and gets 4 more. How many pens has he?", "answer": 7}]
+        >>> found = sc.answer("bundled", asked, max_samples=2, sampling=short)
+        >>> len(found), found[0].samples_used <= 2
+        (1, True)
+    """
+    asked = read_questions(questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        strategy_args=strategy_args or {},
+        scorers=tuple(scorers),
+        threshold_file=threshold_file,
+        sampling=sampling,
+        seed=seed,
+        prompt=prompt,
+        engine=engine.of(adapter=None if adapter is None else str(adapter)),
+    )
+    return answer_questions(model, asked, settings, on_answer=lambda _: None)
+
+
+def evaluate(
+    subject: str | Mapping[str, str],
+    questions: Questions | None = None,
+    *,
+    task: str | None = None,
+    adapter: str | Path | None = None,
+    after: str | None = None,
+    output_dir: str | Path = "runs/evaluation",
+    **options: Any,
+) -> Evaluation:
+    """Evaluate calibration and test-time strategies on a recorded pool, or on a model with questions.
+
+    Args:
+        subject: Without ``questions`` a recorded pool (a JSON-lines file or the folder of a store), or several by the
+            name of their side. With ``questions`` the folder or hub name of a model, or "bundled".
+        questions: Test questions, as ``answer`` takes them; None reads recorded responses.
+        task: Task of the questions, or of the pool's lines, that name none.
+        adapter: Folder of an adapter on the model, to compare the model with itself before.
+        after: Another model to compare it with.
+        output_dir: Where tables, figures and ``results.json`` go.
+        options: Further options of ``selfcal evaluate``, such as ``strategies``, ``num_samples`` or ``seed``.
+
+    Raises:
+        InputError: An option is unknown or does not fit the others, or a pool or a question cannot be used.
+
+    Example:
+        >>> import selfcal_lightning as sc
+        >>> sc.evaluate("no_such_pool.jsonl", task="local_number")
+        Traceback (most recent call last):
+        FileNotFoundError: Expected a JSON-lines pool or the folder of a store at no_such_pool.jsonl...
+    """
+    folder = Path(output_dir)
+    if questions is None:
+        if adapter is not None or after is not None:
+            raise InputError("Expected `questions` beside `adapter` or `after`, which are of models, but got none.")
+        pools = {"pool": subject} if isinstance(subject, str) else dict(subject)
+        return Evaluation(folder, run_evaluate(output_dir=str(folder), pools=pools, task=task, **options))
+    if not isinstance(subject, str):
+        raise InputError(f"Expected one model beside `questions`, but got {subject!r}. Name the other one by `after`.")
+    file = _as_file(questions, folder / QUESTIONS_FILE, task=task or default_task(subject))
+    tasks = by_task(CommonCase(subject, str(file), task))
+    tests = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]
+    is_alone = adapter is None and after is None
+    sides = {"model": subject} if is_alone else {"before": subject, "after": after}
+    given = {**sides, "adapter": None if adapter is None else str(adapter), "tests": tests}
+    return Evaluation(folder, run_evaluate(output_dir=str(folder), **given, **options))
+
+
+def _as_file(questions: Questions, place: Path, *, task: str) -> Path:
+    """Return the file of questions; those of a list are written to ``place``, since runs read files."""
+    if isinstance(questions, str | Path):
+        return check_question_file(questions)
+    asked = read_questions(questions, task=task)
+    text = "".join(as_json_line(_as_row(one, number)) for number, one in enumerate(asked, start=1))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(place, text.encode())
+    return place
+
+
+def _as_row(question: Question, number: int) -> dict[str, Any]:
+    """Return a question as a line of a file.
+
+    Raises:
+        InputError: It is put to the model otherwise than its task does, which a line cannot say.
+    """
+    task, origin = own_task(question.task), f"questions[{number}]"
+    row = QuestionRow(question.text, question.reference, question.id, task, origin, number)
+    if put_question(row, task=task, question_id=question.id).messages != question.messages:
+        raise InputError(
+            f"{origin}: Expected the prompt of task {task!r}, but got messages of its own. Give the question as a "
+            'mapping, `{"question": ..., "answer": ...}`.'
+        )
+    return {"id": question.id, "question": question.text, "answer": question.reference, "task": task}
+
+
+def _as_word(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)

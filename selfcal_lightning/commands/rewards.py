@@ -1,0 +1,234 @@
+"""``selfcal rollout``: continue the prefixes of stored responses, to see from where they come out right."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import read_json_lines, write_json_lines
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.pools.importing import ImportReport, import_pool
+from selfcal_lightning.data.pools.line_format import StepLabels, trl_row
+from selfcal_lightning.data.pools.published import write_success_pool
+from selfcal_lightning.data.steps import Steps
+from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.sampling.rollouts import RolloutSource, check_source, describe_prefixes
+from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
+from selfcal_lightning.models.folders import model_folder, resolve_model, weights_sha256
+from selfcal_lightning.records import IMPORTED, SamplingSettings
+from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rates, success_records
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """What there is after a run.
+
+    Attributes:
+        prefixes: Distinct prefixes.
+        rolled_out: Those whose rollouts are there.
+        rollouts: Their rollouts.
+        success: Mean of their success rates; None without any.
+    """
+
+    prefixes: int
+    rolled_out: int
+    rollouts: int
+    success: float | None
+
+
+def run_rollout(
+    samples_dir: str,
+    store_dir: str,
+    model: str | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    responses: int = 8,
+    prefixes: int | None = None,
+    at: list[int] | None = None,
+    num_rollouts: int = 8,
+    steps: Steps = "auto",
+    export: str | None = None,
+    export_trl: str | None = None,
+    labels: StepLabels = "hard",
+    engine: EngineSettings = EngineSettings(),
+    sampling: SamplingSettings | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    adapter: str | None = None,
+    devices: int = 1,
+    shard: str = "0/1",
+    questions_per_shard: int = 64,
+    max_failures: int = MAX_FAILURES,
+    top_up: bool = False,
+) -> RolloutReport:
+    """Continue the prefixes of stored responses several times each, into a store of their own.
+
+    Equal prefixes of responses to a question are one, and are rolled out once. What is stored is the whole response,
+    prefix and continuation. A run that was killed goes on when the same command is started again, also with other
+    ``devices`` and ``shard``; more prefixes or responses are added to what is there.
+
+    Args:
+        samples_dir: Store of the responses.
+        store_dir: Folder of the rollouts.
+        model: Folder or hub name of the policy, or "bundled"; null takes the one that sampled the responses.
+        split: Split of the responses.
+        limit: Take the first so many questions, by id; null takes all.
+        responses: Take the first so many responses to each question.
+        prefixes: Prefixes of each response, evenly spread over its inner steps; null takes all of these.
+        at: After which numbers of steps there is a prefix, such as [1, 2, 5], where a response has more; null leaves it
+            to ``prefixes``.
+        num_rollouts: Rollouts from each prefix.
+        steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (behind that text), or auto, the
+            coarsest of the first four that a response has.
+        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix, the empty one of
+            each question and whole responses among them.
+        export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
+            are rolled out.
+        labels: Its labels: "hard", whether any rollout from the step was right, or "rate", the share of them.
+        engine: Which engine samples, and how.
+        sampling: How continuations are drawn; null is as the responses were.
+        seed: Seed of the run.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to sample with.
+        devices: Worker processes on this machine.
+        shard: "i/n", this machine's share of the prefixes.
+        questions_per_shard: Prefixes in one file of the store; what a kill can cost.
+        max_failures: Requests that may fail in a row; then the run stops.
+        top_up: Draw more rollouts from the prefixes where the store has fewer than ``num_rollouts`` of each; what is
+            there stays, and the others are those of a run that draws all at once.
+
+    Returns:
+        What there is now.
+
+    Raises:
+        InputError: There are no responses with steps, or the policy is not the one that sampled them.
+    """
+    source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps, None if at is None else tuple(at))
+    if labels not in get_args(StepLabels):
+        raise unknown_name("labels", labels, get_args(StepLabels))
+    check_source(source)
+    policy = SampleStore(samples_dir).round_manifest().fingerprint
+    settings = GenerationSettings(
+        model=_policy_of(policy, model, revision=revision),
+        store_dir=store_dir,
+        task=[],
+        split=split,
+        path=None,
+        part=None,
+        limit=limit,
+        offset=0,
+        store_split=split,
+        chain_of_thought=True,
+        prompt=stated_prompt(policy.prompt.further),
+        num_samples=num_rollouts,
+        engine=engine.of(revision=revision or policy.model.revision, adapter=adapter),
+        sampling=sampling or policy.sampling or SamplingSettings(),
+        seed=seed,
+        query=policy.prompt.query or DEFAULT_QUERY,
+        questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
+        top_up=top_up,
+        rollouts=source,
+    )
+    if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
+        raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
+    _check_number(Path(store_dir), split, num_rollouts, top_up=top_up)
+    chat = settings.chat()
+    wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
+    sample_questions(settings, devices=devices, shard=shard)
+    _keep_prefixes(Path(store_dir) / PREFIXES_FILE, {line["id"]: line for line in describe_prefixes(wanted, chat)})
+    rates = read_rates(store_dir) if (Path(store_dir) / "manifest.json").is_file() else {}
+    found = [rates[one.question.id] for one in wanted if one.question.id in rates]
+    if export is not None:
+        records = list(success_records(store_dir, source.outer_rates(chat)))
+        write_json_lines(Path(export), records)
+        say(f"Wrote {len(records):,} success rates to {export}: of {len(rates):,} prefixes, questions and responses")
+    if export_trl is not None:
+        _write_trl(Path(export_trl), list(source.labelled(chat, rates)), labels)
+    mean = sum(rate.share for rate in found) / len(found) if found else None
+    report = RolloutReport(len(wanted), len(found), sum(rate.rollouts for rate in found), mean)
+    done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
+    say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
+    return report
+
+
+def _check_number(store: Path, split: str, num_rollouts: int, *, top_up: bool) -> None:
+    """Raise where there are fewer rollouts of each prefix already, which only ``top_up`` adds to."""
+    if num_rollouts < 1:
+        raise InputError(f"Expected `num_rollouts` to be at least 1, but got {num_rollouts}.")
+    if top_up or not round_file(store, 0).is_file():
+        return
+    known = SampleStore(store).round_manifest().samples_of(split)
+    if known is not None and num_rollouts > known:
+        raise InputError(
+            f"Expected `num_rollouts` to be at most {known}, the rollouts of a prefix in {store}, but got "
+            f"{num_rollouts}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
+        )
+
+
+def _write_trl(path: Path, found: Sequence[tuple[str, list[str], list[float]] | None], labels: StepLabels) -> None:
+    rows = [trl_row(*one, labels) for one in found if one is not None]
+    write_json_lines(path, rows)
+    without = "without steps or a label, or of which some steps are not rolled out"
+    say(f"Wrote the steps of {len(rows):,} responses to {path}; left out {len(found) - len(rows):,} {without}")
+
+
+def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
+    """Return the model to roll out with, which is the one that sampled the responses where that is known."""
+    sampled = policy.model
+    if model is None:
+        if sampled.model in (None, IMPORTED):
+            raise InputError("Expected `model` to name the policy, but got null for responses made elsewhere.")
+        return resolve_model(sampled.model)
+    place = resolve_model(model)
+    model_folder(place, revision=revision)
+    if sampled.weights_sha256 not in (None, weights_sha256(place, revision=revision)):
+        raise InputError(
+            f"Expected `model` to be the policy that sampled the responses, {sampled.model!r}, but got {model!r} with "
+            "other weights: its success rates would say nothing of theirs. Leave `model` out, or sample its own "
+            "responses first."
+        )
+    return place
+
+
+def _keep_prefixes(path: Path, lines: dict[str, dict[str, object]]) -> None:
+    """Add what is known of prefixes to the file beside their rollouts."""
+    earlier = {line["id"]: line for _, line in read_json_lines(path)} if path.is_file() else {}
+    write_json_lines(path, list({**earlier, **lines}.values()))
+
+
+def run_import_prefixes(
+    path: str, store_dir: str, task: str, split: str = "train", separator: str = "\n"
+) -> ImportReport:
+    """Read `question`, `reasoning_prefix`, `success_prob` of JSON lines into a store to train a reward model on.
+
+    A line with `prompt`, `completions` and `labels`, as TRL has them, is a prefix for each of its steps.
+
+    Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
+    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all. A record with an
+    empty prefix, the rate of the question alone, is left out and counted: there is nothing of a response to read.
+
+    Args:
+        path: The JSON-lines file, as `selfcal rollout --export` writes it.
+        store_dir: Folder of the store. Importing the same file again completes it.
+        task: Task of the questions, which puts them to the policy, such as local_number.
+        split: Split under which they are stored.
+        separator: What stands between two steps of TRL's rows.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Path(folder) / "prefixes.jsonl"
+        counts = write_success_pool(path, pool, task=task, split=split, separator=separator)
+        report = import_pool(pool, store_dir)
+    say(f"Imported {counts.prefixes:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
+    if counts.bare or counts.without_steps:
+        empty = f"{counts.bare:,} records with an empty `reasoning_prefix`, {counts.without_steps:,} rows without steps"
+        say(f"Left out of {path}: {empty}: there is nothing of a response to read in them.")
+    return replace(report, dropped=counts.bare + counts.without_steps)

@@ -1,0 +1,98 @@
+"""``selfcal score``: put further confidences on recorded responses, so that a pool is sampled once and scored often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from selfcal_lightning.confidence.scoring import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
+from selfcal_lightning.confidence.scoring_model import CriteriaSettings, ModelSettings
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.engines.sampling.running import parse_shard
+from selfcal_lightning.engines.settings import EngineSettings
+
+
+def run_score(
+    estimator: list[str] | str,
+    store_dir: str | None = None,
+    pool: str | None = None,
+    output: str | None = None,
+    model: str | None = None,
+    name: str | None = None,
+    split: str | None = None,
+    round: int = 0,
+    task: str | None = None,
+    consistency_samples: int | None = None,
+    engine: EngineSettings = EngineSettings(),
+    query: str | None = None,
+    revision: str | None = None,
+    adapter: str | None = None,
+    shard: str = "0/1",
+    overwrite: bool = False,
+    reward: RewardSettings = RewardSettings(),
+    criteria: CriteriaSettings = CriteriaSettings(),
+) -> list[ScoreReport]:
+    """Score the responses of a store, or of a JSON-lines pool, with estimators of confidence.
+
+    In a store the confidences lie beside the rows, under ``annotations/NAME``; read them with
+    ``SampleStore(...).samples(confidences=[NAME])``. A run that was killed goes on when the same command is started
+    again. To use n GPUs, start n processes with ``--shard i/n``.
+
+    Args:
+        estimator: Name, or a list of names: p_true, verbalized, verbalized_words, verbalized_percent,
+            response_consistency, sequence_logprob, mean_logprob, min_logprob, self_certainty, response_certainty,
+            token_entropy, token_steadiness, lowest_group_confidence, step_certainty, step_entropy, step_coe_c,
+            step_coe_r (both with _normalised as well), step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw,
+            sasc_std, sasc_certainty, sasc_double; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
+        store_dir: Folder of the store; give this or ``pool``.
+        pool: JSON-lines pool, one question a line.
+        output: Where the pool with its confidences goes.
+        model: Folder or hub name of the model that scores, or "bundled"; null takes the one that sampled the store.
+        name: Name of the confidence, for one estimator; null is the estimator's own.
+        split: Split of the store; null takes all.
+        round: Generation round of the store.
+        task: Task of the store to score, null for all; or the task of all questions of a pool.
+        consistency_samples: Samples that response_consistency compares with, drawn without replacement; null takes all.
+        engine: What answers for p_true and verbalized, and how. Statistics of tokens always come from a local model.
+        query: The confidence query of p_true; null takes the store's.
+        revision: Revision of the model on the hub.
+        adapter: Folder of a LoRA adapter to score with.
+        shard: "i/n", this process's share of a store's questions.
+        overwrite: Whether values that another model or other settings gave may be replaced.
+        reward: The reward model of prm, prm_lower, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
+        criteria: How scores of tokens and steps become one: of step_certainty, step_entropy, step_coe_c,
+            step_self_evaluation and lowest_group_confidence; of step_coe_r all but the weight of the probability.
+
+    Returns:
+        What each estimator did.
+    """
+    engine.check_local()
+    names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
+    settings = ModelSettings(model, query, engine.of(revision=revision, adapter=adapter), reward)
+    _check_place(store_dir, pool, output, {"split": split, "round": round, "shard": shard})
+    if store_dir is not None:
+        part = parse_shard(shard)
+        return score_store(
+            StoreScoring(
+                store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite, criteria
+            )
+        )
+    return score_pool(
+        PoolScoring(str(pool), str(output), names, settings, name, task, consistency_samples, overwrite, criteria)
+    )
+
+
+def _check_place(
+    store_dir: str | None, pool: str | None, output: str | None, of_stores: Mapping[str, str | int | None]
+) -> None:
+    """Raise InputError unless either a store or a pool with an output is given, without options of the other."""
+    places = {"store_dir": store_dir, "pool": pool, "output": output}
+    given = {name: place for name, place in places.items() if place is not None}
+    if given.keys() not in ({"store_dir"}, {"pool", "output"}):
+        raise InputError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
+    for name, unset in {"split": None, "round": 0, "shard": "0/1"}.items():
+        if "pool" in given and of_stores[name] != unset:
+            raise InputError(f"Expected `{name}` with `store_dir` only, but got {of_stores[name]!r} with `pool`.")
+
+
+score = run_score

@@ -1,0 +1,271 @@
+"""``selfcal extract-steps``: the key steps of the responses of a selection, by rules or by asking a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, cast
+
+from selfcal_lightning.adaptation.key_steps import (
+    EngineExtractor,
+    Extracted,
+    KeySteps,
+    RuleExtractor,
+    StepExtractor,
+    check_extractor,
+    write_key_steps,
+)
+from selfcal_lightning.adaptation.picking import FUSED, SHARE, LabelKind, Order, SelectionSettings, select_rows
+from selfcal_lightning.adaptation.rl_export import ExportLabel, Format, RLExport, check_label, export_rl
+from selfcal_lightning.adaptation.selection_files import (
+    Selection,
+    check_selection_target,
+    examples,
+    read_selection,
+    read_source,
+    remove_reference_files,
+    write_reference_files,
+    write_selection,
+)
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import Progress, Stage
+from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import check_engine, load_chat, open_engine
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+
+
+def run_select(
+    store_dir: str,
+    output: str,
+    pick: str = FUSED,
+    keep: str = SHARE,
+    threshold: float | None = None,
+    keep_top: float | None = None,
+    keep_count: int | None = None,
+    order: Order = "easiest",
+    label: LabelKind = "majority",
+    features: list[str] | None = None,
+    scores: list[str] = [],  # noqa: B006 - never changed; the command line shows it
+    split: str | None = None,
+    task: str | None = None,
+    round: int = 0,
+    references: bool = False,
+    reference_files: bool = False,
+) -> Selection:
+    """Choose one response to each question of a store, and the questions that are worth learning from.
+
+    Within a question the response with the highest ``pick`` is chosen; questions are kept by the ``keep`` of that
+    response. Gold answers are neither read nor passed on unless ``references`` is set. Every question has a row in
+    the selection, also one that is not kept, with the reason. Scores are those of `selfcal score`.
+
+    Args:
+        store_dir: Folder of the store.
+        output: Folder of the selection, new or of an earlier one.
+        pick: Chooses within a question: "fused" (a fusion of ``features``, fitted to the votes of these questions),
+            "share" or "ssc" (the votes), or the name of a confidence.
+        keep: Chooses among questions: "share" (of the answer among all responses), "ssc" (weighted by P(True)), "pick"
+            (the score that chose), or the name of a confidence.
+        threshold: Keep what reaches this score; at most it in the order "hardest", as near to .5 in "informative".
+        keep_top: Keep this share of all questions.
+        keep_count: Keep so many questions. Without any of these three all are kept that have a score.
+        order: Which questions come first: easiest (highest score), hardest (lowest) or informative (nearest to .5).
+        label: Label of a question: majority, ssc, picked, reference or none.
+        features: What the fusion reads; null takes those of mean_logprob, min_logprob, self_certainty, token_entropy
+            and logit:p_true that the responses have.
+        scores: Further confidences to write with the selection.
+        split: Split of the store; null takes all.
+        task: Task of the store; null takes all.
+        round: Generation round.
+        references: Whether gold answers may be read and written; the manifest says so.
+        reference_files: Whether to write selected.json (question, answer, gpt_response) and results.json as well.
+
+    Returns:
+        The selection.
+    """
+    settings = SelectionSettings(
+        pick=pick,
+        keep=keep,
+        threshold=threshold,
+        top=keep_top,
+        count=keep_count,
+        order=order,
+        label=label,
+        features=None if features is None else tuple(features),
+        scores=tuple(scores),
+        references=references,
+    )
+    check_selection_target(output, store_dir=store_dir)
+    source = read_source(store_dir, settings, split=split, task=task, round=round)
+    with Stage("Selecting"):
+        selected = select_rows(source.entries, settings)
+    remove_reference_files(Path(output))
+    selection = write_selection(output, selected, source, settings)
+    if reference_files:
+        write_reference_files(Path(output), list(examples(selection)))
+    sys.stdout.write(describe(selection))
+    return selection
+
+
+def describe(selection: Selection) -> str:
+    """Return what was kept and what was not, as text for people."""
+    counts, threshold = selection.manifest["counts"], selection.manifest["threshold"]["value"]
+    lines = [
+        f"Kept {counts['kept']:,} of {counts['questions']:,} questions; the last one has the score {threshold:.4g}."
+    ]
+    wanted = selection.manifest["settings"]["count"]
+    if wanted is not None and counts["kept"] < wanted:
+        lines.append(f"`keep_count` asked for {wanted:,}; no more have a score.")
+    lines += [f"  {number:,} not kept: {reason}" for reason, number in counts["dropped"].items()]
+    lines.append(f"{counts['unreadable']:,} of {counts['responses']:,} responses cannot be read.")
+    if counts["without_label"]:
+        lines.append(f"{counts['without_label']:,} kept questions have no label.")
+    fusion = selection.manifest["fusion"]
+    if fusion is not None:
+        lines.append(f"Picked by a fusion of {', '.join(fusion['features'])}, fitted to the votes.")
+    read = "Gold answers were read." if selection.reads_reference else "No gold answer was read."
+    return "\n".join([*lines, read, f"Written: {selection.path}", ""])
+
+
+CHUNK = 64  # responses after which what was found is on disk
+
+
+def run_extract_steps(
+    selection: str,
+    backend: Literal["rules", "engine"] = "rules",
+    store_dir: str | None = None,
+    model: str | None = None,
+    revision: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+    max_new_tokens: int = 1024,
+    max_failures: int = MAX_FAILURES,
+    overwrite: bool = False,
+) -> KeySteps:
+    """Find the key steps of the kept responses of a selection.
+
+    They go to key_steps.json in the folder of the selection, with how many responses gave steps, needed a second
+    request or gave none. A run that was stopped goes on; a service that is down leaves nothing behind for the responses
+    that it did not answer.
+
+    Args:
+        selection: Folder of the selection.
+        backend: "rules" takes the equations of a response and needs no model; "engine" asks ``model``.
+        store_dir: Folder of the store, where it was moved; null is the one that the selection names.
+        model: Folder or hub name of the model that is asked.
+        revision: Its revision on the hub.
+        engine: Which engine runs the model, and how.
+        max_new_tokens: Longest reply.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
+        overwrite: Whether steps that were extracted in another way may be replaced.
+
+    Returns:
+        The key steps.
+    """
+    if (backend == "engine") != (model is not None):
+        raise InputError(
+            f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
+        )
+    chosen = read_selection(selection)
+    if model is not None:
+        check_engine(engine.of(revision=revision), model)
+    with _opened(model, revision, engine, max_new_tokens, max_failures) as extractor:
+        steps = _extract(chosen, extractor, store_dir=store_dir, overwrite=overwrite)
+    sys.stdout.write(describe_steps(steps))
+    return steps
+
+
+@contextmanager
+def _opened(
+    model: str | None, revision: str | None, engine: EngineSettings, max_new_tokens: int, max_failures: int
+) -> Iterator[StepExtractor]:
+    """Yield what finds the steps; an engine is closed in the end."""
+    if model is None:
+        yield RuleExtractor()
+        return
+    options = engine.of(revision=revision)
+    chat = load_chat(options, model, query=DEFAULT_QUERY)
+    opened = open_engine(options, model, chat=chat)
+    try:
+        yield EngineExtractor(opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures)
+    finally:
+        opened.close()
+
+
+def _extract(chosen: Selection, extractor: StepExtractor, *, store_dir: str | None, overwrite: bool) -> KeySteps:
+    """Find what is not found yet, and keep it chunk by chunk, also where the service gives way."""
+    described = extractor.describe()
+    found: list[Extracted] = check_extractor(chosen, described, overwrite=overwrite)
+    known = {one.key for one in found}
+    left = [
+        one
+        for one in examples(chosen, store_dir=store_dir)
+        if (one.row.question_id, one.row.round, one.sample.index) not in known
+    ]
+    with Progress(len(left), label="Extracting steps") as progress:
+        for start in range(0, len(left), CHUNK):
+            try:
+                for one in extractor.extract(left[start : start + CHUNK]):
+                    found.append(one)
+                    progress.update(1)
+            finally:
+                write_key_steps(chosen, described, found)
+    return write_key_steps(chosen, described, found)
+
+
+def describe_steps(steps: KeySteps) -> str:
+    """Return the rates as text for people."""
+    rates = steps.rates
+    total = rates["responses"] or 1
+    without = ", ".join(f"{number:,} {reason}" for reason, number in rates["without_steps"].items()) or "none"
+    lines = [
+        f"{rates['with_steps']:,} of {rates['responses']:,} responses have key steps "
+        f"({rates['with_steps'] / total:.1%}), {rates['repaired']:,} of them after a second request.",
+        f"Without: {without}.",
+        f"{rates['steps']:,} steps in {rates['forms']:,} forms; left out: {rates['ungrounded_forms']:,} forms with a "
+        f"number that the response lacks, {rates['leaking_forms']:,} that are the answer.",
+        f"{rates['true_steps']:,} of {rates['checked_steps']:,} steps with arithmetic are true.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def run_export_rl(
+    selection: str,
+    output: str,
+    format: Format,
+    label: str | None = None,
+    reward_file: bool = True,
+    store_dir: str | None = None,
+) -> RLExport:
+    """Write the kept questions of a selection for verl, TRL or OpenRLHF, with a reward file that stands alone.
+
+    Prompts are written as chats, never rendered. Key steps are written where `selfcal extract-steps` found some. The
+    reward file gives 1 to a response with the label's answer; it needs nothing of this package.
+
+    Args:
+        selection: Folder of the selection.
+        output: Folder of the export, new or of an earlier one.
+        format: verl (train.parquet and sft.parquet), trl (train.parquet), openrlhf (train.jsonl) or reference
+            (selected.json with question, answer, gpt_response).
+        label: What to label with: "picked", the chosen response's answer, or "none"; null is the selection's label.
+        reward_file: Whether to write reward.py.
+        store_dir: Folder of the store, where it was moved; null is the one that the selection names.
+
+    Returns:
+        The export.
+    """
+    chosen = read_selection(selection)
+    check_label(chosen, label)
+    own = None if label == chosen.manifest["settings"]["label"] else cast("ExportLabel | None", label)
+    export = export_rl(chosen, output, format=format, label=own, reward_file=reward_file, store_dir=store_dir)
+    counts, manifest = export.manifest["counts"], export.manifest
+    read = "gold answers were read" if manifest["reads_reference"] else "no gold answer was read"
+    sys.stdout.write(
+        f"Wrote {counts['rows']:,} rows for {format} to {output} ({', '.join(manifest['files'])}); labels: "
+        f"{manifest['label_kind']}, {read}; {counts['without_label']:,} rows without a label, "
+        f"{counts['without_key_steps']:,} without key steps.\n"
+    )
+    return export

@@ -1,0 +1,180 @@
+"""The Trainer's verbs before anything is imported that takes seconds: a short help, a first look, a first line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfcal_lightning.core.config_files import given_settings
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models.folders import config_path
+
+MODULE = "selfcal_lightning.training.self_calibration.SelfCalibrationModule"
+DATA_MODULE = "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule"
+DESCRIPTIONS = {
+    "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
+    "validate": "Score the fixed pool of the validation split.",
+    "test": "Score the fixed pool of the test split.",
+    "predict": "Write the model's confidence in each stored response into the store.",
+}
+# What is changed most, where it is written with its default: the class of each, by `selfcal VERB --model.help`.
+COMMON = {
+    "--config FILE.yaml": "settings; options and later files override them",
+    "--ckpt_path FILE.ckpt": 'a checkpoint; "last" is the newest of the run',
+    "--check": "check all of it, print the plan, and stop there",
+    "--model.base_model NAME": 'folder or hub name of the model, or "bundled"',
+    "--model.lora.r N": "rank of the adapter",
+    "--model.lr X": "peak of the learning rate",
+    "--model.omega X": "weight of the generation loss",
+    "--data.store_dir FOLDER": "where the samples are kept",
+    "--data.num_samples N": "responses to a question",
+    "--data.total_tuples N": "rows of an epoch",
+    "--data.batch_size N": "rows of a process in a micro-step",
+    "--trainer.max_epochs N": "epochs",
+    "--trainer.accelerator NAME": "cpu, gpu or auto",
+    "--trainer.devices N": "how many of them",
+}
+COMMON_CASE = (
+    "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
+    "       [--output_dir FOLDER] [--engine.name ENGINE] [--sampling.max_new_tokens N]",
+    "       [--prompt FILE.yaml] [any of below]",
+    "",
+    "FILE holds JSON lines with `question` and, if you have it, `answer`, or plain",
+    "text with a question a line. 80 % of the questions are trained on, 10 % validate,",
+    "10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.",
+)
+ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")
+HELP, FULL = ("--help", "-h"), ("full", "all")
+EXPLAINED = {"--model.help": MODULE, "--data.help": DATA_MODULE}
+ACCELERATORS_OF_TORCH = ("gpu", "cuda")
+
+
+def short_help(verb: str) -> str:
+    """Return a help that fits on a screen and says where the rest is."""
+    width = max(map(len, COMMON))
+    rows = [
+        f"  {option:<{width}}  {text}" for option, text in COMMON.items() if verb == "fit" or option not in ONLY_FIT
+    ]
+    return "\n".join(
+        [
+            f"usage: selfcal {verb} --config FILE.yaml [options that override it]",
+            *(COMMON_CASE if verb == "fit" else ()),
+            "",
+            textwrap.fill(DESCRIPTIONS[verb], 80),
+            "",
+            *rows,
+            "",
+            f"All options: `selfcal {verb} --help=full`. What a class takes: `--model.help`,",
+            "`--data.help`, `--trainer.callbacks.help CLASS`. What all files and options come",
+            "to: `--print_config`. The YAML files of configs/ are there to start from.",
+            "",
+        ]
+    )
+
+
+def wants_short_help(arguments: Sequence[str]) -> bool:
+    """Return whether the help is asked for, and not all of it."""
+    return any(argument in HELP for argument in arguments) and not wants_full_help(arguments)
+
+
+def wants_full_help(arguments: Sequence[str]) -> bool:
+    """Return whether all options are asked for: ``--help=full``, or ``--help full``."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return any(
+        (one in HELP and other in FULL) or (one.partition("=")[0] in HELP and one.partition("=")[2] in FULL)
+        for one, other in pairs
+    )
+
+
+def complete_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments as the parser takes them: what is left out where there is one sensible choice is put in.
+
+    Example:
+        >>> complete_arguments(["--check", "--model.help"])[:3]
+        ['--check', 'true', '--model.help']
+        >>> complete_arguments(["--help=full"])
+        ['--help']
+    """
+    if wants_full_help(arguments):
+        return ["--help"]
+    completed: list[str] = []
+    named = given_settings(arguments) if set(arguments) & set(EXPLAINED) else {}
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        completed.append(argument)
+        if following.startswith("-"):
+            if argument in EXPLAINED:
+                option = argument.removeprefix("--").removesuffix(".help")
+                completed.append(str(named.get(f"{option}.class_path", named.get(option, EXPLAINED[argument]))))
+            completed += ["true"] if argument == "--check" else []
+    return completed
+
+
+def _ways(verb: str) -> str:
+    by_file = f"`selfcal {verb} --config FILE.yaml`"
+    return f"`selfcal fit --model NAME --questions FILE` or {by_file}" if verb == "fit" else by_file
+
+
+def is_check(arguments: Sequence[str]) -> bool:
+    """Return whether the last word on ``--check`` is that nothing is to be run.
+
+    Example:
+        >>> is_check(["--check"]), is_check(["--check", "true", "--check=false"])
+        (True, False)
+    """
+    given = str(given_settings(arguments).get("check", "false")).lower()
+    return given not in ("false", "no", "off", "0")
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process of its machine, which speaks for all."""
+    return int(os.environ.get("LOCAL_RANK") or 0) == 0
+
+
+def look_first(verb: str, arguments: Sequence[str]) -> None:
+    """Refuse what needs no library to be refused, and say what begins.
+
+    Raises:
+        InputError: No settings are given, a file cannot be read, or the accelerator is not there.
+    """
+    if wants_full_help(arguments) or any(argument.partition("=")[0].endswith(".help") for argument in arguments):
+        return
+    settings = given_settings(arguments)
+    if "--print_config" in {argument.partition("=")[0] for argument in arguments}:
+        return
+    if not any(name.partition(".")[0] in ("model", "data", "trainer") for name in settings):
+        raise InputError(
+            f"Expected {_ways(verb)}, but got no settings. The smallest configuration is {config_path('demo.yaml')}; "
+            f"`selfcal {verb} --help` says more."
+        )
+    if is_first_process():
+        model = settings.get("model.base_model", "its model")
+        sys.stderr.write(f"selfcal {verb}: {model}. Loading PyTorch and Lightning, which takes some seconds.\n")
+        sys.stderr.flush()
+    check_accelerator(settings)
+
+
+def check_accelerator(settings: Mapping[str, Any]) -> None:
+    """Raise InputError where a GPU is asked for and PyTorch sees none, or fewer than are asked for.
+
+    Args:
+        settings: By dotted names, such as "trainer.accelerator".
+    """
+    accelerator, devices = settings.get("trainer.accelerator"), str(settings.get("trainer.devices", "auto"))
+    if accelerator not in ACCELERATORS_OF_TORCH:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            f"Expected `trainer.accelerator` to be one that this machine has, but got {accelerator!r}: PyTorch "
+            f"{torch.__version__} sees no GPU. Run this where there is one, install a build of PyTorch for it, or take "
+            f"`--trainer.accelerator cpu` with a small model, such as that of {config_path('demo.yaml')}."
+        )
+    if devices.isdigit() and int(devices) > torch.cuda.device_count():
+        raise InputError(
+            f"Expected `trainer.devices` to be at most {torch.cuda.device_count()}, the GPUs that PyTorch sees, but "
+            f"got {devices}. Lower it, and raise `accumulate_grad_batches` in proportion to train the same steps."
+        )

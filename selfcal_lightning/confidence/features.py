@@ -1,0 +1,244 @@
+"""Numbers of responses by name, one row a response: what scalers and fusions are fitted on.
+
+A feature is the name of a confidence (``confidence.base.confidence_of``), ``logit:NAME`` for the log-odds of one that
+is a probability, or ``num_tokens``, the length of the response. All belong to one response alone, so that they exist
+while sampling is under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence, confidence_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.calibration import debiased_calibration_error, expected_calibration_error
+from selfcal_lightning.metrics.discrimination import auroc, within_question_discrimination
+from selfcal_lightning.records import QuestionSamples, Sample
+
+NUM_TOKENS = "num_tokens"
+LOGIT = "logit:"
+# Log-odds stay within +-13.8, so that a P(True) that rounding made 0 or 1 is no infinity.
+SMALLEST_PROBABILITY = 1e-6
+
+
+@dataclass(frozen=True)
+class ResponseTable:
+    """Features and labels of the N responses to Q questions, question by question.
+
+    Attributes:
+        question_ids: Q ids.
+        question: Position of each response's question [N], int64.
+        correct: 1 right, 0 wrong (an unreadable response too), nan where nobody knows [N].
+        values: Features [N, F]; nan where a response lacks one.
+    """
+
+    question_ids: tuple[str, ...]
+    question: Integers
+    correct: Floats
+    values: Floats
+
+    @property
+    def is_complete(self) -> NDArray[np.bool_]:
+        """Whether a response has all features [N]."""
+        return np.asarray(~np.isnan(self.values).any(axis=1))
+
+    @classmethod
+    def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
+        """Read ``features`` off every sample of ``pool``.
+
+        Raises:
+            MissingConfidenceError: No response of a question with readable answers has a feature.
+            ValueError: The pool is empty, or a feature ``logit:NAME`` meets a number outside [0, 1].
+        """
+        samples = [sample for entry in pool for sample in entry.samples]
+        if not samples:
+            raise InputError("Expected `pool` to hold at least one response, but got none.")
+        check_features(pool, features)
+        columns = [_column(samples, name) for name in features]
+        return cls(
+            question_ids=tuple(entry.question.id for entry in pool),
+            question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
+            correct=np.array([_or_nan(sample.correct) for sample in samples]),
+            values=np.column_stack(columns) if columns else np.empty((len(samples), 0)),
+        )
+
+
+def feature_value(sample: Sample, name: str) -> float | None:
+    """Return one feature of a response, or None where it has none.
+
+    Raises:
+        ValueError: ``logit:NAME`` of a confidence outside [0, 1].
+    """
+    if name == NUM_TOKENS:
+        return None if sample.num_tokens is None else float(sample.num_tokens)
+    value = confidence_of(sample, confidence_behind(name))
+    if value is None or math.isinf(value):
+        return None
+    if not name.startswith(LOGIT):
+        return float(value)
+    # As `log_odds`, without arrays: a live run scores one sample at a time.
+    _check_probabilities(value, value, name)
+    p = min(max(value, SMALLEST_PROBABILITY), 1.0 - SMALLEST_PROBABILITY)
+    return math.log(p) - math.log1p(-p)
+
+
+def confidence_behind(name: str) -> str:
+    """Return the confidence that a feature is computed from.
+
+    Example:
+        >>> confidence_behind("logit:p_true"), confidence_behind("mean_logprob")
+        ('p_true', 'mean_logprob')
+    """
+    return name.removeprefix(LOGIT)
+
+
+def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
+    """Return the confidences that ``features`` are computed from; ``num_tokens`` needs none."""
+    return tuple(dict.fromkeys(confidence_behind(name) for name in features if name != NUM_TOKENS))
+
+
+def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> None:
+    """Raise unless every question with a readable answer has each feature on at least one response.
+
+    Raises:
+        MissingConfidenceError: Names the estimator to run.
+    """
+    for name in required_confidences(features):
+        check_confidence(pool, name)
+    if NUM_TOKENS not in features:
+        return
+    for entry in pool:
+        if all(feature_value(sample, NUM_TOKENS) is None for sample in entry.samples):
+            raise MissingConfidenceError(
+                f"Expected the responses to question {entry.question.id!r} to have a known length, but got none. "
+                "Sample with `selfcal generate`, or state `tokens` for the responses of the pool."
+            )
+
+
+def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
+    """Compute ``log(p / (1 - p))``, p kept a millionth away from 0 and 1.
+
+    Raises:
+        ValueError: A value lies outside [0, 1]. NaN passes through.
+
+    Example:
+        >>> log_odds(np.array([0.5, 1.0])).round(3).tolist()
+        [0.0, 13.816]
+    """
+    known = probabilities[~np.isnan(probabilities)]
+    if known.size:
+        _check_probabilities(float(known.min()), float(known.max()), name)
+    p = np.clip(probabilities, SMALLEST_PROBABILITY, 1.0 - SMALLEST_PROBABILITY)
+    return np.asarray(np.log(p) - np.log1p(-p))
+
+
+def _column(samples: Sequence[Sample], name: str) -> Floats:
+    """Return one feature of every response [N]; nan where there is none."""
+    if name == NUM_TOKENS:
+        return np.array([_or_nan(sample.num_tokens) for sample in samples])
+    values = np.array([_or_nan(confidence_of(sample, confidence_behind(name))) for sample in samples])
+    values[np.isinf(values)] = np.nan
+    return log_odds(values, name) if name.startswith(LOGIT) else values
+
+
+def _check_probabilities(lowest: float, highest: float, name: str) -> None:
+    if lowest < -SMALLEST_PROBABILITY or highest > 1.0 + SMALLEST_PROBABILITY:
+        raise InputError(
+            f"Expected `{name}` to lie in [0, 1], but got values from {lowest:g} to {highest:g}. "
+            "A score that is no probability enters as it is, without a logit."
+        )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+@dataclass(frozen=True)
+class ConfidenceScores:
+    """How a confidence relates to correctness on some responses; None where a value is not defined.
+
+    Attributes:
+        name: The confidence.
+        auroc: Over all responses; also rewards knowing which questions are hard.
+        within_question_auroc: Mean over the questions with right and wrong responses: does it know which *response* is
+            right?
+        ece: Expected calibration error in ten bins, as measured; None where the score is no probability.
+        num_mixed_questions: Questions behind ``within_question_auroc``.
+        num_responses: Responses scored; unreadable ones are wrong.
+        num_left_out: Responses without the confidence, or whose correctness nobody knows.
+        ece_debiased: The calibration error less what chance adds to it (``functional.calibration_bias``).
+    """
+
+    name: str
+    auroc: float | None
+    within_question_auroc: float | None
+    ece: float | None
+    num_mixed_questions: int
+    num_responses: int
+    num_left_out: int
+    ece_debiased: float | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ConfidenceScores:
+        """Read what :meth:`as_json` wrote."""
+        return cls(**content)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the scores as plain JSON types."""
+        return asdict(self)
+
+
+def score_confidence(name: str, confidence: Floats, correct: Floats, question: Integers) -> ConfidenceScores:
+    """Compute the scores of one confidence.
+
+    Args:
+        name: What it is called.
+        confidence: Values [N], higher is better; nan where there is none.
+        correct: 1 right, 0 wrong, nan unknown [N].
+        question: The question of each response [N].
+
+    Example:
+        >>> scores = score_confidence("c", np.array([0.9, 0.1, 0.5]), np.array([1.0, 0.0, 1.0]), np.array([0, 0, 1]))
+        >>> scores.auroc, scores.within_question_auroc, scores.num_mixed_questions
+        (1.0, 1.0, 1)
+    """
+    known = ~np.isnan(confidence) & ~np.isnan(correct)
+    values, labels = confidence[known], correct[known]
+    within = within_question_discrimination(values, labels, question[known])
+    is_probability = bool(((values >= 0.0) & (values <= 1.0)).all())
+    return ConfidenceScores(
+        name=name,
+        auroc=auroc(values, labels),
+        within_question_auroc=within.mean,
+        ece=expected_calibration_error(values, labels) if is_probability else None,
+        num_mixed_questions=within.num_questions,
+        num_responses=int(known.sum()),
+        num_left_out=int((~known).sum()),
+        ece_debiased=debiased_calibration_error(values, labels, question[known]) if is_probability else None,
+    )
+
+
+def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:
+    """Return the scores as lines of text, one confidence a line.
+
+    Example:
+        >>> print(scores_text([ConfidenceScores("p_true", 0.75, 0.5, None, 3, 12, 0)], title="held-out half"))
+        held-out half                AUROC  within question    ECE  responses
+        p_true                       0.750            0.500      –         12
+    """
+    lines = [f"{title:<26}{'AUROC':>8}{'within question':>17}{'ECE':>7}{'responses':>11}"]
+    for row in scores:
+        cells = (_number(row.auroc), _number(row.within_question_auroc), _number(row.ece))
+        lines.append(f"{row.name:<26}{cells[0]:>8}{cells[1]:>17}{cells[2]:>7}{row.num_responses:>11}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

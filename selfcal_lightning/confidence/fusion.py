@@ -1,0 +1,521 @@
+"""Fused confidence: a small logistic model over several confidences of one response, with or without labels.
+
+P(True) may know which questions are hard and nothing of which response is right, where likelihood knows the latter; the
+fusion takes what each has. It reads one response at a time, so that it works while sampling is under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from selfcal_lightning.confidence.base import (
+    LOGPROB,
+    MEAN_LOGPROB,
+    P_TRUE,
+    STORED,
+    add_scores,
+    check_confidence,
+    confidence_of,
+)
+from selfcal_lightning.confidence.features import (
+    LOGIT,
+    ConfidenceScores,
+    ResponseTable,
+    feature_value,
+    required_confidences,
+    score_confidence,
+    scores_text,
+)
+from selfcal_lightning.confidence.fitted_files import load_confidence, save_fitted
+from selfcal_lightning.confidence.registry import (
+    KnownConfidence,
+    pool_dependent,
+    recorded_confidences,
+    refuse_looking_ahead,
+)
+from selfcal_lightning.confidence.scaling import (
+    SCALER_KINDS,
+    Scaler,
+    check_labels,
+    check_new_name,
+    fit_logistic,
+    fit_scaler,
+    sigmoid,
+)
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import file_name
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.data.store.annotations import annotation_names
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.consistency import soft_self_consistency, vote_share
+from selfcal_lightning.records import QuestionSamples, Sample
+
+FusionTarget = Literal["label", "ssc", "vote_share"]
+TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
+FUSED = "fused"
+KIND = "fusion"
+DEFAULT_FEATURES = (f"{LOGIT}{P_TRUE}", LOGPROB, MEAN_LOGPROB)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Adds the fused confidence to a sample (a ``SampleScorer``).
+
+    ``sigmoid(intercept + sum_f weight_f * (x_f - mean_f) / std_f)`` over the features f.
+
+    Attributes:
+        name: Key under which the probability is added.
+        features: F names, see ``confidence.features``.
+        weights: Weight of each feature, per standard deviation [F].
+        intercept: The constant.
+        means: Mean of each feature in the fit [F].
+        stds: Standard deviation of each feature in the fit [F]; 1 where it was constant.
+        target: What it was fitted to: "label", or without labels "ssc" or "vote_share".
+        l2: Strength of the regularisation.
+        needs_pool: Whether a feature depends on the other responses to the question: recorded pools only.
+        fitted_on: The questions of the fit.
+        scores: Each part alone and the fusion on the fitting questions, the fusion last.
+        held_out_scores: Likewise on other questions; empty where none were given.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    weights: tuple[float, ...]
+    intercept: float
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+    target: FusionTarget
+    l2: float
+    needs_pool: bool
+    fitted_on: FittedOn
+    scores: tuple[ConfidenceScores, ...] = ()
+    held_out_scores: tuple[ConfidenceScores, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {len(part) for part in (self.features, self.weights, self.means, self.stds)}
+        numbers = (self.intercept, *self.weights, *self.means, *self.stds)
+        if len(sizes) > 1 or not self.features:
+            raise InputError("Expected `features`, `weights`, `means` and `stds` to be of one length of at least 1.")
+        if not all(math.isfinite(value) for value in numbers) or min(self.stds) <= 0.0:
+            raise InputError(f"Expected finite numbers and positive `stds`, but got {numbers}.")
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The confidences that it reads."""
+        return required_confidences(self.features)
+
+    def transform(self, values: Floats) -> Floats:
+        """Return the fused confidence [N] of features [N, F]; nan where one is missing."""
+        standard = (values - np.array(self.means)) / np.array(self.stds)
+        return sigmoid(standard @ np.array(self.weights) + self.intercept)
+
+    def score_sample(self, sample: Sample) -> float | None:
+        """Return the fused confidence, or None where the sample lacks a feature."""
+        z = self.intercept
+        for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
+            value = feature_value(sample, name)
+            if value is None:
+                return None
+            z += weight * (value - mean) / std
+        # As `sigmoid`, without arrays: a live run scores one sample at a time.
+        e = math.exp(-abs(z))
+        return 1.0 / (1.0 + e) if z >= 0.0 else e / (1.0 + e)
+
+    def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[ConfidenceScores, ...]:
+        """Return the scores of each part alone and of the fusion, the fusion last, on ``pool``."""
+        parts = self.requires
+        raw, table = (ResponseTable.from_pool(pool, names) for names in (parts, self.features))
+        columns = [(name, raw.values[:, column]) for column, name in enumerate(parts)]
+        columns.append((self.name, self.transform(table.values)))
+        return tuple(score_confidence(name, values, table.correct, table.question) for name, values in columns)
+
+    def describe(self) -> str:
+        """Return the model as readable text: weights, and what each part and the fusion are worth."""
+        head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
+        lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
+        if self.needs_pool:
+            lines.append("It depends on the other responses to a question: for recorded pools only.")
+        lines.append(f"{'feature':<26}{'weight':>9}{'per unit':>11}{'mean':>10}{'std':>10}")
+        for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
+            lines.append(f"{name:<26}{weight:>+9.3f}{weight / std:>+11.4f}{mean:>10.3f}{std:>10.3f}")
+        lines.append(f"{'intercept':<26}{self.intercept:>+9.3f}")
+        for title, scores in (("on the fitting half", self.scores), ("on the held-out half", self.held_out_scores)):
+            if scores:
+                lines += ["", scores_text(scores, title=title)]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fusion as plain JSON types."""
+        return {
+            "name": self.name,
+            "features": list(self.features),
+            "weights": list(self.weights),
+            "intercept": self.intercept,
+            "means": list(self.means),
+            "stds": list(self.stds),
+            "target": self.target,
+            "l2": self.l2,
+            "needs_pool": self.needs_pool,
+            "fitted_on": self.fitted_on.as_json(),
+            "scores": [row.as_json() for row in self.scores],
+            "held_out_scores": [row.as_json() for row in self.held_out_scores],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Fusion:
+        """Read what :meth:`as_json` wrote.
+
+        Raises:
+            KeyError: A field is missing.
+            ValueError: The numbers do not fit together.
+        """
+        lists = {name: tuple(float(x) for x in content[name]) for name in ("weights", "means", "stds")}
+        scores, held_out = (
+            tuple(ConfidenceScores.from_json(row) for row in content[name]) for name in ("scores", "held_out_scores")
+        )
+        return cls(
+            name=content["name"],
+            features=tuple(content["features"]),
+            intercept=float(content["intercept"]),
+            target=content["target"],
+            l2=float(content["l2"]),
+            needs_pool=bool(content["needs_pool"]),
+            fitted_on=FittedOn.from_json(content["fitted_on"]),
+            weights=lists["weights"],
+            means=lists["means"],
+            stds=lists["stds"],
+            scores=scores,
+            held_out_scores=held_out,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the fusion to a JSON file."""
+        save_fitted(path, KIND, self.as_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Fusion:
+        """Read a fusion from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
+        return cls.from_json(load_confidence(path, (KIND,))[1])
+
+
+def fit_fusion(
+    pool: Sequence[QuestionSamples],
+    features: Sequence[str] = DEFAULT_FEATURES,
+    *,
+    target: FusionTarget = "label",
+    target_confidence: str = P_TRUE,
+    name: str = FUSED,
+    l2: float = 1.0,
+    held_out: Sequence[QuestionSamples] | None = None,
+    allow_pool_features: bool = False,
+    known: Iterable[KnownConfidence] = (),
+) -> Fusion:
+    """Fit the fusion on a calibration split.
+
+    The features are standardised; ``fit_logistic`` has the objective. To "label" an unreadable response is a wrong one.
+    The label-free targets give each response the share of its answer among the responses to its question, weighted by a
+    confidence ("ssc") or not ("vote_share"); unreadable responses have none and are left out, as are responses that
+    lack a feature. All that is left out is counted.
+
+    Args:
+        pool: The questions; put what other scorers add on them first (``confidence.base.add_scores``).
+        features: Names of confidences, ``logit:NAME`` for the log-odds of a probability, ``num_tokens``.
+        target: "label" needs references; "ssc" and "vote_share" need none.
+        target_confidence: The confidence that weights "ssc".
+        name: Name of the fused confidence.
+        l2: Strength of the regularisation of the standardised weights.
+        held_out: Other questions, to score parts and fusion on.
+        allow_pool_features: Allow features that depend on the other responses, which a live run cannot have.
+        known: Where the features may come from; see ``confidence.dependence.pool_dependent``.
+
+    Raises:
+        MissingConfidenceError: A feature is absent from a question; names the estimator to run.
+        ValueError: An argument is not as described, or ``held_out`` shares questions with ``pool``.
+        RuntimeError: The optimiser did not arrive.
+    """
+    features = tuple(features)
+    check_new_name(name, required_confidences(features))
+    if target not in TARGETS:
+        raise InputError(f"Expected `target` to be one of {', '.join(TARGETS)}, but got {target!r}.")
+    if not features or len(set(features)) < len(features):
+        raise InputError(f"Expected `features` to be at least one name, each once, but got {features}.")
+    if l2 <= 0.0:
+        raise InputError(f"Expected `l2` to be positive, but got {l2}.")
+    of_pool = pool_dependent(required_confidences(features), known)
+    if of_pool and not allow_pool_features:
+        raise InputError(
+            f"Expected `features` to belong to one response, but got {', '.join(of_pool)}, which depend on the other "
+            "responses and do not exist in a live run. Set `allow_pool_features` for a fusion for recorded pools only."
+        )
+    table = ResponseTable.from_pool(pool, features)
+    targets = _targets(pool, table, target, target_confidence)
+    used = table.is_complete & ~np.isnan(targets)
+    if not used.any():
+        raise InputError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
+    values = table.values[used]
+    means, stds = values.mean(axis=0), values.std(axis=0)
+    stds = np.where(stds > 1e-12 * np.maximum(1.0, np.abs(means)), stds, 1.0)
+    fit = fit_logistic((values - means) / stds, targets[used], l2=l2)
+    fusion = Fusion(
+        name=name,
+        features=features,
+        weights=tuple(fit.weights.tolist()),
+        intercept=fit.intercept,
+        means=tuple(means.tolist()),
+        stds=tuple(stds.tolist()),
+        target=target,
+        l2=float(l2),
+        needs_pool=bool(of_pool),
+        fitted_on=FittedOn.from_questions(
+            (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
+        ),
+    )
+    fusion = replace(fusion, scores=fusion.score_parts(pool))
+    if held_out is None:
+        return fusion
+    check_not_fitted_on(held_out, fusion)
+    return replace(fusion, held_out_scores=fusion.score_parts(held_out))
+
+
+def _targets(
+    pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget, target_confidence: str
+) -> Floats:
+    """Return the target of every response [N]; nan where it has none."""
+    if target == "label":
+        check_labels(table)
+        return table.correct
+    if target == "ssc":
+        check_confidence(pool, target_confidence)
+    targets: list[float | None] = []
+    for entry in pool:
+        answers = [sample.answer for sample in entry.samples]
+        if target == "vote_share":
+            targets += vote_share(answers)
+        else:
+            targets += soft_self_consistency(answers, [confidence_of(s, target_confidence) for s in entry.samples])
+    return np.array([math.nan if value is None else value for value in targets])
+
+
+FittedScorer = Scaler | Fusion
+
+
+def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> FittedScorer:
+    """Read a scaler or a fusion from the JSON file that its ``save`` wrote, or that of the version before did.
+
+    Args:
+        path: The file.
+        known: Scorers that add what it may read; only of a file of the version before these are asked.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It is no such file, of another version or kind, or damaged.
+    """
+    kind, content = load_confidence(path, (*SCALER_KINDS, KIND), known=known)
+    try:
+        return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error
+
+
+def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
+    """Read several; each may read what the ones before it add, so that the order is that of the computation.
+
+    Raises:
+        InputError: Two have one name, or one reads what a later one adds.
+    """
+    scorers: list[FittedScorer] = []
+    for path in paths:
+        scorers.append(load_scorer(path, known=scorers))
+    names = [scorer.name for scorer in scorers]
+    if len(set(names)) < len(names):
+        raise InputError(f"Expected fitted confidences of different names, but got {names}.")
+    for position, scorer in enumerate(scorers):
+        late = [name for name in scorer.requires if name in names[position:]]
+        if late:
+            raise InputError(f"Expected {late[0]!r} before {scorer.name!r}, which reads it, but got it after.")
+    return scorers
+
+
+def scorer_digests(confidence: str | None, scorers: Sequence[FittedScorer]) -> dict[str, str]:
+    """Return the sha256 of each scorer that a confidence is computed by, directly or through one another, by name.
+
+    Args:
+        confidence: What is read; None reads nothing.
+        scorers: Scorers at hand, in the order of computation.
+    """
+    wanted = {confidence}
+    found = {}
+    for scorer in reversed(scorers):
+        if scorer.name in wanted:
+            wanted.update(scorer.requires)
+            found[scorer.name] = _digest(scorer)
+    return dict(sorted(found.items()))
+
+
+def _digest(scorer: FittedScorer) -> str:
+    kind = KIND if isinstance(scorer, Fusion) else scorer.map.kind
+    content = json.dumps({"kind": kind, **scorer.as_json()}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def load_for_fitting(
+    pool: str,
+    split: str | None,
+    task: str | None,
+    needed: Sequence[str],
+    scorers: Sequence[FittedScorer],
+    *,
+    texts: bool = False,
+) -> RecordedPool:
+    """Return the questions of a calibration split, with the annotations of a store that fitting needs merged in.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        split: The split; None takes all questions.
+        task: Task to read; of a file, the task of all its questions.
+        needed: Names of the confidences that are fitted on.
+        scorers: Fitted confidences that are put on the samples first.
+        texts: Whether texts are read too.
+    """
+    names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
+    names -= {*STORED, *(scorer.name for scorer in scorers)}
+    annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
+    return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=texts)
+
+
+@dataclass(frozen=True)
+class WeighedPool:
+    """A pool with the confidences that strategies may read.
+
+    Attributes:
+        pool: The samples, with what the scorers added.
+        confidences: Names to weigh by.
+        scorers: What was fitted or read from files.
+        query_tokens: Tokens that each confidence costs a sample; absent is 0.
+    """
+
+    pool: RecordedPool
+    confidences: tuple[str, ...]
+    scorers: tuple[FittedScorer, ...]
+    query_tokens: Mapping[str, int]
+
+
+def carried_confidences(pool: RecordedPool) -> list[str]:
+    """Return the names of the confidences that every question with a readable answer has, in a fixed order.
+
+    What depends on the other responses to the question is left out: computed over the whole pool it would let a
+    strategy look ahead.
+    """
+    names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
+    candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
+    left_out = pool_dependent(candidates, recorded_confidences(pool.estimators))
+    return [name for name in candidates if name not in left_out and all(_has(entry, name) for entry in pool.entries)]
+
+
+def is_probability(pool: RecordedPool, name: str) -> bool:
+    """Whether all values of a confidence lie in [0, 1], so that they can weigh votes as they are."""
+    values = (confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
+    return name not in (LOGPROB, MEAN_LOGPROB) and all(value is None or 0.0 <= value <= 1.0 for value in values)
+
+
+def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
+    """Return what to weigh by when nothing is said: probabilities as they are, scores scaled, and the fusion.
+
+    Args:
+        pool: The samples.
+        can_fit: Whether there are calibration questions to fit on; without them scores are left out.
+    """
+    carried = carried_confidences(pool)
+    parts = [(name, is_probability(pool, name)) for name in carried]
+    names = [name if probable else f"{name}_platt" for name, probable in parts if probable or can_fit]
+    return [*names, FUSED] if can_fit and len(carried) > 1 else names
+
+
+def fit_confidences(
+    pool: RecordedPool, names: Sequence[str], *, target: FusionTarget = "label", known: Sequence[FittedScorer] = ()
+) -> list[FittedScorer]:
+    """Fit those of ``names`` that a pool does not carry: ``SOURCE_platt`` (or another scaler) and ``fused``.
+
+    Args:
+        pool: The calibration questions of the fit.
+        names: What is asked for.
+        target: What the fusion is fitted to.
+        known: Other scorers in use, whose names need no fit.
+
+    Raises:
+        MissingConfidenceError: A name is neither carried nor something that can be fitted.
+        ValueError: A name or its source depends on the other responses.
+    """
+    scorers: list[FittedScorer] = []
+    carried = carried_confidences(pool)
+    there = {*carried, *(scorer.name for scorer in known)}
+    for name in names:
+        source, _, kind = name.rpartition("_")
+        if name in there:
+            continue
+        if name == FUSED:
+            features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
+            scorers.append(fit_fusion(pool.entries, features, target=target))
+        elif kind in SCALER_KINDS and source in carried:
+            scorers.append(fit_scaler(pool.entries, kind, source=source))
+        else:
+            refuse_looking_ahead([name, source], recorded_confidences(pool.estimators))
+            check_confidence(pool.entries, name)
+    return scorers
+
+
+def weigh_pool(
+    pool: RecordedPool, names: Sequence[str], scorers: Sequence[FittedScorer], *, fitting: Sequence[str] = ()
+) -> WeighedPool:
+    """Put the scorers' confidences on a pool and check that every name is there.
+
+    Args:
+        pool: The samples.
+        names: Confidences to weigh by.
+        scorers: What to add.
+        fitting: Names of scorers that were fitted on these very questions: for tuning, never for reports.
+
+    Raises:
+        MissingConfidenceError: A confidence is absent; names the estimator to run.
+        ValueError: A scorer was fitted on one of these questions, or a name depends on the other responses.
+    """
+    check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
+    refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
+    entries = tuple(
+        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool.entries
+    )
+    for name in names:
+        check_confidence(entries, name)
+    costs = {name: pool.query_tokens for name in names if P_TRUE in sources_of(name, scorers)}
+    return WeighedPool(replace(pool, entries=entries), tuple(names), tuple(scorers), costs)
+
+
+def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
+    """Return the confidences that one is computed from in the end; itself where nothing was fitted."""
+    by_name = {scorer.name: scorer for scorer in scorers}
+    if name not in by_name:
+        return {name}
+    return {source for part in by_name[name].requires for source in sources_of(part, scorers)}
+
+
+def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
+    """Write each scorer to a file of its name; return the file names."""
+    names = [f"{file_name(scorer.name)}.json" for scorer in scorers]
+    for scorer, name in zip(scorers, names, strict=True):
+        scorer.save(folder / name)
+    return names
+
+
+def _has(entry: QuestionSamples, name: str) -> bool:
+    readable = [sample for sample in entry.samples if sample.answer is not None]
+    return not readable or any(confidence_of(sample, name) is not None for sample in readable)

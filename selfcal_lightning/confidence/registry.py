@@ -1,0 +1,285 @@
+"""Estimators by name: what ``selfcal score --estimator`` can run, and what each needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from selfcal_lightning.confidence.base import STORED, Estimator
+from selfcal_lightning.confidence.estimators import (
+    WEIGHTS,
+    LowestGroupConfidence,
+    LowestLogprob,
+    MeanLogprob,
+    PTrue,
+    ResponseCertainty,
+    ResponseConsistency,
+    SelfCertainty,
+    SequenceLogprob,
+    TokenEntropy,
+    TokenSteadiness,
+)
+from selfcal_lightning.confidence.step_estimators import (
+    STEP_TRAJECTORIES,
+    StepCertainty,
+    StepEntropy,
+    StepSelfEvaluation,
+)
+from selfcal_lightning.confidence.trajectories import TRAJECTORIES
+from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.rewards.estimator import REWARD_SCORES
+
+if TYPE_CHECKING:
+    from selfcal_lightning.confidence.token_reader import TokenReader
+    from selfcal_lightning.models.chat_format import ChatFormat
+    from selfcal_lightning.rewards.reading import RewardReader
+
+
+class EstimatorClass(Protocol):
+    """What the registry knows of an estimator before there is one.
+
+    Attributes:
+        name: Its name.
+        is_probability: See :class:`~selfcal_lightning.confidence.base.Estimator`.
+        needs_pool: Likewise.
+        reads: What it is made from: "engine" (an engine and a chat format), "tokens" (a token reader, which is a local
+            model), "rewards" (a reward reader) or "pool" (nothing but the samples).
+    """
+
+    name: str
+    is_probability: bool
+    needs_pool: bool
+    reads: str
+
+    def __call__(self, *args: Any, **settings: Any) -> Estimator:
+        """Make one."""
+        ...
+
+
+_OWN = cast(  # a class whose attributes are class variables is one of them
+    "tuple[EstimatorClass, ...]",
+    (
+        PTrue,
+        Verbalized,
+        VerbalizedWords,
+        VerbalizedPercent,
+        ResponseConsistency,
+        SequenceLogprob,
+        MeanLogprob,
+        LowestLogprob,
+        SelfCertainty,
+        ResponseCertainty,
+        TokenEntropy,
+        TokenSteadiness,
+        LowestGroupConfidence,
+        StepCertainty,
+        StepEntropy,
+        *STEP_TRAJECTORIES,
+        StepSelfEvaluation,
+        *TRAJECTORIES,
+        *WEIGHTS,
+        *REWARD_SCORES,
+    ),
+)
+ESTIMATORS: dict[str, EstimatorClass] = {estimator.name: estimator for estimator in _OWN}
+READS = ("engine", "tokens", "rewards", "pool")
+_PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
+
+
+def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
+    """Add an estimator under the ``name`` of its class, and return the class: it can stand as a decorator.
+
+    Raises:
+        InputError: The name is taken, or the class does not say what it is and what it reads.
+    """
+    missing = [name for name in _PARTS if name not in dir(estimator)]
+    if missing:
+        raise InputError(
+            f"Expected the estimator {estimator!r} to have {', '.join(_PARTS)}, but {', '.join(missing)} is missing."
+        )
+    if estimator.reads not in READS:
+        raise InputError(f"Expected `reads` of {estimator.name} to be one of {READS}, but got {estimator.reads!r}.")
+    if estimator.name in (*ESTIMATORS, *STORED):
+        raise InputError(f"Expected the estimator's `name` to be new, but {estimator.name!r} is taken already.")
+    ESTIMATORS[estimator.name] = estimator
+    return estimator
+
+
+def estimator_class(name: str) -> EstimatorClass:
+    """Return the class of the estimator ``name``.
+
+    Raises:
+        InputError: There is none of that name; the message says which there are.
+
+    Example:
+        >>> estimator_class("token_entropy").is_probability
+        False
+    """
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    raise unknown_name("estimator", name, ESTIMATORS)
+
+
+def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
+    """Return the settings of the estimator ``name``: its defaults with ``changes``, for the record of what was run.
+
+    Raises:
+        InputError: It has no such setting.
+
+    Example:
+        >>> estimator_settings("response_consistency", num_samples=5)
+        {'num_samples': 5, 'seed': 0}
+    """
+    parameters = inspect.signature(estimator_class(name)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    if unknown := sorted(changes.keys() - defaults.keys()):
+        raise InputError(f"Expected settings of {name!r} among {sorted(defaults)}, but got {unknown}.")
+    return {**defaults, **changes}
+
+
+def build_estimator(
+    name: str,
+    *,
+    engine: Engine | None = None,
+    chat: ChatFormat | None = None,
+    tokens: TokenReader | None = None,
+    rewards: RewardReader | None = None,
+    **settings: Any,
+) -> Estimator:
+    """Return the estimator ``name``, made from those of the arguments that it reads.
+
+    Args:
+        name: Name of the estimator.
+        engine: Who answers, where it asks.
+        chat: Chat format of the engine's tokenizer.
+        tokens: Reader of token statistics, where it reads those.
+        rewards: Reader of a reward model's scores, where it reads those.
+        **settings: Keyword arguments of its class.
+
+    Raises:
+        InputError: The name is unknown, or what it reads was not given.
+    """
+    estimator = estimator_class(name)
+    given: dict[str, tuple[Any, ...]] = {
+        "engine": (engine, chat),
+        "tokens": (tokens,),
+        "rewards": (rewards,),
+        "pool": (),
+    }
+    needed = given[estimator.reads]
+    if any(part is None for part in needed):
+        wanted = "`engine` and `chat`" if estimator.reads == "engine" else f"`{estimator.reads}`"
+        raise InputError(f"Expected {wanted} for the estimator {name!r}, but got None.")
+    return estimator(*needed, **settings)
+
+
+class KnownConfidence(Protocol):
+    """What says of itself whether it needs the other responses: scalers, fusions, recorded confidences."""
+
+    @property
+    def name(self) -> str:
+        """Key of the confidence on a sample."""
+        ...
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Names of the confidences that it is computed from."""
+        ...
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether it is computed from the other responses to the question, directly or through what it reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConfidence:
+    """A confidence that samples carry and that no estimator or scorer at hand computed.
+
+    Attributes:
+        name: Key of the confidence on a sample.
+        needs_pool: Whether it was computed from the other responses to the question.
+    """
+
+    name: str
+    needs_pool: bool
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Nothing that is known."""
+        return ()
+
+
+# Finished training targets, which imported responses carry among their confidences.
+TARGETS = tuple(
+    RecordedConfidence(name, needs_pool=True) for name in ("ssc", "soft_self_consistency", "consistency", "vote_share")
+)
+
+
+def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
+    """Return what is known of annotations.
+
+    Args:
+        estimators: The estimator that computed each, by the annotation's name.
+
+    Example:
+        >>> recorded_confidences({"agreement": "response_consistency"})
+        [RecordedConfidence(name='agreement', needs_pool=True)]
+    """
+    known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
+    return [RecordedConfidence(name, estimator.needs_pool) for name, estimator in known.items()]
+
+
+def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> list[str]:
+    """Return those of ``names`` that depend on the other responses to the question, in their order.
+
+    Args:
+        names: Names of confidences.
+        known: Scorers in use, in the order of computation, and what a pool knows of its confidences. Of other names
+            the estimators and targets of this library are known; all the rest is taken for a property of one response.
+
+    Example:
+        >>> pool_dependent(["p_true", "response_consistency", "agreement"])
+        ['response_consistency']
+        >>> pool_dependent(["agreement"], [RecordedConfidence("agreement", needs_pool=True)])
+        ['agreement']
+    """
+    # Asked each time: plug-ins add estimators.
+    needs = {one.name: one.needs_pool for one in ESTIMATORS.values()} | {one.name: one.needs_pool for one in TARGETS}
+    for one in known:
+        needs[one.name] = one.needs_pool or any(needs.get(source, False) for source in one.requires)
+    return [name for name in names if needs.get(name, False)]
+
+
+def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
+    """Raise ValueError where a strategy would read a confidence that depends on the other responses.
+
+    Args:
+        names: What it reads.
+        known: See :func:`pool_dependent`.
+    """
+    ahead = pool_dependent(names, known)
+    if ahead:
+        raise InputError(
+            f"Expected confidences that belong to one response, but got {', '.join(ahead)}, which depend on the other "
+            "responses to the question: a strategy that reads them looks ahead. Leave them out, with what was fitted "
+            "to them."
+        )
+
+
+def check_name_tells(confidence: KnownConfidence) -> None:
+    """Raise ValueError where a JSON-lines pool, which keeps no more of a confidence than its name, would hide this.
+
+    Args:
+        confidence: What is about to be written.
+    """
+    if confidence.needs_pool and not pool_dependent([confidence.name]):
+        raise InputError(
+            f"Expected a confidence that depends on the other responses to keep its estimator's name in a JSON-lines "
+            f"pool, but got {confidence.name!r}: by another name nobody would know. Leave the name as it is; a store "
+            "remembers the estimator of each of its annotations and may hold several."
+        )

@@ -1,0 +1,453 @@
+"""Post-hoc scalers: one confidence turned into a calibrated probability by temperature, Platt or isotonic regression.
+
+Scaling changes what a confidence says, not (temperature, Platt) or hardly (isotonic: ties) whom it ranks first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.confidence.features import (
+    ConfidenceScores,
+    ResponseTable,
+    feature_value,
+    log_odds,
+    score_confidence,
+)
+from selfcal_lightning.confidence.fitted_files import load_confidence, save_fitted
+from selfcal_lightning.confidence.registry import KnownConfidence, pool_dependent
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.records import QuestionSamples, Sample
+
+
+@dataclass(frozen=True)
+class LogisticFit:
+    """Coefficients of ``p = sigmoid(intercept + x . weights)``.
+
+    Attributes:
+        weights: One a column [F].
+        intercept: The constant.
+    """
+
+    weights: Floats
+    intercept: float
+
+
+def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> LogisticFit:
+    r"""Fit probabilities to targets by maximum likelihood.
+
+    ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``: a soft
+    target t is a response that counts t times as right and 1 - t times as wrong. The intercept is not regularised.
+
+    Args:
+        columns: Features [N, F], of about unit scale.
+        targets: Targets [N] in [0, 1].
+        l2: Strength; 1 is as scikit-learn's ``C=1``.
+
+    Raises:
+        ValueError: The sizes differ, a target lies outside [0, 1], or all targets are 0 or all are 1.
+        RuntimeError: The optimiser did not arrive.
+
+    Example:
+        >>> fit = fit_logistic(np.array([[-1.0], [1.0]]), np.array([0.25, 0.75]), l2=0.0)
+        >>> round(float(fit.weights[0]), 6), abs(round(fit.intercept, 6))  # log-odds of .75 are log 3
+        (1.098612, 0.0)
+    """
+    from scipy.optimize import minimize
+
+    if columns.ndim != 2 or targets.shape != (len(columns),) or not len(targets):
+        raise InputError(f"Expected a target for every row of `columns`, but got {targets.shape} and {columns.shape}.")
+    if not ((targets >= 0.0) & (targets <= 1.0)).all():
+        raise InputError("Expected `targets` to lie in [0, 1], but got one outside.")
+    if not 0.0 < float(targets.mean()) < 1.0:
+        raise InputError(
+            f"Expected `targets` to hold right and wrong responses, but got {len(targets)} that are all "
+            f"{targets[0]:g}. Fit on more or other questions."
+        )
+    design = np.column_stack([columns, np.ones(len(columns))])
+    ridge = np.append(np.full(columns.shape[1], l2), 0.0)
+
+    def objective(theta: Floats) -> float:
+        z = design @ theta
+        return float(np.logaddexp(0.0, z).sum() - targets @ z + 0.5 * ridge @ theta**2)
+
+    def gradient(theta: Floats) -> Floats:
+        return np.asarray(design.T @ (sigmoid(design @ theta) - targets) + ridge * theta)
+
+    def hessian(theta: Floats) -> Floats:
+        p = sigmoid(design @ theta)
+        return np.asarray((design * (p * (1.0 - p))[:, None]).T @ design + np.diag(ridge))
+
+    start = np.zeros(design.shape[1])
+    tolerance = 1e-9 * len(targets)
+    found = minimize(objective, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": tolerance})
+    # Rounding may stop the last step just short of a tolerance as tight as this one; a hundred times it is still tight.
+    if not found.success and np.abs(gradient(found.x)).max() > 100.0 * tolerance:
+        raise RunError(f"Expected the logistic fit to converge, but got: {found.message}")
+    return LogisticFit(found.x[:-1], float(found.x[-1]))
+
+
+def sigmoid(z: Floats) -> Floats:
+    """Compute ``1 / (1 + exp(-z))`` without overflow.
+
+    Example:
+        >>> sigmoid(np.array([0.0, 1000.0, -1000.0])).tolist()
+        [0.5, 1.0, 0.0]
+    """
+    e = np.exp(-np.abs(z))
+    return np.asarray(np.where(z >= 0.0, 1.0, e) / (1.0 + e))
+
+
+COOLEST, HOTTEST = 0.01, 100.0
+
+
+@dataclass(frozen=True)
+class TemperatureMap:
+    """``sigmoid(logit(p) / temperature)``; keeps 0.5 where it is. Only for probabilities."""
+
+    kind: ClassVar[str] = "temperature"
+    temperature: float
+
+    @classmethod
+    def fit(cls, values: Floats, targets: Floats) -> TemperatureMap:
+        """Find the temperature of least cross-entropy within [0.01, 100].
+
+        In ``b = 1 / T`` the cross-entropy of ``sigmoid(b x)`` is convex, so that its slope has one root. A confidence
+        that is worth nothing, or less, ends at the hottest temperature: it says about .5 everywhere.
+
+        Args:
+            values: Probabilities [N].
+            targets: 1 right, 0 wrong, or shares between [N].
+
+        Example:
+            >>> map_ = TemperatureMap.fit(np.array([0.9, 0.9, 0.9, 0.9]), np.array([1.0, 1.0, 1.0, 0.0]))
+            >>> round(float(map_.transform(np.array([0.9]))[0]), 6)
+            0.75
+
+        Reference:
+            Guo et al., On Calibration of Modern Neural Networks, 2017, section 4.2.
+        """
+        from scipy.optimize import brentq
+
+        x = log_odds(values)
+
+        def slope(inverse: float) -> float:
+            return float(x @ (sigmoid(inverse * x) - targets))
+
+        if slope(1.0 / HOTTEST) >= 0.0:
+            return cls(HOTTEST)
+        if slope(1.0 / COOLEST) <= 0.0:
+            return cls(COOLEST)
+        return cls(1.0 / float(brentq(slope, 1.0 / HOTTEST, 1.0 / COOLEST, xtol=1e-13, rtol=1e-13)))
+
+    def transform(self, values: Floats) -> Floats:
+        """Return scaled probabilities [N]."""
+        return sigmoid(log_odds(values) / self.temperature)
+
+
+@dataclass(frozen=True)
+class PlattMap:
+    """``sigmoid(slope * x + intercept)``, x the log-odds of a probability, or the score itself.
+
+    Attributes:
+        slope: Per unit of x.
+        intercept: The constant.
+        takes_logit: Whether x is a logit.
+    """
+
+    kind: ClassVar[str] = "platt"
+    slope: float
+    intercept: float
+    takes_logit: bool
+
+    @classmethod
+    def fit(cls, values: Floats, targets: Floats, *, takes_logit: bool) -> PlattMap:
+        """Fit slope and intercept to Platt's targets, which are finite whatever the labels.
+
+        Right responses get ``(n1 + 1) / (n1 + 2)`` and wrong ones ``1 / (n0 + 2)``, n1 and n0 being their numbers.
+
+        Args:
+            values: Scores [N].
+            targets: 1 right, 0 wrong, or shares between [N].
+            takes_logit: Whether to take the log-odds of ``values`` first.
+
+        Reference:
+            Platt, Probabilistic Outputs for Support Vector Machines, 1999, section 2.2; Lin, Lin and Weng, 2007.
+        """
+        x = log_odds(values) if takes_logit else values
+        right = float(targets.sum())
+        high, low = (right + 1.0) / (right + 2.0), 1.0 / (len(targets) - right + 2.0)
+        mean, std = float(x.mean()), float(x.std()) or 1.0
+        fit = fit_logistic(((x - mean) / std)[:, None], low + (high - low) * targets, l2=0.0 if x.std() else 1.0)
+        slope = float(fit.weights[0]) / std
+        return cls(slope, fit.intercept - slope * mean, takes_logit)
+
+    def transform(self, values: Floats) -> Floats:
+        """Return probabilities [N]."""
+        x = log_odds(values) if self.takes_logit else values
+        return sigmoid(self.slope * x + self.intercept)
+
+
+@dataclass(frozen=True)
+class IsotonicMap:
+    """A rising piecewise-linear function through knots, constant outside them.
+
+    Attributes:
+        x: Knots in rising order [K].
+        y: Probabilities at them [K].
+    """
+
+    kind: ClassVar[str] = "isotonic"
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
+        """Fit the rising function of least squared error.
+
+        Args:
+            values: Scores [N].
+            targets: 1 right, 0 wrong, or shares between [N].
+
+        Example:
+            >>> IsotonicMap.fit(np.array([0.1, 0.4, 0.6]), np.array([0.0, 1.0, 0.5]))
+            IsotonicMap(x=(0.1, 0.4, 0.6), y=(0.0, 0.75, 0.75))
+
+        Reference:
+            Zadrozny and Elkan, Transforming Classifier Scores into Accurate Multiclass Probability Estimates, 2002.
+        """
+        from sklearn.isotonic import IsotonicRegression
+
+        model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, targets)
+        return cls(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
+
+    @cached_property
+    def _knots(self) -> tuple[Floats, Floats]:
+        return np.array(self.x), np.array(self.y)
+
+    def transform(self, values: Floats) -> Floats:
+        """Return probabilities [N]; NaN passes through."""
+        return np.asarray(np.interp(values, *self._knots))
+
+
+ScalerMap = TemperatureMap | PlattMap | IsotonicMap
+
+
+def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
+    """Return the map of ``kind`` with ``parameters`` (its fields), as they stand in a JSON file.
+
+    Raises:
+        KeyError: A parameter is missing.
+        TypeError: A parameter is missing or unknown.
+        ValueError: A parameter is out of its range.
+
+    Example:
+        >>> read_map("temperature", {"temperature": 2.0})
+        TemperatureMap(temperature=2.0)
+    """
+    if kind == "temperature":
+        scaled = TemperatureMap(**parameters)
+        if not scaled.temperature > 0.0:
+            raise InputError(f"Expected `temperature` to be positive, but got {scaled.temperature}.")
+        map_: ScalerMap = scaled
+    elif kind == "platt":
+        map_ = PlattMap(**parameters)
+        if not (math.isfinite(map_.slope) and math.isfinite(map_.intercept)):
+            raise InputError(f"Expected `slope` and `intercept` to be finite, but got {map_}.")
+    else:
+        map_ = IsotonicMap(*(tuple(float(value) for value in parameters[axis]) for axis in ("x", "y")))
+        is_rising = all((np.diff(knots) >= 0.0).all() for knots in (map_.x, map_.y))
+        if not map_.x or len(map_.x) != len(map_.y) or not is_rising:
+            raise InputError("Expected the knots `x` and `y` to be rising and of one length of at least 1.")
+    return map_
+
+
+ScalerKind = Literal["temperature", "platt", "isotonic"]
+SCALER_KINDS: tuple[ScalerKind, ...] = ("temperature", "platt", "isotonic")
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Adds the calibrated form of one confidence to a sample (a ``SampleScorer``).
+
+    Attributes:
+        name: Key under which the probability is added.
+        source: The confidence that it reads.
+        map: The fitted function.
+        needs_pool: Whether the source depends on the other responses to the question: recorded pools only.
+        fitted_on: The questions of the fit.
+        before: Scores of the source on them.
+        after: Scores of the scaled confidence on them.
+        held_out_before: Scores of the source on other questions, or None.
+        held_out_after: Scores of the scaled confidence on these.
+    """
+
+    name: str
+    source: str
+    map: ScalerMap
+    needs_pool: bool
+    fitted_on: FittedOn
+    before: ConfidenceScores
+    after: ConfidenceScores
+    held_out_before: ConfidenceScores | None = None
+    held_out_after: ConfidenceScores | None = None
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The one confidence that it reads."""
+        return (self.source,)
+
+    def score_sample(self, sample: Sample) -> float | None:
+        """Return the scaled confidence, or None where the sample has none."""
+        value = feature_value(sample, self.source)
+        return None if value is None else float(self.map.transform(np.array([value]))[0])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the scaler as plain JSON types."""
+        held_out = None
+        if self.held_out_before is not None and self.held_out_after is not None:
+            held_out = {"before": self.held_out_before.as_json(), "after": self.held_out_after.as_json()}
+        return {
+            "name": self.name,
+            "source": self.source,
+            "parameters": asdict(self.map),
+            "needs_pool": self.needs_pool,
+            "fitted_on": self.fitted_on.as_json(),
+            "scores": {"before": self.before.as_json(), "after": self.after.as_json()},
+            "held_out_scores": held_out,
+        }
+
+    @classmethod
+    def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
+        """Read what :meth:`as_json` wrote; ``kind`` stands beside it in the file.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A parameter is missing or unknown.
+            ValueError: A parameter is out of its range.
+        """
+        held_out = content["held_out_scores"] or {}
+        read = ConfidenceScores.from_json
+        return cls(
+            name=content["name"],
+            source=content["source"],
+            map=read_map(kind, content["parameters"]),
+            needs_pool=bool(content["needs_pool"]),
+            fitted_on=FittedOn.from_json(content["fitted_on"]),
+            before=read(content["scores"]["before"]),
+            after=read(content["scores"]["after"]),
+            held_out_before=read(held_out["before"]) if held_out else None,
+            held_out_after=read(held_out["after"]) if held_out else None,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the scaler to a JSON file."""
+        save_fitted(path, self.map.kind, self.as_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scaler:
+        """Read a scaler from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
+        return cls.from_json(*load_confidence(path, SCALER_KINDS))
+
+
+def fit_scaler(
+    pool: Sequence[QuestionSamples],
+    kind: ScalerKind,
+    *,
+    source: str = P_TRUE,
+    name: str | None = None,
+    is_probability: bool | None = None,
+    held_out: Sequence[QuestionSamples] | None = None,
+    known: Iterable[KnownConfidence] = (),
+) -> Scaler:
+    """Fit a scaler of one confidence to correctness on a calibration split.
+
+    Responses without the confidence are left out and counted; unreadable ones are wrong. Of a source that depends on
+    the other responses, the scaler does too, and says so (``needs_pool``).
+
+    Args:
+        pool: Questions with references.
+        kind: "temperature" (probabilities only), "platt" or "isotonic".
+        source: Name of the confidence.
+        name: Name of the new one; None makes ``SOURCE_KIND``.
+        is_probability: Whether the confidence is a probability, which Platt and temperature take by its log-odds. None
+            knows P(True) and log-probabilities, and else says yes when all values lie in [0, 1].
+        held_out: Other questions, to score the scaler on.
+        known: Where the source may come from; see ``confidence.dependence.pool_dependent``.
+
+    Raises:
+        MissingConfidenceError: The confidence is absent; names the estimator to run.
+        ValueError: A question has no reference, temperature is asked of a score, or ``held_out`` shares questions.
+    """
+    name = f"{source}_{kind}" if name is None else name
+    check_new_name(name, (source,))
+    if kind not in SCALER_KINDS:
+        raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
+    table = ResponseTable.from_pool(pool, (source,))
+    check_labels(table)
+    used = table.is_complete
+    values, targets = table.values[used, 0], table.correct[used]
+    map_ = _fit_map(kind, values, targets, source=source, is_probability=is_probability)
+    fitted_on = FittedOn.from_questions(
+        (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
+    )
+    before, after = _scores(table, source, name, map_)
+    scaler = Scaler(name, source, map_, bool(pool_dependent([source], known)), fitted_on, before, after)
+    if held_out is None:
+        return scaler
+    check_not_fitted_on(held_out, scaler)
+    held_before, held_after = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_)
+    return replace(scaler, held_out_before=held_before, held_out_after=held_after)
+
+
+def check_labels(table: ResponseTable) -> None:
+    """Raise unless the correctness of every response is known."""
+    unknown = np.isnan(table.correct)
+    if unknown.any():
+        question = table.question_ids[int(table.question[unknown][0])]
+        raise InputError(
+            f"Expected every response to be right or wrong, but got {int(unknown.sum())} of {len(unknown)} that nobody "
+            f"can judge, such as one to {question!r}, which has no reference. Fit to label-free targets "
+            '(target "ssc"), or on questions with references.'
+        )
+
+
+def check_new_name(name: str, sources: Sequence[str]) -> None:
+    """Raise when a fitted confidence would take the name of something else."""
+    taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *sources)
+    if not name or name in taken:
+        raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
+
+
+def _fit_map(
+    kind: ScalerKind, values: Floats, targets: Floats, *, source: str, is_probability: bool | None
+) -> ScalerMap:
+    if is_probability is None:
+        inside = bool(((values >= 0.0) & (values <= 1.0)).all())
+        is_probability = source == P_TRUE or (source not in (LOGPROB, MEAN_LOGPROB) and inside)
+    if kind == "isotonic":
+        return IsotonicMap.fit(values, targets)
+    if kind == "platt":
+        return PlattMap.fit(values, targets, takes_logit=is_probability)
+    if not is_probability:
+        raise InputError(
+            f"Expected the confidence {source!r} to be a probability for temperature scaling, but got a score. "
+            "Use Platt or isotonic scaling."
+        )
+    return TemperatureMap.fit(values, targets)
+
+
+def _scores(table: ResponseTable, source: str, name: str, map_: ScalerMap) -> tuple[ConfidenceScores, ConfidenceScores]:
+    values = table.values[:, 0]
+    before = score_confidence(source, values, table.correct, table.question)
+    return before, score_confidence(name, map_.transform(values), table.correct, table.question)

@@ -1,0 +1,620 @@
+"""A run that scores recorded responses with estimators of confidence."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
+from selfcal_lightning.confidence.registry import (
+    EstimatorClass,
+    RecordedConfidence,
+    check_name_tells,
+    estimator_class,
+    estimator_settings,
+)
+from selfcal_lightning.confidence.scoring_model import CriteriaSettings, ModelSettings, ScoringModel
+from selfcal_lightning.confidence.token_ids import entry_ids
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import check_replaceable, to_json, write_atomically, write_json_lines
+from selfcal_lightning.core.plugins import loaded_plugins
+from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, is_written_pool, judge_line, read_foreign_pool
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.opening import check_engine
+from selfcal_lightning.models.names import check_adapter_name
+from selfcal_lightning.records import QuestionSamples, Sample, question_hash
+from selfcal_lightning.rewards.estimator import check_judge
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A question of a target: the position of its first response there, and its samples."""
+
+    start: int
+    samples: QuestionSamples
+
+
+class ScoreTarget(Protocol):
+    """Recorded responses that take scores. Responses have positions 0, 1, 2, ... in the order of ``entries``.
+
+    Attributes:
+        num_responses: How many there are.
+    """
+
+    num_responses: int
+
+    def __enter__(self) -> object:
+        """Begin."""
+        ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Keep what was put; after an error, as much of it as may be shown."""
+        ...
+
+    def num_left(self, names: Sequence[str]) -> int:
+        """Return how many scores ``names`` may lack, over all responses."""
+        ...
+
+    def entries(self, names: Sequence[str]) -> Iterator[Entry]:
+        """Yield the questions that may lack one of the confidences ``names``."""
+        ...
+
+    def lacking(self, name: str, entry: Entry) -> list[int]:
+        """Return which samples of ``entry`` have no confidence ``name`` yet, nor were found to have none."""
+        ...
+
+    def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
+        """Take the scores of the responses at ``positions``."""
+        ...
+
+
+def brings(sample: Sample, name: str) -> bool:
+    """Return whether a sample has the confidence ``name`` in a column of its own, which no later value replaces."""
+    return name in STORED and confidence_of(replace(sample, confidences={}), name) is not None
+
+
+class PoolTarget:
+    """A JSON-lines pool; the scores go into a copy of it that appears when it is complete.
+
+    Args:
+        path: The pool.
+        output: The copy, new, ``path`` itself, or a pool that was written before.
+        task: Task of all questions; None takes the field ``task`` of every line.
+        overwrite: Whether confidences that the responses bring under a name may be replaced.
+        tasks: Returns the task of a name.
+
+    Raises:
+        ValueError: A line is not as described, an id occurs twice, there is no response, or something else lies in the
+            place of the copy.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        output: Path,
+        *,
+        task: str | None,
+        overwrite: bool,
+        tasks: Callable[[str], Task] = get_task,
+    ) -> None:
+        if not (output.exists() and output.samefile(path)):
+            check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
+        self._output, self._overwrite, self._tasks = output, overwrite, tasks
+        lines = read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED)
+        self._lines: list[PoolLine] = [line for _, line in lines]
+        self.num_responses = sum(len(line.responses) for line in self._lines)
+        if not self.num_responses:
+            raise InputError(f"Expected {path} to hold responses, but got none.")
+        self._scores: dict[int, dict[str, float | None]] = {}
+
+    def __enter__(self) -> PoolTarget:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            write_json_lines(self._output, self._contents())
+
+    def num_left(self, names: Sequence[str]) -> int:
+        """Return the number of responses, once for each name."""
+        return self.num_responses * len(names)
+
+    def entries(self, names: Sequence[str]) -> Iterator[Entry]:
+        """Yield every question that has responses, judged by its task."""
+        start = 0
+        for line in self._lines:
+            if line.responses:
+                yield Entry(start, judge_line(line, self._tasks(line.question.task)))
+            start += len(line.responses)
+
+    def lacking(self, name: str, entry: Entry) -> list[int]:
+        """Return the samples that do not bring the confidence ``name``; those that do lack it where it is replaced."""
+        return [
+            number
+            for number, sample in enumerate(entry.samples.samples)
+            if not brings(sample, name) and (self._overwrite or name not in sample.confidences)
+        ]
+
+    def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
+        """Keep scores in memory; an unknown one is left out of the copy."""
+        for position, value in zip(positions, values, strict=True):
+            self._scores.setdefault(position, {})[name] = value
+
+    def _contents(self) -> Iterable[dict[str, Any]]:
+        position = 0
+        for line in self._lines:
+            responses = []
+            for response in line.responses:
+                scores = self._scores.get(position, {})
+                own = {name: value for name, value in response.get("confidence", {}).items() if name not in scores}
+                confidence = own | {name: value for name, value in scores.items() if value is not None}
+                changed = confidence or "confidence" in response
+                responses.append({**response, "confidence": confidence} if changed else response)
+                position += 1
+            question = line.question
+            yield {
+                "id": question.id,
+                "task": question.task,
+                "split": line.split,
+                "question": question.text,
+                "messages": [asdict(message) for message in question.messages],
+                "reference": question.reference,
+                "responses": responses,
+            }
+
+
+COMMIT_SECONDS = 300.0
+
+
+def select_rows(
+    store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
+) -> SampleIndex:
+    """Return the rows of a process's share.
+
+    Args:
+        store: The store.
+        split: Split to score; None takes all.
+        round: Generation round.
+        task: Task to score; None takes all.
+        shard: (i, n), this process's share of the questions.
+
+    Raises:
+        ValueError: There are none.
+    """
+    index = store.index(split=split, round=round)
+    keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
+    if shard[1] > 1:
+        names, codes = np.unique(index.question_id, return_inverse=True)
+        mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
+        keep &= mine[codes] if len(names) else keep
+    if not keep.any():
+        raise InputError(
+            f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
+            f"share {shard[0]}/{shard[1]}, but got none. Check the names, or finish `selfcal generate` first."
+        )
+    return index.select(keep)
+
+
+def num_bringing(index: SampleIndex, name: str) -> int:
+    """Return how many rows bring the confidence ``name`` in a column of their own."""
+    mean_logprob = np.where(index.num_tokens > 0, index.logprob, np.nan)
+    columns = {P_TRUE: index.p_true, LOGPROB: index.logprob, MEAN_LOGPROB: mean_logprob}
+    return int(np.isfinite(columns[name]).sum()) if name in columns else 0
+
+
+class StoreTarget:
+    """Rows of a store; scores become annotations, shown every five minutes and at the end.
+
+    What will compute each confidence is held against what computed those that are there.
+
+    Args:
+        store: The store.
+        index: The rows, of :func:`select_rows`.
+        origins: Origin of each confidence, by its name in the store.
+        details: What is worth knowing about the run; recorded, not compared.
+        overwrite: Whether values of another origin may be replaced.
+
+    Raises:
+        ValueError: A name exists with another origin, or the rows bring a confidence of that name themselves.
+    """
+
+    def __init__(
+        self,
+        store: SampleStore,
+        index: SampleIndex,
+        *,
+        origins: Mapping[str, Mapping[str, Any]],
+        details: Mapping[str, Any],
+        overwrite: bool = False,
+    ) -> None:
+        self.store, self.index, self.num_responses = store, index, len(index)
+        self._shards = store.manifest.shards
+        self._origins, self._details, self._overwrite = origins, details, overwrite
+        self._annotations = {name: Annotation(store.path, name) for name in origins}
+        self._known = {name: self._scored(name) for name in origins}
+        self._buffer: dict[str, dict[int, float | None]] = {}
+        self._committed = time.monotonic()
+
+    def _scored(self, name: str) -> np.ndarray:
+        """Return which rows were scored in the same way before, bool [R]."""
+        if name in self.index.confidences:
+            raise InputError(
+                f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring with "
+                "them. Choose another `name`."
+            )
+        annotation, origin = self._annotations[name], self._origins[name]
+        annotation.check_origin(origin, overwrite=self._overwrite)
+        record = annotation.record
+        if record is None or record.origin != json.loads(json.dumps(origin)):
+            return np.zeros(self.num_responses, dtype=bool)
+        return annotation.scored(self.index, self._shards)
+
+    def __enter__(self) -> StoreTarget:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self.commit()
+
+    def num_left(self, names: Sequence[str]) -> int:
+        """Return how many scores are not there as annotations."""
+        return sum(int((~self._known[name]).sum()) for name in names)
+
+    def entries(self, names: Sequence[str]) -> Iterator[Entry]:
+        """Yield the questions that may lack one of ``names``, by id."""
+        edges = np.flatnonzero(np.diff(self.index.question_index, prepend=-1, append=-1))
+        for start, stop in pairwise(edges.tolist()):
+            if all(self._known[name][start:stop].all() for name in names):
+                continue
+            rows = self.store.read_rows(self.index.locate(range(start, stop)))
+            samples = tuple(row.sample for row in rows)
+            yield Entry(start, QuestionSamples(rows[0].question, samples, rows[0].split, rows[0].prompt_ids))
+
+    def lacking(self, name: str, entry: Entry) -> list[int]:
+        """Return the samples that have no annotation ``name``, and no column of that name."""
+        known = self._known[name][entry.start :]
+        return [
+            number
+            for number, sample in enumerate(entry.samples.samples)
+            if not known[number] and not brings(sample, name)
+        ]
+
+    def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
+        """Buffer scores, and show them to readers when the last time is five minutes ago."""
+        self._buffer.setdefault(name, {}).update(zip(positions, values, strict=True))
+        if time.monotonic() - self._committed > COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write and publish what is buffered."""
+        for name, scores in self._buffer.items():
+            run, annotation = uuid.uuid4().hex[:12], self._annotations[name]
+            rows = np.array(sorted(scores), dtype=np.int64)
+            values = np.array([math.nan if scores[row] is None else scores[row] for row in rows.tolist()], dtype=float)
+            annotation.write_part(run, "score", self.index.select(rows), values, self._shards)
+            annotation.publish(
+                run,
+                ["score"],
+                origin=self._origins[name],
+                details={**self._details, "created": datetime.now(UTC).isoformat(timespec="seconds")},
+                overwrite=self._overwrite,
+            )
+        self._buffer = {}
+        self._committed = time.monotonic()
+
+
+CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of work on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreReport:
+    """What one estimator did.
+
+    Attributes:
+        estimator: Its name.
+        name: Name under which the confidences are kept.
+        responses: Responses of the pool.
+        reused: Those of them that were scored before, or bring the confidence with them.
+        scored: Responses scored now.
+        unknown: Those of them that got no confidence: no response, no room in the context, or nothing to be read.
+        encoded: Those of them whose tokens were encoded from text, since they were made elsewhere.
+    """
+
+    estimator: str
+    name: str
+    responses: int
+    reused: int
+    scored: int
+    unknown: int
+    encoded: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: scored {self.scored:,} of {self.responses:,} responses ({self.reused:,} had it before); "
+            f"{self.unknown:,} got none; {self.encoded:,} were encoded from text"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreScoring:
+    """What is scored of a store, and by what.
+
+    Attributes:
+        store_dir: Folder of the store.
+        estimators: Their names.
+        model: Which model scores.
+        name: Name of the confidence, for one estimator; None is the estimator's own.
+        split: Split of the store; None takes all.
+        round: Generation round.
+        task: Task; None takes all.
+        consistency_samples: Samples that response_consistency compares with; None takes all.
+        shard: (i, n), this process's share of the questions.
+        overwrite: Whether values that another model or other settings gave may be replaced.
+        criteria: Settings of the estimators that read tokens and steps.
+    """
+
+    store_dir: str
+    estimators: tuple[str, ...]
+    model: ModelSettings
+    name: str | None = None
+    split: str | None = None
+    round: int = 0
+    task: str | None = None
+    consistency_samples: int | None = None
+    shard: tuple[int, int] = (0, 1)
+    overwrite: bool = False
+    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolScoring:
+    """What is scored of a JSON-lines pool, and by what.
+
+    Attributes:
+        pool: The file.
+        output: Where the pool with its confidences goes.
+        estimators: Their names.
+        model: Which model scores.
+        name: Name of the confidence, for one estimator; None is the estimator's own.
+        task: Task of all questions; None reads it from the lines.
+        consistency_samples: Samples that response_consistency compares with; None takes all.
+        overwrite: Whether confidences of the same name may be replaced.
+        criteria: Settings of the estimators that read tokens and steps.
+    """
+
+    pool: str
+    output: str
+    estimators: tuple[str, ...]
+    model: ModelSettings
+    name: str | None = None
+    task: str | None = None
+    consistency_samples: int | None = None
+    overwrite: bool = False
+    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
+
+
+def score_store(run: StoreScoring) -> list[ScoreReport]:
+    """Score responses of a store; the confidences lie beside its rows, and a killed run goes on.
+
+    Raises:
+        InputError: A setting cannot be, or what is there was made with others.
+    """
+    members = _members(run)
+    _check_model(run.model, members)
+    store = SampleStore(run.store_dir)
+    scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
+    index = select_rows(store, split=run.split, round=run.round, task=run.task, shard=run.shard)
+    target = _open_store(store, index, scoring, members, run)
+    return _score_all(target, members, scoring, f"{run.store_dir}/annotations")
+
+
+def score_pool(run: PoolScoring) -> list[ScoreReport]:
+    """Score the responses of a JSON-lines pool into another one.
+
+    Raises:
+        InputError: A setting cannot be, or the pool holds what the estimators cannot read.
+    """
+    members = _members(run)
+    _check_model(run.model, members)
+    for member in members:
+        check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool))
+    target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
+    return _score_all(target, members, ScoringModel(run.model), run.output)
+
+
+@dataclass(slots=True)
+class _Member:
+    """An estimator of a run; it is made when the first response needs it."""
+
+    kind: EstimatorClass
+    name: str
+    settings: dict[str, Any]
+    estimator: Estimator | None = None
+    scored: int = 0
+    unknown: int = 0
+    encoded: int = 0
+
+    def report(self, responses: int) -> ScoreReport:
+        return ScoreReport(
+            self.kind.name, self.name, responses, responses - self.scored, self.scored, self.unknown, self.encoded
+        )
+
+
+def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
+    """Return the estimators of a run, each under its own name or the one given."""
+    chosen, name, consistency_samples = run.estimators, run.name, run.consistency_samples
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {list(chosen)}.")
+    if name is not None and len(chosen) > 1:
+        raise InputError(
+            f"Expected one `estimator` where `name` is given, but got {list(chosen)}. Run them one by one."
+        )
+    kinds = [estimator_class(one) for one in chosen]
+    if consistency_samples is not None and "response_consistency" not in chosen:
+        raise InputError(
+            f"Expected `consistency_samples` with the estimator response_consistency only, but got it with "
+            f"{list(chosen)}."
+        )
+    run.criteria.check_taken(kinds)
+    changes = {} if consistency_samples is None else {"num_samples": consistency_samples}
+    return [
+        _Member(
+            kind,
+            name or kind.name,
+            estimator_settings(
+                kind.name, **(changes if kind.name == "response_consistency" else run.criteria.of(kind))
+            ),
+        )
+        for kind in kinds
+    ]
+
+
+def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
+    """Refuse the name of a model or an adapter that there is not; the store's own model is checked when it is known."""
+    _check_rewards(settings.reward, [member.kind.name for member in members if member.kind.reads == "rewards"])
+    if all(member.kind.reads in ("pool", "rewards") for member in members):
+        return
+    if settings.model is not None:
+        check_engine(settings.engine, settings.model)
+    elif settings.engine.adapter is not None:
+        check_adapter_name(settings.engine.adapter)
+
+
+def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
+    """Refuse a reward model that is not there or that an estimator cannot read, and one that none of them reads."""
+    if names:
+        from selfcal_lightning.rewards.reading import check_rewards
+        from selfcal_lightning.rewards.step_scaling import load_step_scaler
+
+        format = check_rewards(settings)
+        load_step_scaler(settings)
+        for name in names:
+            check_judge(name, format)
+    elif settings != RewardSettings():
+        raise InputError(
+            f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got {settings}."
+        )
+
+
+def _open_store(
+    store: SampleStore, index: SampleIndex, scoring: ScoringModel, members: Sequence[_Member], run: StoreScoring
+) -> StoreTarget:
+    """Hold what will be written against what is there, and leave the resolved settings beside the samples."""
+    origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
+    for member in members:
+        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
+            raise InputError(
+                f"Expected `name`, since {bringing:,} responses in {store.path} bring {member.name!r} of another model "
+                f"or query with them, but got null. Choose one, such as `--name {member.name}_other`."
+            )
+    engine = run.model.engine
+    details = {
+        "split": run.split,
+        "task": run.task,
+        "revision": engine.revision,
+        "adapter": engine.adapter,
+        "engine": engine.name,
+        "dtype": engine.dtype,
+        "model": run.model.model,
+        "reward_model": run.model.reward.model,
+    }
+    target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
+    folder = store.path / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        folder / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json",
+        to_json({**asdict(run), "plugins": loaded_plugins()}),
+    )
+    return target
+
+
+def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel, place: str) -> list[ScoreReport]:
+    names = ", ".join(member.name for member in members)
+    say(f"Scoring {target.num_responses:,} responses ({names}); writing to {place}")
+    try:
+        with target:
+            for reads in ("pool", "engine", "tokens", "rewards"):
+                _score(target, [member for member in members if member.kind.reads == reads], scoring)
+    finally:
+        scoring.close()
+    reports = [member.report(target.num_responses) for member in members]
+    for report in reports:
+        say(str(report))
+    return reports
+
+
+def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel) -> None:
+    """Score what lacks a confidence with ``members``, which read the same thing and share what they read."""
+    names = [member.name for member in members]
+    if not members:
+        return
+    with Progress(target.num_left(names), label=f"Scoring {', '.join(names)}") as bar:
+        for chunk in _chunks(target.entries(names)):
+            for member in members:
+                jobs = [(entry, found) for entry in chunk if (found := target.lacking(member.name, entry))]
+                if jobs:
+                    _build(members, scoring)
+                    bar.update(_score_chunk(target, member, jobs, scoring))
+        bar.update(bar.total - bar.done)  # those that bring the confidence with them
+
+
+def _build(members: Sequence[_Member], scoring: ScoringModel) -> None:
+    """Make the estimators before the first response is read, so that one pass over it serves what all of them need."""
+    for member in members:
+        if member.estimator is None:
+            member.estimator = scoring.build(member.kind.name, member.settings)
+
+
+def _score_chunk(
+    target: ScoreTarget, member: _Member, jobs: Sequence[tuple[Entry, list[int]]], scoring: ScoringModel
+) -> int:
+    """Score the named samples of some questions, count them and hand them to the target. Returns their number."""
+    estimator = cast("Estimator", member.estimator)
+    chosen = [_only(entry.samples, found) for entry, found in jobs]
+    if member.kind.needs_pool:
+        scores = estimator.score([entry.samples for entry, _ in jobs])
+        scores = [[row[number] for number in found] for row, (_, found) in zip(scores, jobs, strict=True)]
+    else:
+        scores = estimator.score(chosen)
+    positions = [entry.start + number for entry, found in jobs for number in found]
+    values = [value for row in scores for value in row]
+    target.put(member.name, positions, values)
+    member.scored += len(values)
+    member.unknown += sum(value is None for value in values)
+    if member.kind.reads == "rewards":  # it reads texts alone
+        member.encoded += sum(not is_failed(sample) for entry in chosen for sample in entry.samples)
+    elif member.kind.reads != "pool":
+        ids = (row for entry in chosen for row in entry_ids(entry, scoring.chat))
+        member.encoded += sum(row is not None and row.encoded for row in ids)
+    return len(values)
+
+
+def _only(samples: QuestionSamples, numbers: Sequence[int]) -> QuestionSamples:
+    return replace(samples, samples=tuple(samples.samples[number] for number in numbers))
+
+
+def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Yield whole questions together, about ``CHUNK_RESPONSES`` responses at a time."""
+    chunk: list[Entry] = []
+    for entry in entries:
+        chunk.append(entry)
+        if sum(len(member.samples.samples) for member in chunk) >= CHUNK_RESPONSES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,0 +1,292 @@
+"""The model that scores recorded responses: named by the user or by the store, loaded when an estimator needs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, get_args
+
+from selfcal_lightning.confidence.base import Estimator
+from selfcal_lightning.confidence.registry import EstimatorClass, build_estimator, estimator_class
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.data.steps import Aggregation, RewardSettings, Steps, check_marker, check_steps
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
+from selfcal_lightning.models.folders import (
+    adapter_identity,
+    model_folder,
+    read_invocation_ids,
+    resolve_model,
+    weights_sha256,
+)
+from selfcal_lightning.models.names import check_name
+from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.confidence.token_reader import TokenReader
+    from selfcal_lightning.models.chat_format import ChatFormat
+    from selfcal_lightning.rewards.reading import RewardReader
+
+ACTIVATED = "activated_adapter_sha256"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model scores, and how it is run.
+
+    Attributes:
+        model: Folder or hub name; None takes the one that sampled the store, with its revision.
+        query: The confidence query; None takes the store's.
+        engine: What answers, and how.
+        reward: The reward model, for the estimators that read one.
+    """
+
+    model: str | None
+    query: str | None
+    engine: EngineOptions
+    reward: RewardSettings = field(default_factory=RewardSettings)
+
+
+class ScoringModel:
+    """Gives estimators what they read: an engine, a local model for statistics of all tokens, or a reward model.
+
+    Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
+    copy, which is closed before a local one is loaded.
+
+    Args:
+        settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
+        fingerprint: What the store's samples are (``round_manifest(round).fingerprint``); None without a store.
+    """
+
+    def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
+        self.settings = settings
+        self._sampled = ModelIdentity(None) if fingerprint is None else fingerprint.model
+        self._prompt = PromptIdentity() if fingerprint is None else fingerprint.prompt
+        self._engine: Engine | None = None
+        self._network: PreTrainedModel | None = None
+        self._tokens: TokenReader | None = None
+        self._rewards: RewardReader | None = None
+
+    @cached_property
+    def source(self) -> str:
+        """Folder or hub name of the model.
+
+        Raises:
+            ValueError: None was named, and the store's cannot be taken.
+        """
+        if self.settings.model is not None:
+            return resolve_model(self.settings.model)
+        sampled = self._sampled
+        if sampled.model in (None, IMPORTED):
+            raise InputError(
+                "Expected `model` to name the model that scores, but got null for responses made elsewhere."
+            )
+        if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
+            raise InputError(
+                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
+                "but got null. Name both."
+            )
+        _check_is_there(sampled.model, sampled.revision)
+        return sampled.model
+
+    @property
+    def revision(self) -> str | None:
+        """Revision on the hub, the store's where its model is taken."""
+        return self._sampled.revision if self.settings.model is None else self.settings.engine.revision
+
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        """Hashes of the weights and the adapter.
+
+        Raises:
+            ValueError: The store's model is taken and has changed since.
+        """
+        adapter = self.settings.engine.adapter
+        model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
+        found = {
+            "weights_sha256": weights_sha256(self.source, revision=self.revision),
+            **adapter_identity(adapter),
+        }
+        named = self.settings.model is not None or found["adapter_sha256"] is not None
+        if not named and not self._sampled_the_store(found):
+            raise InputError(
+                f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
+                "`model` to score with them all the same, or another one."
+            )
+        return found
+
+    def made_the_stored(self, name: str) -> bool:
+        """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
+        if estimator_class(name).reads == "rewards" or not self._sampled_the_store(self.identity):
+            return False
+        # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
+        # computes in.
+        if estimator_class(name).reads != "engine":
+            return True
+        asked = PromptIdentity.from_json(self.chat.describe()), self.identity.get(ACTIVATED), self._head_dtype
+        return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
+
+    def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
+        """Return whether the texts of the store are this model's."""
+        sampled = self._sampled.as_json()
+        return all(sampled[name] == value for name, value in identity.items() if name != ACTIVATED)
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """Chat format with the query: the one given, else the store's, else the default."""
+        from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+
+        prompt = stated_prompt(self._prompt.further)
+        query = self.settings.query or self._prompt.query or DEFAULT_QUERY
+        return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query, prompt=prompt)
+
+    def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what the values of the estimator ``name`` depend on, JSON-able."""
+        origin = {"estimator": name, "settings": estimator_settings}
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return origin
+        if reads == "rewards":
+            from selfcal_lightning.rewards.reading import reward_identity
+
+            return {**origin, "reward_model": reward_identity(self.settings.reward)}
+        prompt = self.chat.describe()
+        if reads == "engine":
+            read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
+            return {**origin, "model": self.identity | read_by, "prompt": prompt}
+        # Statistics of the response's own tokens do not depend on the query that may follow it.
+        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
+        return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
+
+    @property
+    def _head_dtype(self) -> str | None:
+        return expected_head_dtype(self.settings.engine)
+
+    def build(self, name: str, settings: dict[str, Any]) -> Estimator:
+        """Return the estimator ``name``, loading what it reads."""
+        reads = estimator_class(name).reads
+        if reads == "pool":
+            return build_estimator(name, **settings)
+        if "steps" in settings:
+            check_marker(self.chat.tokenizer, settings["steps"])
+        if reads == "engine":
+            return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
+        if reads == "rewards":
+            return build_estimator(name, rewards=self._open_rewards(), **settings)
+        return build_estimator(name, tokens=self._open_tokens(), **settings)
+
+    def close(self) -> None:
+        """Give the engine and the reward model back."""
+        self._close_engine()
+        if self._rewards is not None:
+            self._rewards.close()
+            self._rewards = None
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open_engine(self) -> Engine:
+        if self._engine is not None:
+            return self._engine
+        options = replace(self.settings.engine, revision=self.revision)
+        if options.name == "transformers":  # one model in memory for this and for statistics of tokens
+            opened: Engine = serve_model(
+                options,
+                self._open_network(),
+                chat=self.chat,
+                source=self.source,
+                adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
+                query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
+            )
+        else:
+            opened = open_engine(options, self.source, chat=self.chat)
+        self._engine = opened
+        return opened
+
+    def _open_tokens(self) -> TokenReader:
+        if self._tokens is None:
+            from selfcal_lightning.confidence.token_reader import TokenReader
+
+            if self.settings.engine.name != "transformers":  # which has a copy of its own
+                self._close_engine()
+            self._tokens = TokenReader(self._open_network(), self.chat)
+        return self._tokens
+
+    def _open_rewards(self) -> RewardReader:
+        if self._rewards is None:
+            from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
+
+            self._rewards = open_scaled_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
+        return self._rewards
+
+    def _open_network(self) -> PreTrainedModel:
+        if self._network is None:
+            from selfcal_lightning.engines.transformers.model import load_network
+
+            options = self.settings.engine
+            self._network = load_network(
+                self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
+            )
+        return self._network
+
+
+def _check_is_there(model: str, revision: str | None) -> None:
+    """Raise InputError, with the way out, where the model that sampled a store does not lie where it lay."""
+    try:
+        check_name(model, revision=revision)
+    except InputError as error:
+        raise InputError(
+            f"Expected the model that sampled the store to be there still, but there is no {model!r}. Name `model`: "
+            "the folder or hub name where it is now. Its weights are compared, not its place."
+        ) from error
+
+
+@dataclass(frozen=True)
+class CriteriaSettings:
+    """How scores of tokens and steps become one of a response.
+
+    Attributes:
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
+            "auto", the coarsest of the first four that a response has.
+        weight: Weight of the probability of a step's tokens beside its metric, in [0, 1].
+        over_steps: How scores of steps become one: "mean", "min", "last" or "prod".
+        window: Tokens of a stretch, for lowest_group_confidence.
+        lowest: Mean of which share of the stretches, the least sure ones; 0 takes the least sure one.
+    """
+
+    steps: Steps = "auto"
+    weight: float = 0.5
+    over_steps: Aggregation = "mean"
+    window: int = 2048
+    lowest: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_steps("criteria.steps", self.steps)
+        if self.over_steps not in get_args(Aggregation):
+            raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
+
+    def of(self, kind: EstimatorClass) -> dict[str, Any]:
+        """Return those settings that an estimator takes."""
+        taken = inspect.signature(kind).parameters
+        return {name: value for name, value in asdict(self).items() if name in taken}
+
+    def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
+        """Raise InputError where a setting was changed that none of the estimators takes."""
+        taken = {name for kind in kinds for name in self.of(kind)}
+        defaults = asdict(CriteriaSettings())
+        changed = [name for name, value in asdict(self).items() if value != defaults[name]]
+        if unread := [name for name in changed if name not in taken]:
+            raise InputError(
+                f"Expected `criteria.{unread[0]}` with an estimator that takes it, but got it with "
+                f"{[kind.name for kind in kinds]}. Leave it out, or score one that does, such as "
+                f"{'lowest_group_confidence' if unread[0] in ('window', 'lowest') else 'step_certainty'}."
+            )

@@ -1,0 +1,259 @@
+"""Which questions something was fitted on, so that nothing is reported on them, and splits that share no question.
+
+A question is known by its id and by its content: the ids of one file's lines differ when it is read as two splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from selfcal_lightning.confidence.base import split_hash
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.records import Question, QuestionSamples, question_hash
+
+
+@dataclass(frozen=True)
+class FittedOn:
+    """The questions of a fit.
+
+    Attributes:
+        split_hash: sha256 of the set of their ids (``confidence.base.split_hash``).
+        question_hashes: Hash of each id as 16 hexadecimal digits, sorted; they show an overlap, not only identity.
+        content_hashes: Hash of each question's content (:func:`content_hash`) where it is known, sorted.
+        num_responses: Responses that entered the fit.
+        num_left_out: Responses of these questions that did not, for want of a confidence or of a target.
+    """
+
+    split_hash: str
+    question_hashes: tuple[str, ...]
+    content_hashes: tuple[str, ...]
+    num_responses: int
+    num_left_out: int = 0
+
+    @property
+    def num_questions(self) -> int:
+        """Number of questions."""
+        return len(self.question_hashes)
+
+    @classmethod
+    def from_questions(
+        cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
+    ) -> FittedOn:
+        """Build the record from questions, or from their ids where nothing else is known of them.
+
+        Example:
+            >>> FittedOn.from_questions(["b", "a", "b"], num_responses=12).num_questions
+            2
+        """
+        found = list(questions)
+        ids = {_id_of(question) for question in found}
+        contents = {content for question in found if (content := _content_of(question)) is not None}
+        return cls(
+            split_hash(ids), tuple(sorted(map(_hex_hash, ids))), tuple(sorted(contents)), num_responses, num_left_out
+        )
+
+    @classmethod
+    def from_pool(cls, pool: Sequence[QuestionSamples]) -> FittedOn:
+        """Build the record of a pool all of whose responses enter the fit."""
+        return cls.from_questions(
+            (entry.question for entry in pool), num_responses=sum(len(entry.samples) for entry in pool)
+        )
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
+        """Read what :meth:`as_json` wrote.
+
+        Raises:
+            KeyError: A field is missing.
+        """
+        ids, contents = (tuple(map(str, content[name])) for name in ("question_hashes", "content_hashes"))
+        counts = (int(content[name]) for name in ("num_responses", "num_left_out"))
+        return cls(str(content["split_hash"]), ids, contents, *counts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON types."""
+        return {
+            "split_hash": self.split_hash,
+            "num_questions": self.num_questions,
+            "num_responses": self.num_responses,
+            "num_left_out": self.num_left_out,
+            "question_hashes": list(self.question_hashes),
+            "content_hashes": list(self.content_hashes),
+        }
+
+    def shared_questions(self, questions: Iterable[str | Question]) -> list[str]:
+        """Return the ids of those of ``questions`` that were fitted on, under this id or another, in their order."""
+        ids, contents = set(self.question_hashes), set(self.content_hashes)
+        shared = (_id_of(q) for q in questions if _hex_hash(_id_of(q)) in ids or _content_of(q) in contents)
+        return list(dict.fromkeys(shared))
+
+
+class Fitted(Protocol):
+    """Something with a ``name`` that was fitted on questions: a scaler, a fusion, a threshold."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """The questions of the fit."""
+        ...
+
+
+def content_hash(question: Question) -> str | None:
+    """Return the hash of a question's task, messages and reference, as the store has it; None without any text.
+
+    Example:
+        >>> content_hash(Question("q", "local_number", ())) is None
+        True
+    """
+    return question_digest(question) if any(message.content.strip() for message in question.messages) else None
+
+
+def check_disjoint(
+    first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
+) -> None:
+    """Hold two splits apart: split by question, never by response.
+
+    Args:
+        first: Questions of the first split.
+        second: Questions of the second split.
+        names: Of the two splits, for the message.
+        way_out: A sentence that says what to do.
+
+    Raises:
+        ValueError: A question is in both, under one id or by its content under two.
+
+    Example:
+        >>> first, second = [Question("a", "t", ())], [Question("a", "t", ()), Question("b", "t", ())]
+        >>> check_disjoint(first, second, names=("`train`", "`test`"), way_out="Use another file.")
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: Expected `train` and `test` to share no question, but got 1 in ...
+    """
+    ids: set[str] = set()
+    contents: dict[str, str] = {}
+    for question in first:
+        ids.add(question.id)
+        if (content := content_hash(question)) is not None:
+            contents.setdefault(content, question.id)
+    shared = [(q.id, q.id if q.id in ids else contents.get(content_hash(q) or "")) for q in second]
+    shared = [(name, other) for name, other in shared if other is not None]
+    if shared:
+        name, other = min(shared)
+        example = repr(name) if name == other else f"{other!r} and {name!r}, which are one question under two ids"
+        raise InputError(
+            f"Expected {names[0]} and {names[1]} to share no question, but got {len(shared)} in both, for example "
+            f"{example}. {way_out}"
+        )
+
+
+def check_not_fitted_on(
+    questions: Iterable[str | Question | QuestionSamples], fitted: Fitted | Iterable[Fitted]
+) -> None:
+    """Raise unless ``fitted`` never saw any of ``questions``; call it before anything is reported on them.
+
+    Args:
+        questions: Questions, a pool, or ids where nothing else is known.
+        fitted: One or several scalers, fusions or thresholds.
+
+    Raises:
+        ValueError: A question was in the fitting split.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> scaler = SimpleNamespace(name="fused", fitted_on=FittedOn.from_questions(["a", "b"], num_responses=4))
+        >>> check_not_fitted_on(["c"], scaler)
+        >>> check_not_fitted_on(["c", "b"], scaler)
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: Expected questions that 'fused' was not fitted on, but got 1 of 2 ...
+    """
+    asked = [item.question if isinstance(item, QuestionSamples) else item for item in questions]
+    for one in fitted if isinstance(fitted, Iterable) else (fitted,):
+        shared = one.fitted_on.shared_questions(asked)
+        if shared:
+            count = len({_id_of(question) for question in asked})
+            raise InputError(
+                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} "
+                f"that it was, such as {shared[0]!r}. Numbers on a fitting split flatter: use another split, or the "
+                "other half (`split_in_halves`)."
+            )
+
+
+def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Deal questions into two halves: the first for scalers and fusion, the second for thresholds.
+
+    The order is that of a hash of (seed, id): the same on every machine, and independent of the order of the ids.
+
+    Args:
+        question_ids: The questions.
+        seed: Another one deals another way.
+
+    Returns:
+        Two disjoint tuples of sorted ids; with an odd number the first holds one more.
+
+    Raises:
+        ValueError: If there are fewer than two questions.
+
+    Example:
+        >>> first, second = split_in_halves(["a", "b", "c"])
+        >>> len(first), len(second), sorted(first + second)
+        (2, 1, ['a', 'b', 'c'])
+    """
+    ids = sorted(set(question_ids), key=lambda name: (question_hash(f"{seed}/{name}"), name))
+    if len(ids) < 2:
+        raise InputError(f"Expected `question_ids` to hold at least 2 questions, but got {len(ids)}.")
+    middle = (len(ids) + 1) // 2
+    return tuple(sorted(ids[:middle])), tuple(sorted(ids[middle:]))
+
+
+def halve_pool(
+    pool: Sequence[QuestionSamples], *, seed: int = 0
+) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
+    """Deal a pool into the two halves of :func:`split_in_halves`; one question under several ids goes to one half.
+
+    Raises:
+        ValueError: If there are fewer than two questions.
+    """
+    leaders = leading_ids([entry.question for entry in pool])
+    if len(set(leaders.values())) < 2:
+        raise InputError(
+            f"Expected at least 2 different questions to deal into two halves, but got {len(pool)} of one content. "
+            "Look at the texts of the pool."
+        )
+    halves = map(set, split_in_halves(leaders.values(), seed=seed))
+    first, second = ([entry for entry in pool if leaders[entry.question.id] in half] for half in halves)
+    return first, second
+
+
+def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
+    """Return for the id of each question the smallest id of its content, so that what is one question stays together.
+
+    Example:
+        >>> from selfcal_lightning.records import Message
+        >>> same = (Message("user", "1 + 1?"),)
+        >>> leading_ids([Question("b", "t", same), Question("a", "t", same), Question("c", "t", ())])
+        {'b': 'a', 'a': 'a', 'c': 'c'}
+    """
+    first: dict[str, str] = {}
+    for question in questions:
+        content = content_hash(question)
+        if content is not None:
+            first[content] = min(question.id, first.get(content, question.id))
+    return {q.id: first.get(content_hash(q) or "", q.id) for q in questions}
+
+
+def _id_of(question: str | Question) -> str:
+    return question.id if isinstance(question, Question) else question
+
+
+def _content_of(question: str | Question) -> str | None:
+    return content_hash(question) if isinstance(question, Question) else None
+
+
+def _hex_hash(question_id: str) -> str:
+    return f"{question_hash(question_id):016x}"

@@ -1,0 +1,116 @@
+"""The text of each token of a response, and the tokens of each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from selfcal_lightning.data.steps import Span, Steps, ends_of, spans_of, token_spans
+from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.records import QuestionSamples
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseIds:
+    """A prompt and a response in tokens.
+
+    Attributes:
+        prompt: Ids of the rendered prompt.
+        response: Ids of the response without end-of-turn.
+        encoded: Whether one of them was encoded from text, since its ids were unknown or are another tokenizer's.
+    """
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    encoded: bool
+
+
+def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | None]:
+    """Return the ids of all samples of a question; None where a sample is no response (its request had failed).
+
+    Recorded ids are used as they are, so that what is scored is what was sampled. Responses made elsewhere are encoded
+    as a response's content, and their prompts by the chat template. So is a response whose recorded ids do not decode
+    to its text: they belong to another tokenizer.
+    """
+    rendered: list[tuple[int, ...]] = []
+
+    def prompt() -> tuple[int, ...]:
+        if not rendered:
+            rendered.append(chat.prompt_ids(entry.question.messages))
+        return rendered[0]
+
+    found: list[ResponseIds | None] = []
+    for sample in entry.samples:
+        if is_failed(sample):
+            found.append(None)
+        elif sample.token_ids is None or chat.decode(sample.token_ids) != sample.text:
+            found.append(ResponseIds(prompt(), chat.response_ids(sample.text), encoded=True))
+        elif entry.prompt_ids is None:
+            found.append(ResponseIds(prompt(), sample.token_ids, encoded=True))
+        else:
+            found.append(ResponseIds(entry.prompt_ids, sample.token_ids, encoded=False))
+    return found
+
+
+Decode = Callable[[Sequence[int]], str]
+_INCOMPLETE = "\ufffd"
+
+
+def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; joined they are ``decode(ids)``.
+
+    A character that several tokens make is the last one's. A token is decoded behind its neighbours, since many
+    vocabularies write a token at the start of a text in another way than inside of it.
+
+    Args:
+        decode: Returns the text of tokens.
+        ids: The tokens [n].
+
+    Example:
+        >>> token_pieces(lambda ids: bytes(ids).decode(errors="replace"), [97, 195, 164])
+        ['a', '', 'ä']
+    """
+    pieces: list[str] = []
+    before = start = 0
+    for end in range(1, len(ids) + 1):
+        shown, text = decode(ids[before:start]), decode(ids[before:end])
+        if text.endswith(_INCOMPLETE) and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(shown) :])
+        before, start = start, end
+    whole = decode(ids)
+    return pieces if "".join(pieces) == whole else _pieces_of_prefixes(decode, ids, whole)
+
+
+def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
+    """Return the tokens of each step of a response, without headings; none where it has no text.
+
+    Args:
+        decode: Returns the text of tokens.
+        ids: The response's tokens.
+        steps: Where steps end; "auto" takes the coarsest rule that finds some.
+    """
+    pieces = token_pieces(decode, ids)
+    return token_spans(pieces, spans_of("".join(pieces), steps))
+
+
+def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
+    """Return how many tokens stand up to the end of each step, rising; the last is all of them."""
+    ends = ends_of(token_pieces(decode, ids), steps)
+    return [*ends[:-1], len(ids)] if ends else []
+
+
+def _pieces_of_prefixes(decode: Decode, ids: Sequence[int], whole: str) -> list[str]:
+    """Return pieces by decoding every prefix, for a decoder whose text depends on more than the neighbours."""
+    lengths = [0]
+    for end in range(1, len(ids)):
+        text = decode(ids[:end])
+        lengths.append(max(lengths[-1], len(text)) if whole.startswith(text) else lengths[-1])
+    lengths.append(len(whole))
+    return [whole[a:b] for a, b in pairwise(lengths)] if len(ids) else []

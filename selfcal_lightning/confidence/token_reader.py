@@ -1,0 +1,330 @@
+"""Statistics of response tokens from a local model: one forward pass over prompt and response serves all estimators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.confidence.certainty import TokenStatistics, token_statistics, top_k_confidence
+from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import Span, Steps
+from selfcal_lightning.engines.transformers.prompt_states import watch_levels
+from selfcal_lightning.models.attention_backends import without_cudnn
+from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
+from selfcal_lightning.records import QuestionSamples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+# Tokens of a prompt, and of a response to it.
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class TokenRows(NamedTuple):
+    """What a forward pass reads.
+
+    Attributes:
+        ids: Token ids [S, T].
+        mask: 1 at real tokens [S, T].
+        positions: Where the tokens of the responses are predicted, one after the other, in the S * T tokens [n].
+        trees: Prompts and responses of a packed row.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+    trees: tuple[PrefixTree, ...] = ()
+
+
+def rows_apart(batch: Sequence[Key]) -> TokenRows:
+    """Return each prompt + response as a row of its own, padded on the right."""
+    shape = len(batch), max(len(prompt) + len(response) for prompt, response in batch)
+    ids = torch.zeros(shape, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.long)
+    predicts = torch.zeros(shape, dtype=torch.bool)  # the logits at t are those of the token at t + 1
+    for row, (prompt, response) in enumerate(batch):
+        end = len(prompt) + len(response)
+        ids[row, :end] = torch.tensor([*prompt, *response])
+        mask[row, :end] = 1
+        predicts[row, len(prompt) - 1 : end - 1] = True
+    return TokenRows(ids, mask, predicts.flatten().nonzero()[:, 0])
+
+
+def packed_rows(batch: Sequence[Key]) -> TokenRows:
+    """Return one row in which the responses to a prompt, which follow one another in ``batch``, share it."""
+    ids: list[int] = []
+    positions: list[int] = []
+    trees: list[PrefixTree] = []
+    for prompt, keys in groupby(batch, key=lambda key: key[0]):
+        responses = [response for _, response in keys]
+        tree = PrefixTree(len(ids), len(prompt), tuple(map(len, responses)))
+        for start, response in zip(tree.branch_starts(), responses, strict=True):
+            # The first token is drawn after the last one of the prompt, wherever the response stands.
+            positions += [tree.start + tree.prompt - 1, *range(start, start + len(response) - 1)]
+        ids += [*prompt, *(token for response in responses for token in response)]
+        trees.append(tree)
+    row = torch.tensor([ids])
+    return TokenRows(row, torch.ones_like(row), torch.tensor(positions), tuple(trees))
+
+
+def packed_tokens(batch: Sequence[Key]) -> int:
+    """Return the tokens of such a row."""
+    return sum(map(len, {prompt for prompt, _ in batch})) + sum(len(response) for _, response in batch)
+
+
+# Likeliest tokens whose mean log-probability is the confidence of a token, as in Deep Think with Confidence.
+TOP_K = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStatistics:
+    """What the model says of one response's n tokens, without end-of-turn; in nats.
+
+    Attributes:
+        token_ids: The tokens [n].
+        vocabulary_size: V, the width of the logits; 0 where n is 0, since nothing was read.
+        tokens: Log-probability, certainty and entropy of each token, float64 [n] each.
+        top_confidence: Mean negative log-probability of the ``TOP_K`` likeliest tokens at each position [n].
+        trajectories: Mean state of each level over the positions that predict the tokens of a step, float32
+            [steps, levels, D], by what was watched; over the whole response [1, levels, D] under None.
+    """
+
+    token_ids: tuple[int, ...]
+    vocabulary_size: int
+    tokens: TokenStatistics
+    top_confidence: Tensor
+    trajectories: Mapping[Steps | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number n of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def logprob(self) -> float:
+        """Sum of log p(token)."""
+        return self.tokens.logprob.sum().item()
+
+    @property
+    def certainty(self) -> float:
+        """Mean KL(uniform || p) of the distributions that the tokens were drawn from; nan where n is 0."""
+        return self.tokens.certainty.mean().item()
+
+    @property
+    def entropy(self) -> float:
+        """Mean entropy of these distributions; nan where n is 0."""
+        return self.tokens.entropy.mean().item()
+
+
+class TokenReader:
+    """Reads full-vocabulary statistics of recorded responses, under the untempered model.
+
+    A position's distribution is the one that its token was drawn from, so the first is read after the last prompt
+    token. Equal responses to equal prompts are read once, and what one call has read is there for the next, so that
+    several estimators over one pool cost one forward pass. The weights must not change in between. Where the model can
+    run packed rows, a prompt is read once for all responses to it.
+
+    Args:
+        network: A causal language model in evaluation mode, or its PEFT wrapper.
+        chat: Chat format of its tokenizer.
+        forward_tokens: Tokens of a forward pass, padding included; one sequence may be longer.
+        logit_elements: Entries of the logits of a forward pass; 2**28 are 0.5 GiB in half precision. One sequence may
+            need more.
+
+    Attributes:
+        max_context: Longest prompt + response in tokens; None where the model's configuration does not say.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        chat: ChatFormat,
+        *,
+        forward_tokens: int = 8192,
+        logit_elements: int = 2**28,
+    ) -> None:
+        if network.training:
+            raise InputError(
+                "Expected `network` to be in evaluation mode, but got training mode. Call `.eval()` first."
+            )
+        config = network.config.get_text_config()
+        self.network, self.chat = network, chat
+        self.max_context: int | None = getattr(config, "max_position_embeddings", None)
+        self._forward_tokens = forward_tokens
+        self._logit_rows = max(1, logit_elements // config.vocab_size)
+        self._can_pack: bool | None = None  # known once a prompt has two responses
+        self._watched: list[Steps | None] = []
+        self._known: dict[Key, ResponseStatistics] = {}
+        self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
+
+    def watch(self, steps: Steps | None) -> None:
+        """Read trajectories through the layers as well from now on.
+
+        Args:
+            steps: Those of the steps under this rule; None takes those of whole responses.
+        """
+        if steps not in self._watched:
+            self._watched.append(steps)
+            self._known = {}
+
+    def steps(self, token_ids: tuple[int, ...], rule: Steps) -> list[Span]:
+        """Return the tokens of each step of a response; none where it has no text."""
+        key = (token_ids, rule)
+        if key not in self._spans:
+            self._spans[key] = steps_of(self.chat.decode, token_ids, rule)
+        return self._spans[key]
+
+    def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:
+        """Return the statistics of every sample, [question][sample]; None where there is no response or no room."""
+        ids = [entry_ids(entry, self.chat) for entry in pool]
+        keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
+        wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
+        known = {key: self._known[key] for key in wanted & self._known.keys()}
+        known |= {key: _of_nothing() for key in wanted if not key[1]}
+        left = wanted - known.keys()
+        packs = self._packs(left)
+        with self._segments() if packs else nullcontext():
+            for batch in self._batches(left, packs=packs):
+                known |= zip(batch, self._forward(batch, packs=packs), strict=True)
+        self._known = known
+        responses = {response for _, response in known}
+        self._spans = {key: spans for key, spans in self._spans.items() if key[0] in responses}
+        return [[None if key is None else known.get(key) for key in row] for row in keys]
+
+    def scores(
+        self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
+    ) -> list[list[float | None]]:
+        """Return one number of the statistics of every sample, [question][sample]; None where it is not finite."""
+
+        def known(statistics: ResponseStatistics | None) -> float | None:
+            value = math.nan if statistics is None else pick(statistics)
+            return value if math.isfinite(value) else None
+
+        return [[known(statistics) for statistics in row] for row in self.read(pool)]
+
+    def _fits(self, key: Key) -> bool:
+        return self.max_context is None or len(key[0]) + len(key[1]) <= self.max_context
+
+    def _packs(self, keys: Collection[Key]) -> bool:
+        """Return whether a prompt has several responses, and the model reads them rightly in one row."""
+        if len({prompt for prompt, _ in keys}) == len(keys):
+            return False
+        if self._can_pack is None:
+            self._can_pack = shared_prefix_problem(self.network.config) is None
+            if self._can_pack:
+                with self._segments():
+                    self._can_pack = packs_rightly(self.network)
+        return self._can_pack
+
+    @contextmanager
+    def _segments(self) -> Iterator[None]:
+        """Give the model the attention of packed rows for the block."""
+        implementation = self.network.config.get_text_config()._attn_implementation
+        prefer_segments(self.network)
+        try:
+            yield
+        finally:
+            self.network.set_attn_implementation(implementation)
+
+    def _batches(self, keys: Iterable[Key], *, packs: bool) -> Iterator[list[Key]]:
+        """Yield ``keys`` in batches within the limits on tokens and on logits: by prompt, or by rising length."""
+        batch: list[Key] = []
+        rows = 0
+        for key in sorted(keys, key=(lambda key: key) if packs else (lambda key: (len(key[0]) + len(key[1]), key))):
+            tokens = packed_tokens([*batch, key]) if packs else (len(batch) + 1) * (len(key[0]) + len(key[1]))
+            if batch and (tokens > self._forward_tokens or rows + len(key[1]) > self._logit_rows):
+                yield batch
+                batch, rows = [], 0
+            batch.append(key)
+            rows += len(key[1])
+        if batch:
+            yield batch
+
+    @torch.no_grad()
+    def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:
+        """Read the statistics of the tokens of each response of ``batch``."""
+        device = self.network.device
+        laid_out = packed_rows(batch) if packs else rows_apart(batch)
+        ids, mask, positions = (tensor.to(device) for tensor in laid_out[:3])
+        head = self.network.get_output_embeddings()
+        lengths = [len(response) for _, response in batch]
+        pools = _SpanMeans([self._watched_spans(response) for _, response in batch], lengths, positions)
+        with without_cudnn(), ExitStack() as hooks:
+            if self._watched:
+                watch_levels(hooks, self.network, pools.take)
+            logits = logits_at(self.network, head, ids, mask, positions, trees=laid_out.trees)
+        tokens = torch.tensor([token for _, response in batch for token in response], device=device)
+        top = top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
+        columns = torch.stack([*token_statistics(logits, tokens), top]).cpu().double()
+        pieces = columns.split(lengths, dim=1)
+        return [
+            ResponseStatistics(
+                token_ids=response,
+                vocabulary_size=logits.shape[-1],
+                tokens=TokenStatistics(*piece[:3]),
+                top_confidence=piece[3],
+                trajectories=dict(zip(self._watched, found, strict=True)),
+            )
+            for (_, response), piece, found in zip(batch, pieces, pools.means(), strict=True)
+        ]
+
+    def _watched_spans(self, response: tuple[int, ...]) -> list[Sequence[Span]]:
+        """Return the tokens of the steps under each watched rule."""
+        whole = [Span(0, len(response))]
+        return [whole if rule is None else self.steps(response, rule) for rule in self._watched]
+
+
+class _SpanMeans:
+    """Takes the states of one level after the other and keeps their means over spans of tokens.
+
+    Args:
+        spans: Of each response and rule, in tokens of the response: [response][rule][span].
+        lengths: Tokens of each response.
+        positions: Where the tokens of all responses are predicted, in the flattened batch [n].
+    """
+
+    def __init__(self, spans: Sequence[Sequence[Sequence[Span]]], lengths: Sequence[int], positions: Tensor) -> None:
+        self._spans, self._positions = spans, positions
+        self._levels: dict[int, Tensor] = {}
+        self._weights = self._averages(lengths)
+
+    def take(self, level: int, states: Tensor) -> None:
+        """Pool states [rows, tokens, D]."""
+        chosen = states.flatten(0, 1)[self._positions.to(states.device)].float()
+        self._levels[level] = (self._weights.to(states.device) @ chosen).cpu()
+
+    def means(self) -> list[list[Tensor]]:
+        """Return the means, [response][rule] of [spans, levels, D]."""
+        if not self._levels:
+            return [[] for _ in self._spans]
+        table = torch.stack([self._levels[level] for level in sorted(self._levels)], dim=1)
+        rows = iter(table.split([len(spans) for rules in self._spans for spans in rules]))
+        return [[next(rows) for _ in rules] for rules in self._spans]
+
+    def _averages(self, lengths: Sequence[int]) -> Tensor:
+        """Return the matrix that averages positions over spans [spans, n]."""
+        weights = torch.zeros(sum(len(spans) for rules in self._spans for spans in rules), sum(lengths))
+        row = start = 0
+        for rules, length in zip(self._spans, lengths, strict=True):
+            for span in (span for spans in rules for span in spans):
+                weights[row, start + span.start : start + span.end] = 1.0 / (span.end - span.start)
+                row += 1
+            start += length
+        return weights
+
+
+def _of_nothing() -> ResponseStatistics:
+    """Return the statistics of a response without tokens."""
+    none = torch.zeros(0, dtype=torch.float64)
+    return ResponseStatistics((), 0, TokenStatistics(none, none, none), none)

@@ -1,0 +1,273 @@
+"""Scales on which a model states in words how sure it is, and how its reply is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids
+from selfcal_lightning.data.tasks.extraction import final_part
+from selfcal_lightning.engines.base import Engine, ask_for_replies
+from selfcal_lightning.metrics.arrays import check_positive
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
+
+VERBAL_QUERY = (
+    "How likely is it that your answer is correct? Reply with one probability between 0.0 (surely wrong) and 1.0 "
+    "(surely correct), written as \\boxed{probability}."
+)
+# Ten equal intervals from 0 to 1.
+WORDS = (
+    "almost no chance", "highly unlikely", "chances are slight", "unlikely", "less than even", "better than even",
+    "likely", "very good chance", "highly likely", "almost certain",
+)  # fmt: skip
+_LONGEST_BARE = 60
+# One level of braces inside is enough for \text{0.9}.
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\[,;:! ]|\\quad|[\s~$]")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(%?)")
+_BARE_REPLY = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*?)?([0-9.]+\s*%?)\.?", re.IGNORECASE)
+_BARE_WORDS = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*)?([a-z ]+?)\W*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class VerbalScale:
+    """How a model is asked, and how it is understood.
+
+    Attributes:
+        after: The question about a response.
+        before: The question about a question that has not been answered yet.
+        parse: Returns the probability that a reply states, in [0, 1], or None.
+    """
+
+    after: str
+    before: str
+    parse: Callable[[str], float | None]
+
+
+def parse_confidence(text: str) -> float | None:
+    r"""Return the probability that a reply states, in [0, 1], or None.
+
+    The last ``\boxed{}`` counts that holds a number in [0, 1] or a percentage, in ``\text{}`` and with spaces too.
+    Without any box, a reply that is nothing but such a number is taken. What stands in an open reasoning block is no
+    reply.
+
+    Example:
+        >>> parse_confidence(r"About \boxed{85\%}."), parse_confidence(r"\boxed{42} so \boxed{0.7}")
+        (0.85, 0.7)
+        >>> [parse_confidence(text) for text in (r"\boxed{1.5}", r"<think>\boxed{0.5}", "Confidence: 0.9")]
+        [None, None, 0.9]
+    """
+    return _last(text, _BARE_REPLY, _probability)
+
+
+def parse_percentage(text: str) -> float | None:
+    r"""Return the percentage that a reply states, as a probability in [0, 1], or None.
+
+    It is read as by :func:`parse_confidence`, but a number without a sign is one of percent; a fraction of one, such as
+    0.85, can only be meant as a probability.
+
+    Example:
+        >>> [parse_percentage(text) for text in (r"\boxed{85}", r"\boxed{85\%}", r"\boxed{0.85}", "1", r"\boxed{120}")]
+        [0.85, 0.85, 0.85, 0.01, None]
+    """
+    return _last(text, _BARE_REPLY, _percentage)
+
+
+def parse_words(text: str) -> float | None:
+    r"""Return the middle of the interval that a reply names by one of ``WORDS``, or a probability; None for neither.
+
+    Example:
+        >>> [parse_words(text) for text in (r"\boxed{\text{Almost certain}}", "Highly unlikely.", r"\boxed{0.7}")]
+        [0.95, 0.15, 0.7]
+        >>> parse_words(r"\boxed{perhaps}") is None
+        True
+    """
+    found = _last(text, _BARE_WORDS, _word)
+    return found if found is not None else parse_confidence(text)
+
+
+NUMBERS = VerbalScale(
+    VERBAL_QUERY,
+    "Do not answer the question yet. How likely is it that your answer to it would be correct? Reply with one "
+    "probability between 0.0 (surely wrong) and 1.0 (surely correct), written as \\boxed{probability}.",
+    parse_confidence,
+)
+PERCENTAGES = VerbalScale(
+    "How likely is it that your answer is correct? Reply with one percentage from 0 to 100, written as "
+    "\\boxed{percentage\\%}.",
+    "Do not answer the question yet. How likely is it that your answer to it would be correct? Reply with one "
+    "percentage from 0 to 100, written as \\boxed{percentage\\%}.",
+    parse_percentage,
+)
+_TEN = "; ".join(f"{word} ({place / 10:.1f} to {(place + 1) / 10:.1f})" for place, word in enumerate(WORDS))
+TEN_WORDS = VerbalScale(
+    f"How likely is it that your answer is correct? Choose one of these: {_TEN}. Reply with it, written as "
+    "\\boxed{choice}.",
+    "Do not answer the question yet. How likely is it that your answer to it would be correct? Choose one of these: "
+    f"{_TEN}. Reply with it, written as \\boxed{{choice}}.",
+    parse_words,
+)
+
+
+def _last(text: str, bare: re.Pattern[str], read: Callable[[str], float | None]) -> float | None:
+    """Return what the last box gives that gives anything; without boxes, what a reply gives that is nothing else."""
+    reply = final_part(text)
+    if reply is None:
+        return None
+    contents = _BOXED.findall(reply)
+    short = reply.strip()
+    if "\\boxed" not in reply and len(short) <= _LONGEST_BARE and (match := bare.fullmatch(short)):
+        contents = [match[1]]
+    values = [value for content in contents if (value := read(content)) is not None]
+    return values[-1] if values else None
+
+
+def _number(content: str) -> re.Match[str] | None:
+    plain = _SPACING.sub("", _WRAPPED.sub(r"\1", content)).replace("\\%", "%")
+    return _NUMBER.fullmatch(plain)
+
+
+def _probability(content: str) -> float | None:
+    match = _number(content)
+    if match is None:
+        return None
+    value = float(match[1]) / (100.0 if match[2] else 1.0)
+    return value if value <= 1.0 else None
+
+
+def _percentage(content: str) -> float | None:
+    match = _number(content)
+    if match is None:
+        return None
+    value = float(match[1])
+    is_fraction = not match[2] and "." in match[1] and value <= 1.0
+    value = value if is_fraction else value / 100.0
+    return value if value <= 1.0 else None
+
+
+def _word(content: str) -> float | None:
+    plain = " ".join(_WRAPPED.sub(r"\1", content).lower().strip(" .!'\"*").split())
+    return (WORDS.index(plain) + 0.5) / len(WORDS) if plain in WORDS else None
+
+
+Prompt = tuple[int, ...]
+
+
+class Verbalized:
+    """The probability of being right that the model states in words, in [0, 1].
+
+    The conversation goes on after the response with a question, put by the model's own chat template with reasoning
+    closed; the reply is read on the scale of the class. A reply that names no probability gives no confidence: it is
+    never replaced by .5.
+
+    Args:
+        engine: Who is asked.
+        chat: Chat format of its tokenizer; its own query is not used.
+        query: The question; None is that of the scale.
+        max_new_tokens: Longest reply.
+        attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
+
+    Raises:
+        ValueError: If ``attempts`` is not positive.
+
+    Reference:
+        Tian et al., Just Ask for Calibration, arXiv 2305.14975.
+    """
+
+    name: ClassVar[str] = "verbalized"
+    is_probability: ClassVar[bool] = True
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "engine"
+    scale: ClassVar[VerbalScale] = NUMBERS
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatFormat,
+        *,
+        query: str | None = None,
+        max_new_tokens: int = 128,
+        attempts: int = 1,
+    ) -> None:
+        check_positive(attempts, "attempts")
+        self._engine, self._chat, self._attempts = engine, chat, attempts
+        self._max_new_tokens = max_new_tokens
+        self._suffix_ids = ChatFormat(chat.tokenizer, query=query or self.scale.after).query.suffix_ids
+
+    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the stated probability of every sample, [question][sample].
+
+        None stands for a reply that states none, and for a sample that the engine refuses.
+
+        Raises:
+            RequestsFailedError: The engine did not answer for another reason.
+        """
+        prompts = [[self._prompt(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
+        # Equal responses are asked about once; a draw's seed is that of the first of them.
+        waiting: dict[tuple[int, ...], int] = {}
+        for entry, row in zip(pool, prompts, strict=True):
+            for sample, prompt in zip(entry.samples, row, strict=True):
+                if prompt is not None:
+                    waiting.setdefault(prompt, sample_seed(0, sample.round, sample.question_id, sample.index))
+        stated = ask_for_confidences(
+            self._engine, waiting, parse=self.scale.parse, attempts=self._attempts, max_new_tokens=self._max_new_tokens
+        )
+        return [[None if prompt is None else stated.get(prompt) for prompt in row] for row in prompts]
+
+    def _prompt(self, ids: ResponseIds | None) -> tuple[int, ...] | None:
+        """Return prompt + response + question, or None without a response or where no full reply has room."""
+        if ids is None:
+            return None
+        prompt = (*ids.prompt, *ids.response, *self._suffix_ids)
+        return prompt if len(prompt) + self._max_new_tokens <= self._engine.max_context else None
+
+
+class VerbalizedWords(Verbalized):
+    """The same on a scale of ten words, from "almost no chance" to "almost certain", each the middle of its tenth."""
+
+    name: ClassVar[str] = "verbalized_words"
+    scale: ClassVar[VerbalScale] = TEN_WORDS
+
+
+class VerbalizedPercent(Verbalized):
+    """The same in percent."""
+
+    name: ClassVar[str] = "verbalized_percent"
+    scale: ClassVar[VerbalScale] = PERCENTAGES
+
+
+def ask_for_confidences(
+    engine: Engine,
+    prompts: Mapping[Prompt, int],
+    *,
+    parse: Callable[[str], float | None],
+    attempts: int = 1,
+    max_new_tokens: int = 128,
+) -> dict[Prompt, float]:
+    """Return the probabilities stated in reply to prompts, of those whose reply states one.
+
+    Args:
+        engine: Who is asked.
+        prompts: Token ids that end with the question, and the seed of the draws for each.
+        parse: Returns the probability that a reply states, or None.
+        attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
+        max_new_tokens: Longest reply.
+
+    Raises:
+        RequestsFailedError: The engine did not answer, for another reason than that it refuses a prompt by itself.
+    """
+    stated: dict[Prompt, float] = {}
+    for attempt in range(attempts):
+        sampling = SamplingSettings(temperature=1.0 if attempt else 0.0, edt_scale=None, max_new_tokens=max_new_tokens)
+        names = {f"verbalized/{attempt}/{at}": one for at, one in enumerate(p for p in prompts if p not in stated)}
+        requests = [Request(name, prompt, sampling, prompts[prompt] + attempt) for name, prompt in names.items()]
+        if not requests:
+            break
+        for name, reply in ask_for_replies(engine, requests).items():
+            if (value := parse(reply.text)) is not None:
+                stated[names[name]] = value
+    return stated

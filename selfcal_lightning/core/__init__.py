@@ -1,0 +1,1 @@
+"""What every room uses: files, errors, progress, signals, processes and plug-ins."""

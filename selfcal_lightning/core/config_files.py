@@ -1,0 +1,124 @@
+"""The YAML files of a command line, read before anything is imported that takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError
+
+OPTIONS = ("--config", "-c")
+MOST_LEVELS = 100
+
+
+def config_files(arguments: Sequence[str]) -> list[Path]:
+    """Return the files that ``--config`` names, in their order.
+
+    Example:
+        >>> [str(path) for path in config_files(["--config", "a.yaml", "--seed", "1", "--config=b.yaml"])]
+        ['a.yaml', 'b.yaml']
+    """
+    return [Path(value) for value in _config_values(arguments) if not _is_yaml(value)]
+
+
+def _config_values(arguments: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for place, argument in enumerate(arguments):
+        option, given, value = argument.partition("=")
+        if option in OPTIONS:
+            found += [value] if given else list(arguments[place + 1 : place + 2])
+    return found
+
+
+def _is_yaml(value: str) -> bool:
+    """Return whether a value of ``--config`` is no name but YAML itself, which the parser takes too."""
+    return bool(set(value) & set("{\n"))
+
+
+def check_nesting(arguments: Sequence[str]) -> None:
+    """Raise InputError where a value is nested so deeply that the parser of YAML, written in C, would crash."""
+    for place, argument in enumerate(arguments):
+        level = deepest = 0
+        for character in argument:
+            level += (character in "[{") - (character in "]}")
+            deepest = max(deepest, level)
+        if deepest > MOST_LEVELS:
+            option = arguments[place - 1] if place and not argument.startswith("--") else argument[:30]
+            expected = f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels"
+            raise InputError(f"{expected}, but got {deepest:,}.")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file.
+
+    Raises:
+        InputError: There is no such file, or it holds no settings that can be read.
+    """
+    import yaml
+
+    if not path.is_file():
+        near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        listed = f" Beside it lie {', '.join(near[:5])}." if near else ""
+        raise InputError(f"Expected `--config` to be a YAML file, but there is none at {path}.{listed}")
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise InputError(f"Expected {path} to be YAML, but got at{where[1:]}: {error.problem or error}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"Expected {path} to be YAML, but it cannot be read: {_reason(error)}.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"Expected {path} to hold settings (`name: value`), but got {type(content).__name__}.")
+    return content
+
+
+def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the files and then the options of a command line set, by dotted names without ``init_args``.
+
+    It is meant for a first look: the parser of the verb decides.
+
+    Example:
+        >>> given_settings(["--trainer.accelerator", "cpu", "--model.init_args.lr=0.1"])
+        {'trainer.accelerator': 'cpu', 'model.lr': '0.1'}
+    """
+    settings: dict[str, Any] = {}
+    for value in _config_values(arguments):
+        settings |= _flat(_read_yaml(value) if _is_yaml(value) else read_config(Path(value)))
+    for place, argument in enumerate(arguments):
+        option, given, value = argument.partition("=")
+        if not option.startswith("--") or option in OPTIONS:
+            continue
+        following = arguments[place + 1] if place + 1 < len(arguments) else ""
+        settings[_short(option[2:])] = value if given else following
+    return settings
+
+
+def _read_yaml(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}  # the parser of the verb says what is wrong
+    return content if isinstance(content, dict) else {}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            found |= _flat(value, f"{key}.")
+        else:
+            found[_short(key)] = value
+    return found
+
+
+def _short(name: str) -> str:
+    return name.replace(".init_args.", ".")
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

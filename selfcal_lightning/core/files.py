@@ -1,0 +1,387 @@
+"""Files that appear whole or not at all, what a killed writer leaves of them, and JSON.
+
+A file is written under a temporary name in its own folder, flushed, and renamed. The writer holds a lock on the
+temporary file while it lives; the kernel gives it back when the process ends, by SIGKILL too. So whoever cleans up can
+tell what nobody will finish from what somebody is writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from selfcal_lightning.core.errors import InputError
+
+# What file systems without locks answer.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_atomically(path: Path, data: bytes, *, exclusive: bool = False, durable: bool = True) -> bool:
+    """Write ``data`` to ``path`` so that a reader sees all of it or none, also after a kill or a full disk.
+
+    Args:
+        path: The file. Its folder must exist.
+        data: Its whole content.
+        exclusive: Leave a file that is already there alone.
+        durable: Whether it must outlast a power cut; a sign of life need not.
+
+    Returns:
+        Whether the file was written; False only when ``exclusive`` found one.
+
+    Raises:
+        OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
+    """
+    with _temporary(path, size=len(data)) as (temporary, file):
+        file.write(data)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+        if exclusive and not _link(temporary, path):
+            return False
+        if not exclusive:
+            os.replace(temporary, path)
+    if durable:
+        _sync_folder(path.parent)
+    return True
+
+
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open ``path`` for writing; the file takes the place of an older one when the block ends without an error.
+
+    Raises:
+        OSError: As for :func:`write_atomically`.
+    """
+    with _temporary(path) as (temporary, file):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
+    """Remove the temporary files that killed writers left, never one that somebody is writing. Returns the number.
+
+    Where the file system has no locks, nobody can tell, and nothing is removed.
+
+    Args:
+        folder: Where to look; may be absent.
+        of: Only those that were to become the file of this name in ``folder``; None takes all, also of its folders.
+    """
+    start, removed = "." if of is None else f".{of}.", 0
+    for root, folders, names in os.walk(folder):
+        if of is not None:
+            folders.clear()
+        found = [Path(root) / name for name in names if name.startswith(start) and name.endswith(".tmp")]
+        removed += sum(map(_remove_if_abandoned, found))
+    return removed
+
+
+def to_json(content: Mapping[str, Any]) -> bytes:
+    """Return ``content`` as the bytes of a JSON file for people to read."""
+    return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write one object a line to ``path``, whose folder is made; the file appears when ``lines`` has ended.
+
+    Raises:
+        OSError: As for :func:`write_atomically`.
+        ValueError: A number in a line is infinite or nan.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomically(path) as file:
+        for line in lines:
+            file.write(as_json_line(line).encode())
+
+
+def as_json_line(content: Mapping[str, Any]) -> str:
+    """Return ``content`` as a line of a file of JSON lines, with its end."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, BinaryIO]]:
+    """Yield a locked temporary file for ``path`` and its name, which is gone afterwards; an error names ``path``."""
+    temporary, file = _open_locked(path)
+    try:
+        # It stays open, hence locked, until it has its own name.
+        with file:
+            yield temporary, file
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, _refusal(error, path, size)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _refusal(error: OSError, path: Path, size: int | None) -> str:
+    """Return what to tell a user about a write that the system refused without naming the file."""
+    space, found, way = "", f"{error.strerror!r}", "see to the disk"
+    if error.errno in FULL:
+        space = "more space " if size is None else f"{size:,} bytes of space "
+        found += f" with {shutil.disk_usage(path.parent).free:,} bytes free"
+        way = "free some space"
+    kept = "Nothing that was stored is lost"
+    return f"Expected {space}to write {path}, but got {found}. {kept}: {way} and start the same command again."
+
+
+def _open_locked(path: Path) -> tuple[Path, BinaryIO]:
+    """Open a temporary file beside ``path`` and lock it."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115 - `_temporary` closes it
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                file.close()
+                temporary.unlink(missing_ok=True)
+                raise
+        # Somebody who cleans up may have come between the two.
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()
+
+
+def _remove_if_abandoned(file: Path) -> bool:
+    try:
+        with open(file, "r+b") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink()
+    except (BlockingIOError, FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give ``temporary`` the name ``path`` unless that is taken; a hard link is the atomic way to do so."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        # File systems without hard links: two first writers then write the same content anyway.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS) or path.exists():
+            raise
+        os.replace(temporary, path)
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's entries: the new name of a file is safe only then."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+LARGEST_JSON = 2**28  # bytes; a file above that is none of ours and is not read to find out
+
+
+class UnreadableJSONError(InputError):
+    """A text is no JSON.
+
+    Attributes:
+        reason: What is wrong with it.
+        line: In which line, from 1, where that is known.
+    """
+
+    def __init__(self, origin: str, reason: str, *, line: int | None = None) -> None:
+        super().__init__(f"Expected {origin} to be JSON, but got {reason}.")
+        self.reason, self.line = reason, line
+
+
+def parse_json(content: bytes | str, *, origin: str) -> Any:
+    """Return what a JSON text says.
+
+    Args:
+        content: The text, or its bytes in UTF-8 with or without a byte order mark.
+        origin: What it is, for the message, such as a file and a line.
+
+    Raises:
+        UnreadableJSONError: It is no JSON, or JSON that cannot be held: nested too deeply, or with a number of
+            thousands of digits.
+
+    Example:
+        >>> parse_json('{"a": 1}', origin="line 1")
+        {'a': 1}
+    """
+    line = None
+    try:
+        return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+    except json.JSONDecodeError as error:
+        where = "" if error.lineno == 1 else f"line {error.lineno}, "
+        reason, line = f"{error.msg.removesuffix(' at')} at {where}column {error.colno}", error.lineno
+    except UnicodeDecodeError as error:
+        reason = f"text that is not UTF-8 ({error.reason} at byte {error.start})"
+    except RecursionError:
+        reason = "something nested too deeply to be read"
+    except ValueError as error:  # of Python's own limit of digits
+        reason = f"a number that is too long: {str(error).partition(';')[0]}"
+    raise UnreadableJSONError(origin, reason, line=line)
+
+
+def read_json_object(path: str | Path, *, what: str = "as this program writes it") -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        path: The file.
+        what: What the file is, for the message, such as "the configuration of the adapter".
+
+    Raises:
+        InputError: There is no such file, or it holds no JSON object; with the line where the JSON breaks off.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"Expected {what} in {path}, but there is no such file.")
+    try:
+        content = parse_json(path.read_bytes(), origin=f"{path} ({what})")
+    except UnreadableJSONError as error:
+        place = path if error.line is None else f"{path}:{error.line}"
+        raise InputError(
+            f"{place}: Expected a JSON object, {what}, but got: {error.reason}. The file is damaged or cut short: "
+            "restore it from where it came."
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError(f"Expected {path} to hold a JSON object, {what}, but got {type(content).__name__}.")
+    return content
+
+
+def json_object_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the object in ``path``, or None where it is anything else; to find out whose file it is."""
+    if path.stat().st_size > LARGEST_JSON:
+        return None
+    try:
+        return read_json_object(path)
+    except InputError:
+        return None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only.
+
+    Raises:
+        InputError: A line is no JSON object in valid Unicode, with file and line.
+    """
+    blank = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                blank = blank or number
+                continue
+            if blank:
+                raise line_error(path, blank, "a JSON object", "an empty line")
+            try:
+                content = parse_json(line, origin=str(path))
+                # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
+                if ESCAPED_SURROGATE.search(line):
+                    json.dumps(content, ensure_ascii=False).encode()
+            except UnreadableJSONError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
+            except UnicodeError as error:
+                raise line_error(path, number, "a JSON object in valid Unicode", str(error)) from error
+            if not isinstance(content, dict):
+                raise line_error(path, number, "a JSON object", type(content).__name__)
+            yield number, content
+
+
+def line_error(path: Path, number: int, expected: str, found: str) -> InputError:
+    """Return the error for a line, what was found being cut to a readable length."""
+    shown = found if len(found) <= 200 else f"{found[:200]}..."
+    return InputError(f"{path}:{number}: Expected {expected}, but got {shown}.")
+
+
+PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
+
+
+def check_path_name(option: str, name: str) -> str:
+    """Return ``name`` where it can be the name of a file: no folder in it, nothing that leads elsewhere.
+
+    Raises:
+        InputError: It is something else.
+
+    Example:
+        >>> check_path_name("tests.name", "gsm8k-hard")
+        'gsm8k-hard'
+    """
+    if PATH_NAME.fullmatch(name) is None:
+        raise InputError(
+            f"Expected `{option}` to be a name that a file can have (at most 100 letters, digits, spaces and any of "
+            f"_ . - + = @, not beginning with a dot), but got {name!r}."
+        )
+    return name
+
+
+def file_name(name: str) -> str:
+    """Return a name for the file of something whose own name may be any text, such as a confidence of a pool.
+
+    Example:
+        >>> file_name("p_true_platt"), file_name("../P(True)")
+        ('p_true_platt', '%2E%2E%2FP%28True%29')
+    """
+    return name if PATH_NAME.fullmatch(name) else quote(name, safe=" ").replace(".", "%2E")
+
+
+def check_replaceable(path: str | Path, is_own: Callable[[Path], bool], *, option: str, kind: str) -> None:
+    """Raise InputError unless ``path`` may be written: it is free, an empty file, or a file of the writer's own kind.
+
+    Args:
+        path: The file that would be written.
+        is_own: Returns whether a file that holds something is of that kind.
+        option: What the user calls the path.
+        kind: What may be replaced, such as "a fitted threshold".
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "no plain file"
+        raise InputError(f"Expected `{option}` to be the name of a file, but got {path}, which is {what}.")
+    if path.stat().st_size and not is_own(path):
+        raise InputError(
+            f"Expected `{option}` to be a new file or {kind}, but got {path}, which is something else and is left as "
+            "it is. Choose another name, or move that file away."
+        )
+
+
+def is_empty_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder that holds nothing."""
+    return path.is_dir() and not any(path.iterdir())
+
+
+def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: str) -> None:
+    """Raise InputError where a folder that is written is one of the places that are read, lies in it, or holds it.
+
+    Args:
+        path: The folder that would be written.
+        places: Files and folders by what they are, such as {"adapter": ...}; names that are no place are passed over.
+        option: What the user calls the folder.
+    """
+    mine = Path(path).resolve()
+    for what, place in places.items():
+        other = Path(place).resolve()
+        if other.exists() and (mine == other or mine in other.parents or other in mine.parents):
+            raise InputError(
+                f"Expected `{option}` to lie apart from the {what}, but got {str(path)!r} with the {what} in "
+                f"{str(place)!r}. Choose a folder of its own."
+            )

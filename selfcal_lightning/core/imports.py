@@ -1,0 +1,62 @@
+"""Optional dependencies: the one place that asks for them, and the one error that says how to install them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+
+from selfcal_lightning.core.errors import MissingPackageError
+
+_CPU_HINTS = {"vllm": " On a machine without a GPU run `make setup-vllm`."}
+
+
+def is_installed(module: str) -> bool:
+    """Return whether ``module`` can be found, without importing it.
+
+    Example:
+        >>> is_installed("json"), is_installed("no_such_module")
+        (True, False)
+    """
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Import an optional dependency, or say how to get it.
+
+    Args:
+        module: Dotted name to import, such as "vllm" or "vllm.sampling_params".
+        extra: The extra of this package that brings it.
+
+    Raises:
+        MissingPackageError: When the module's distribution is not installed. A module that is installed but fails to
+            import raises its own error.
+
+    Example:
+        >>> require("json", extra="dev").__name__
+        'json'
+    """
+    check_installed(module, extra=extra)
+    return importlib.import_module(module)
+
+
+def check_installed(module: str, *, extra: str) -> None:
+    """Say how to get an optional dependency where it is not installed; for the arguments and errors see ``require``."""
+    if not is_installed(module):
+        raise MissingPackageError(
+            f"Expected `{module.partition('.')[0]}` to be installed, but it is not. "
+            f"Install it with `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
+        )
+
+
+def keep_bitsandbytes_quiet() -> None:
+    """Keep its advice to install `kernels` off the terminal; call before anything imports it, as PEFT does.
+
+    On CPUs with AVX512-BF16 it would download compiled code for packed weights, which this project turns off.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "kernels-community" not in record.getMessage()

@@ -1,0 +1,84 @@
+"""The last words of a command: a mistake of the user's in one sentence, a defect of ours with the way to its trace."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from selfcal_lightning.core.errors import UserError
+from selfcal_lightning.core.signals import INTERRUPTION, what_is_kept
+
+TRACEBACK_VARIABLE = "SELFCAL_TRACEBACK"
+FAILED = 1
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+def wants_traceback() -> bool:
+    """Return whether the user asked to see where an error was raised."""
+    return bool(os.environ.get(TRACEBACK_VARIABLE))
+
+
+def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> str:
+    """Return what ends a command, as text for standard error.
+
+    Args:
+        error: What nobody caught.
+        who: Who says it, such as "selfcal generate".
+        command: The command line, for the way to the trace; empty in a process that does not know it.
+    """
+    if isinstance(error, UserError):
+        return f"{who}: error: {error}"
+    if type(error).__name__ in _OUT_OF_MEMORY:
+        return (
+            f"{who}: error: The memory was not enough: {_one_line(error)} Lower what is held at once (`max_batch` of "
+            "sampling, `batch_size` or `max_length` of training), or take a smaller dtype."
+        )
+    if isinstance(error, OSError):
+        return f"{who}: error: {_refusal(error)}"
+    way = f"`{TRACEBACK_VARIABLE}=1 {shlex.join(command)}`" if command else f"The same with {TRACEBACK_VARIABLE}=1"
+    return (
+        f"{who}: a defect of selfcal_lightning, or of a library that it uses: {type(error).__name__}: {error}\n"
+        f"{way} shows where it was raised. Please report it with that {_tracker()}."
+    )
+
+
+def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
+    """Return the one line that ends a command which Ctrl-C or SIGTERM stopped.
+
+    Args:
+        error: What was raised then.
+        who: Who says it.
+        kept: What such a command leaves behind, unless ``error`` knows better.
+    """
+    return f"\n{who}: stopped by {INTERRUPTION.name}. {what_is_kept(error) or kept}"
+
+
+def _refusal(error: OSError) -> str:
+    """Return what the operating system, or a server, refused, and where."""
+    if error.strerror is None:
+        return _one_line(error) or type(error).__name__
+    places = [str(place) for place in (error.filename, error.filename2) if place is not None]
+    return f"{error.strerror}: {' -> '.join(places)}" if places else f"{error.strerror} ({type(error).__name__})"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _tracker() -> str:
+    """Return where defects are reported, as the package's own metadata say it."""
+    urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
+    found = [url for label, _, url in urls if "issue" in label.lower()]
+    return f"to {found[0]}" if found else "to those from whom you have this package"
+
+
+def say_last(text: str) -> None:
+    """Write last words; where nobody reads them any more, keep quiet."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:  # the terminal is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -1,0 +1,294 @@
+"""What a run will do, computed from its settings and questions before anything is sampled, loaded or written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from selfcal_lightning.core.errors import InputError
+
+WIDTH = 80
+GIB, MIB = 2**30, 2**20
+# Of the bundled model's store of 7,600 responses: 654 bytes each, of 43 tokens. Longer ones take less a token.
+BYTES_PER_RESPONSE, BYTES_PER_TOKEN = 300, 8
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionCount:
+    """Questions of one task in one split; ``number`` is None where only reading the hub would tell.
+
+    Attributes:
+        split: Split in which they take part.
+        task: Their task.
+        number: How many there are, or at most where ``is_limit``.
+        is_limit: Whether ``number`` is the limit that was set for a data set on the hub, which was not read.
+    """
+
+    split: str
+    task: str
+    number: int | None
+    is_limit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Responses that are drawn.
+
+    Attributes:
+        store_dir: Where to.
+        responses: Responses that the run needs; None where the number of questions is unknown.
+        stored: Those of them that lie in the store.
+        most_tokens: Longest response, in tokens.
+        mean_tokens: Mean length of the responses that lie in the store; None where there is none.
+        bytes_each: Bytes that a response takes in the store; None where there is none.
+    """
+
+    store_dir: str
+    responses: int | None
+    stored: int = 0
+    most_tokens: int = 0
+    mean_tokens: float | None = None
+    bytes_each: float | None = None
+
+    @property
+    def missing(self) -> int | None:
+        """Responses to draw."""
+        return None if self.responses is None else max(0, self.responses - self.stored)
+
+    @property
+    def disk_bytes(self) -> float | None:
+        """Bytes to be written; a bound from above where no stored response tells."""
+        if self.missing is None:
+            return None
+        each = self.bytes_each or BYTES_PER_RESPONSE + BYTES_PER_TOKEN * self.most_tokens
+        return self.missing * each
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Optimiser steps: ``steps`` of ``rows_per_step`` rows over ``epochs``."""
+
+    steps: int
+    rows_per_step: int
+    epochs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of what must lie in memory at least; None where the model is not on this disk to be looked at.
+
+    Attributes:
+        weights: Of the frozen weights, in the dtype that they are held in.
+        trained: Of what is trained: values, gradients and the optimiser's moments.
+        available: Free on the device now; None where it is not known.
+        device: "CPU" or "GPU".
+    """
+
+    weights: int | None
+    trained: int | None
+    available: int | None
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Something that is written: what, where, and how many bytes at most (None: small)."""
+
+    what: str
+    path: str
+    size: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do; parts of it come from whoever takes part, and add up by :func:`merge_plans`.
+
+    Attributes:
+        model: Which models run.
+        questions: Questions by split and task.
+        sampling: What is drawn.
+        training: What is trained.
+        memory: What memory it takes.
+        places: What is written.
+        stopped: What a stopped run leaves behind, and how it goes on.
+        notes: What a user should know before it starts.
+    """
+
+    model: tuple[str, ...] = ()
+    questions: tuple[QuestionCount, ...] = ()
+    sampling: tuple[Sampling, ...] = ()
+    training: tuple[Training, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    places: tuple[Place, ...] = ()
+    stopped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("model", "; ".join(self.model)),
+            ("questions", _questions_text(self.questions)),
+            ("responses", "; ".join(map(_sampling_text, self.sampling))),
+            ("tokens", "; ".join(map(_tokens_text, self.sampling))),
+            ("training", "; ".join(map(_training_text, self.training))),
+            ("memory", "; ".join(map(_memory_text, self.memory))),
+            ("disk", _disk_text(self)),
+            ("writes", ", ".join(f"{place.path} ({place.what})" for place in self.places)),
+            ("if stopped", " ".join(self.stopped)),
+            *(("note", note) for note in self.notes),
+        ]
+        return "\n".join(_row(name, text) for name, text in rows if text)
+
+
+@runtime_checkable
+class Participant(Protocol):
+    """A callback, module or data module that takes part in a run of the Trainer."""
+
+    def plan_run(self, verb: str, trainer: Any, module: Any, data: Any) -> Plan:
+        """Refuse what cannot work in ``verb``, and return this one's part of its plan.
+
+        No model is loaded, nothing is sampled, downloaded or written.
+        """
+        ...
+
+
+def merge_plans(plans: Sequence[Plan]) -> Plan:
+    """Return the plan of which ``plans`` are the parts, in their order; what several say is said once."""
+    names = [field.name for field in fields(Plan)]
+    rows = {name: tuple(dict.fromkeys(row for plan in plans for row in getattr(plan, name))) for name in names}
+    return Plan(**rows | {"sampling": tuple(_by_store([row for plan in plans for row in plan.sampling]))})
+
+
+def check_places(plan: Plan) -> None:
+    """Raise InputError where a folder cannot be written, or its disk cannot hold what is certain to come."""
+    for place in plan.places:
+        folder = existing_folder(place.path)
+        if not os.access(folder, os.W_OK):
+            raise InputError(
+                f"Expected to write {place.what} to {place.path}, but {folder} cannot be written by this user. Choose "
+                "another folder."
+            )
+    for sampling in plan.sampling:
+        # Of an estimate from above it is not certain that it comes to that.
+        needed = None if sampling.bytes_each is None else sampling.disk_bytes
+        free = free_bytes(sampling.store_dir)
+        if needed is not None and needed > free:
+            raise InputError(
+                f"Expected {show_bytes(needed)} of free disk for the samples in {sampling.store_dir}, but got "
+                f"{show_bytes(free)}. Free some, choose another `store_dir`, or lower `num_samples`."
+            )
+
+
+def existing_folder(path: str | Path) -> Path:
+    """Return the nearest folder above ``path`` (or itself) that exists.
+
+    Raises:
+        InputError: A file stands where a folder would have to be.
+    """
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        if place == Path(path).absolute():
+            return place.parent
+        raise InputError(f"Expected {path} to lie in a folder, but {place} is a file. Choose another place.")
+    return place
+
+
+def free_bytes(path: str | Path) -> int:
+    """Return the free bytes of the disk on which ``path`` lies or would lie."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def show_bytes(number: float) -> str:
+    """Return a number of bytes for people.
+
+    Example:
+        >>> show_bytes(3 * 2**30), show_bytes(2**20 * 1.5), show_bytes(10)
+        ('3.0 GiB', '1.5 MiB', '0.0 MiB')
+    """
+    return f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / MIB:,.1f} MiB"
+
+
+def _by_store(rows: Sequence[Sampling]) -> list[Sampling]:
+    """Return one row a store: what is drawn into it adds up."""
+    found: dict[str, Sampling] = {}
+    for row in rows:
+        before = found.get(row.store_dir)
+        if before is not None:
+            known = before.responses is not None and row.responses is not None
+            total = (before.responses or 0) + (row.responses or 0) if known else None
+            row = replace(row, responses=total, stored=before.stored + row.stored)
+        found[row.store_dir] = row
+    return list(found.values())
+
+
+def _row(name: str, text: str) -> str:
+    indent = " " * 13
+    return textwrap.fill(
+        text, WIDTH, initial_indent=f"  {name:<11}", subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _questions_text(counts: Sequence[QuestionCount]) -> str:
+    parts = []
+    for split in dict.fromkeys(count.split for count in counts):
+        rows = [count for count in counts if count.split == split]
+        parts.append(f"{split}: " + ", ".join(f"{_number(row)} {row.task}" for row in rows))
+    return "; ".join(parts)
+
+
+def _number(count: QuestionCount) -> str:
+    if count.number is None:
+        return "all"
+    return f"up to {count.number:,}" if count.is_limit else f"{count.number:,}"
+
+
+def _sampling_text(sampling: Sampling) -> str:
+    if sampling.missing is None:
+        return f"as many as the questions ask for, into {sampling.store_dir}"
+    if sampling.missing == 0:
+        return f"none to sample: all {sampling.responses:,} are in {sampling.store_dir}"
+    return f"{sampling.missing:,} to sample, {sampling.stored:,} are in {sampling.store_dir} already"
+
+
+def _tokens_text(sampling: Sampling) -> str:
+    if not sampling.missing:
+        return ""
+    most = f"at most {sampling.missing * sampling.most_tokens:,} (`max_new_tokens` is {sampling.most_tokens:,})"
+    if sampling.mean_tokens is None:
+        return f"{most}; nothing sampled yet tells how many of them"
+    about = sampling.missing * sampling.mean_tokens
+    return f"about {about:,.0f}, by the mean of {sampling.mean_tokens:.0f} of those in the store; {most}"
+
+
+def _training_text(training: Training) -> str:
+    epochs = "" if training.epochs is None else f" in {training.epochs} epoch{'s' if training.epochs != 1 else ''}"
+    return f"{training.steps:,} optimiser steps of {training.rows_per_step:,} rows{epochs}"
+
+
+def _memory_text(memory: Memory) -> str:
+    free = "" if memory.available is None else f" ({show_bytes(memory.available)} are free on the {memory.device})"
+    if memory.weights is None:
+        return f"unknown: the model is not on this disk yet{free}"
+    parts = [f"weights {show_bytes(memory.weights)}"]
+    if memory.trained:
+        parts.append(f"what is trained, with gradients and moments, {show_bytes(memory.trained)}")
+    return f"{', '.join(parts)}; activations and caches come on top{free}"
+
+
+def _disk_text(plan: Plan) -> str:
+    sizes = [(sampling.store_dir, sampling.disk_bytes) for sampling in plan.sampling]
+    sizes += [(place.path, place.size) for place in plan.places]
+    known = [size for _, size in sizes if size]
+    if not sizes or not known:
+        return ""
+    unknown = any(sampling.missing is None for sampling in plan.sampling)
+    exact = all(sampling.bytes_each is not None for sampling in plan.sampling)
+    about = "at least" if unknown else "about" if exact else "at most"
+    return f"{about} {show_bytes(sum(known))}; {show_bytes(free_bytes(sizes[0][0]))} are free at {sizes[0][0]}"

@@ -1,0 +1,201 @@
+"""Plug-ins: modules of the user's own that register tasks, estimators, strategies and reward formats when imported.
+
+A plug-in is named by the user (``--plugins``, or ``plugins`` in a YAML) or installed by them (an entry point); nothing
+is loaded from the folder of a model or from data. Processes that a verb starts find the same plug-ins in the
+environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from selfcal_lightning.core.config_files import config_files, read_config
+from selfcal_lightning.core.errors import InputError, UserError
+
+OPTION = "plugins"
+GROUP = "selfcal_lightning.core.plugins"
+VARIABLE = "SELFCAL_PLUGINS"
+HELP = (
+    "Modules, or .py files, that register tasks, estimators, strategies and reward formats of your own when they are "
+    "imported; several with commas between them."
+)
+_FILE_ENDING = ".py"
+# What this process has imported: by its place, as it was named; and the entry points.
+_loaded: dict[str, str] = {}
+_loaded_points: set[str] = set()
+
+
+def named_plugins(arguments: Sequence[str]) -> list[str]:
+    """Return the plug-ins that the YAML files and the options of a command line name, in their order.
+
+    Example:
+        >>> named_plugins(["--model", "m", "--plugins", "my_task,strategies/mine.py"])
+        ['my_task', 'strategies/mine.py']
+    """
+    found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
+    for place, argument in enumerate(arguments):
+        option, given, value = argument.partition("=")
+        if option in (f"--{OPTION}", f"--{OPTION}+"):
+            following = arguments[place + 1] if place + 1 < len(arguments) else ""
+            found += _names(value if given else following)
+    return list(dict.fromkeys(found))
+
+
+def load_plugins(names: Iterable[str]) -> None:
+    """Import plug-ins, each once, and name them to the processes that this one will start.
+
+    Args:
+        names: Modules, or paths of ``.py`` files. A module is looked for in the current folder too, after everything
+            that is installed; the neighbours of a file can be imported by it.
+
+    Raises:
+        InputError: One is not there, fails when it is imported, or registers a name that is taken.
+    """
+    for name in names:
+        place = _place_of(name)
+        if place not in _loaded:
+            _import(name, place)
+            _loaded[place] = name
+    if _loaded:
+        os.environ[VARIABLE] = json.dumps(list(_loaded))
+
+
+def load_installed_plugins() -> None:
+    """Import what installed packages offer as entry points of the group ``selfcal_lightning.core.plugins``.
+
+    An entry point names a module, or a function in one, which is called without arguments.
+
+    Raises:
+        InputError: One fails; the message names the package.
+    """
+    for point in entry_points(group=GROUP):
+        if point.value not in _loaded_points:
+            _load_point(point)
+            _loaded_points.add(point.value)
+
+
+def load_plugins_of_parent() -> None:
+    """Import, in a process that a verb started, the plug-ins of the process that started it."""
+    load_installed_plugins()
+    load_plugins(json.loads(os.environ.get(VARIABLE) or "[]"))
+
+
+def loaded_plugins() -> list[str]:
+    """Return the plug-ins that were loaded by name, as they were named: for the record of a run."""
+    return list(_loaded.values())
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names in the value of the option: a list, or a text with commas, in brackets or not."""
+    if isinstance(value, str):
+        value = value.strip().removeprefix("[").removesuffix("]").split(",")
+    return [str(name).strip(" '\"") for name in value or [] if str(name).strip(" '\"")]
+
+
+def _place_of(name: str) -> str:
+    """Return what a process in another folder finds a plug-in by: the absolute path of a file, the name of a module."""
+    if not name.endswith(_FILE_ENDING):
+        return name
+    file = Path(name).resolve()
+    if not file.is_file():
+        raise InputError(f"Expected `--{OPTION}` to name modules or Python files, but there is no file {name}.")
+    return str(file)
+
+
+def _import(name: str, place: str) -> ModuleType:
+    is_file = name.endswith(_FILE_ENDING)
+    folder = str(Path(place).parent) if is_file else os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)  # at the end: it hides nothing that is installed
+    if not is_file:
+        _check_is_there(name)
+    try:
+        return _import_file(Path(place)) if is_file else importlib.import_module(name)
+    except UserError as error:
+        raise InputError(f"The plug-in {name} was refused. {error}") from error
+    except Exception as error:  # whatever the user's own code may raise
+        raise InputError(f"Expected the plug-in {name} to be importable, but {_failure(error)}.") from error
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file under its own name, where no other module has it."""
+    taken = file.stem in sys.modules or importlib.util.find_spec(file.stem) is not None
+    same = taken and _origin(file.stem) == str(file)
+    if same:
+        return importlib.import_module(file.stem)
+    name = f"selfcal_plugin_{file.stem}" if taken else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"Expected {file} to be a Python file, but it cannot be imported.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _origin(name: str) -> str | None:
+    if name in sys.modules:
+        file = sys.modules[name].__file__
+        return None if file is None else str(Path(file).resolve())
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).resolve())
+
+
+def _check_is_there(name: str) -> None:
+    """Refuse a module that is not there, which is another mistake than one that needs a module that is not there."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise InputError(
+            f"Expected `--{OPTION}` to name modules or files that end in {_FILE_ENDING}, but got {name!r}."
+        )
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a parent of it
+        spec = None
+    if spec is None:
+        raise InputError(
+            f"Expected `--{OPTION}` to name modules that can be imported, but there is none called {name!r}, neither "
+            f"installed nor in {os.getcwd()}. A file of your own is named by its path, which ends in {_FILE_ENDING}."
+        )
+
+
+def _load_point(point: EntryPoint) -> None:
+    owner = "a package" if point.dist is None else point.dist.name
+    try:
+        found = point.load()
+        if not isinstance(found, ModuleType):
+            found()
+    except UserError as error:
+        raise InputError(f"The plug-in {point.name!r} of {owner} was refused. {error}") from error
+    except Exception as error:  # whatever that package's code may raise
+        raise InputError(
+            f"Expected the plug-in {point.name!r} of {owner} ({point.value}) to be importable, but {_failure(error)}. "
+            f"Mend or uninstall {owner}."
+        ) from error
+
+
+def _failure(error: Exception) -> str:
+    """Return what happened in a plug-in: what it lacks, or the error with the line that raised it."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it needs the module {error.name!r}, which is not installed"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}, cannot be read: {error.msg}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}, "
+    text = " ".join(str(error).split())
+    return f"{where}raised {type(error).__name__}{f': {text}' if text else ''}"

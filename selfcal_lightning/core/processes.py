@@ -1,0 +1,221 @@
+"""Processes that wait for each other for hours: by files on the shared disk, since a collective would time out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.core.signals import INTERRUPTION, Interrupt, PreemptedError, never
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 5.0
+POLL_SECONDS = 0.5
+SHOWS = 6  # attempts to write a state
+STOPPED = "stopped"
+
+
+class Rendezvous:
+    """A meeting of ``world_size`` processes in a folder that all of them see.
+
+    Every process keeps a file with its state and a counter that a thread raises while it lives. Whoever waits fails
+    when a process that it waits for has failed, or has not raised its counter for ``stall_timeout`` seconds of the
+    waiter's own clock. When one process was asked to stop, all of them do.
+
+    Args:
+        folder: Where the files lie; the same and new in all processes.
+        rank: This process.
+        world_size: How many there are.
+        stall_timeout: Seconds without a sign of life after which a process is taken for dead.
+        interrupt: Raises PreemptedError once this process was asked to stop.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        world_size: int,
+        stall_timeout: float = 600.0,
+        interrupt: Interrupt = never,
+    ) -> None:
+        self.folder, self.rank, self.world_size, self.stall_timeout = folder, rank, world_size, stall_timeout
+        self.interrupt = interrupt
+        self._looked_at = 0.0
+        self._beat = 0
+        self._lock = threading.Lock()
+        self._seen: dict[int, dict[str, Any]] = {}
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Show signs of life in the block; then the state is "done", or "failed" or "stopped" when the block raised."""
+        if self.world_size == 1:
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stop = threading.Event()
+        self._show_surely("working")
+
+        def beat() -> None:
+            while not stop.wait(BEAT_SECONDS):
+                try:
+                    self._show("working")
+                except OSError as error:  # a full or stale disk for a moment; the others wait for `stall_timeout`
+                    logger.warning("No sign of life could be written to %s: %s.", self.folder, error)
+
+        thread = threading.Thread(target=beat, name="rendezvous", daemon=True)
+        thread.start()
+        state, problem = "failed", ""
+        try:
+            yield
+            state = "done"
+        except PreemptedError as error:
+            state, problem = STOPPED, str(error)
+            raise
+        except BaseException as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            stop.set()
+            thread.join()
+            self._show_surely(state, problem)
+
+    @contextmanager
+    def together(self) -> Iterator[Rendezvous]:
+        """Run the block as ``working`` does, then ``meet``."""
+        with self.working():
+            yield self
+        self.meet()
+
+    def meet(self, on_wait: Callable[[], None] = never) -> None:
+        """Wait until every process is done, and call ``on_wait`` every few seconds meanwhile.
+
+        Raises:
+            RuntimeError: A process failed or gives no sign of life; what it did until then is kept in the store.
+            PreemptedError: A process was asked to stop.
+        """
+        try:
+            for rank in range(self.world_size) if self.world_size > 1 else ():
+                self._wait_for(rank, on_wait)
+        except PreemptedError as error:
+            self._show(STOPPED, str(error))
+            raise
+
+    def check(self) -> None:
+        """Raise PreemptedError when this process, or another one that works, was asked to stop. Cheap to call often."""
+        self.interrupt()
+        if self.world_size == 1 or time.monotonic() - self._looked_at < POLL_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        for rank in range(self.world_size):
+            _raise_if_stopped(rank, self._read(rank))
+
+    def _wait_for(self, rank: int, on_wait: Callable[[], None]) -> None:
+        seen: dict[str, Any] = {}
+        since = told = time.monotonic()
+        while True:
+            state = self._read(rank)
+            if state.get("state") == "done":
+                return
+            self.check()
+            if state.get("state") == "failed":
+                raise RunError(f"Expected process {rank} to finish its share, but it failed: {state['problem']}")
+            if state != seen:
+                seen, since = state, time.monotonic()
+            if time.monotonic() - told > BEAT_SECONDS:
+                on_wait()
+                told = time.monotonic()
+            silence = time.monotonic() - since
+            if silence > self.stall_timeout:
+                raise RunError(
+                    f"Expected process {rank} to finish its share, but got no sign of life for {silence:.0f} s. "
+                    "Start the same command again: what is in the store is reused. On several machines the store must "
+                    "lie on a file system that all of them share."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"{rank}.json"
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        """Return what a process shows; where its file cannot be read (not there yet, just replaced), what it showed."""
+        try:
+            self._seen[rank] = json.loads(self._file(rank).read_text())
+        except OSError:
+            return self._seen.get(rank, {})
+        return self._seen[rank]
+
+    def _show_surely(self, state: str, problem: str = "") -> None:
+        """Show a state that the others wait for, through a disk that fails for some seconds."""
+        for _ in range(SHOWS - 1):
+            try:
+                self._show(state, problem)
+            except OSError as error:
+                logger.warning("%s could not be written to %s: %s. Trying again.", state, self.folder, error)
+                time.sleep(BEAT_SECONDS)
+            else:
+                return
+        self._show(state, problem)
+
+    def _show(self, state: str, problem: str = "") -> None:
+        with self._lock:
+            self._beat += 1
+            shown = {"state": state, "beat": self._beat, "problem": problem}
+            write_atomically(self._file(self.rank), to_json(shown), durable=False)
+
+
+def _raise_if_stopped(rank: int, state: dict[str, Any]) -> None:
+    if state.get("state") == STOPPED:
+        raise PreemptedError(f"Process {rank} stopped: {state['problem']}")
+
+
+GRACE_SECONDS = 60.0
+
+
+def run_step(arguments: Sequence[str]) -> int:
+    """Run a command of ``selfcal`` in a process of its own and return its status.
+
+    It is waited for at Ctrl-C and SIGTERM too: it writes what is complete before it ends.
+    """
+    command = [sys.executable, "-m", "selfcal_lightning.core.processes", *arguments]
+    step = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
+    try:
+        return step.wait()
+    except KeyboardInterrupt:
+        if INTERRUPTION.received == signal.SIGTERM:  # Ctrl-C in a terminal reaches both of us
+            step.terminate()
+        step.wait(timeout=GRACE_SECONDS)
+        raise
+    finally:
+        if step.poll() is None:
+            step.kill()
+        if step.stdin is not None:
+            step.stdin.close()
+
+
+def _watch_parent() -> None:
+    """Wait for the end of standard input, then ask this process to end, then end it whatever it does."""
+    # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    runpy.run_module("selfcal_lightning", run_name="__main__", alter_sys=True)

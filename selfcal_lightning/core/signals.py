@@ -1,0 +1,190 @@
+"""Signals that ask a run to stop: the handler only remembers them, and the work asks at places where it can stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Interruption:
+    """The signals by which this process is asked to end at once.
+
+    A library that is interrupted while it is imported, or in a callback of C code, may turn KeyboardInterrupt into an
+    error of its own: ``received`` tells what really happened.
+
+    Attributes:
+        received: The first signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._process: int | None = None
+
+    def listen(self) -> None:
+        """Put the handlers in place; what the parent ignores or has decided stays as it is."""
+        self._process = os.getpid()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self.handle)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self.handle)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal and raise KeyboardInterrupt; a forked child ends as it would without a handler."""
+        if os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.received = self.received or signal.Signals(number)
+        raise KeyboardInterrupt
+
+    def ignore(self) -> None:
+        """Let nothing cut the last words short."""
+        for number in NAMES:
+            if signal.getsignal(number) == self.handle:
+                signal.signal(number, signal.SIG_IGN)
+
+    @property
+    def name(self) -> str:
+        """What stopped the process, in words."""
+        return NAMES[self.received or signal.SIGINT]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 128 and the number of the signal, as shells have it."""
+        return 128 + (self.received or signal.SIGINT)
+
+
+# One a process, as the handlers of signals are.
+INTERRUPTION = Interruption()
+
+
+@contextmanager
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """Tell whoever interrupts the block what is kept, and how to go on, in a sentence or two.
+
+    Args:
+        kept: Returns that; asked once the block has ended. The innermost block that is interrupted has the word.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        error.add_note(kept())
+        raise
+
+
+def what_is_kept(error: BaseException) -> str | None:
+    """Return what the innermost :func:`keeping` said, also where a library has put another error on top of it."""
+    found: str | None = None
+    link: BaseException | None = error
+    while link is not None:
+        found = next(iter(getattr(link, "__notes__", ())), found)
+        link = link.__cause__ or link.__context__
+    return found
+
+
+STOPPED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, start the same command again
+ONE_REQUEST_SECONDS = 3.0
+
+
+class PreemptedError(SystemExit):
+    """A signal asked the run to stop, and it did at a place from which it can go on.
+
+    The process ends with status 75 unless somebody catches it. Not an ``Exception``, like ``KeyboardInterrupt``: what
+    is complete is kept on the way out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(STOPPED_STATUS)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StopSignals:
+    """Handlers of signals that set a flag, and nothing else.
+
+    A signal that comes again acts as it would have without the handlers. Launchers and schedulers may deliver one
+    request twice within moments, so what follows in three seconds is the same one. A handler that was there before, in
+    Python, is called too.
+
+    Args:
+        names: Names of the signals, such as "SIGTERM".
+
+    Attributes:
+        received: Name of the first signal that came, or None.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        known = signal.Signals.__members__
+        if unknown := [name for name in names if name not in known or name in {"SIGKILL", "SIGSTOP"}]:
+            raise InputError(
+                f"Expected `signals` to be names of signals that can be handled, but got {unknown[0]!r}. "
+                'Take "SIGTERM", "SIGUSR1" or "SIGUSR2", for example.'
+            )
+        self.signals = [signal.Signals[name] for name in names]
+        self.received: str | None = None
+        self._armed = False
+        self._earlier: dict[int, Any] = {}
+        self._came_at: dict[int, float] = {}
+
+    def install(self) -> None:
+        """Put the handlers in place, also where somebody has replaced them since; only in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._armed:
+            self._earlier = {number: signal.getsignal(number) for number in self.signals}
+            self.forget()
+            self._armed = True
+        for number in self.signals:
+            signal.signal(number, self._remember)
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before ``install``. Where others came on top, those stay."""
+        self._armed = False
+        for number, earlier in self._earlier.items():
+            if signal.getsignal(number) == self._remember:
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+    def forget(self) -> None:
+        """Begin anew: the next signal is a first one."""
+        self.received, self._came_at = None, {}
+
+    def raise_if_received(self) -> None:
+        """Raise PreemptedError when a signal came."""
+        if self.received is not None:
+            raise PreemptedError(f"{self.received} asked this run to stop")
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._armed or now - self._came_at.get(number, now) > ONE_REQUEST_SECONDS:
+            self._pass_on(number)
+        elif number not in self._came_at:
+            self._came_at[number] = now
+            self.received = self.received or signal.Signals(number).name
+            earlier = self._earlier[number]
+            # Those that end the process at once are what this one is in the place of.
+            if callable(earlier) and earlier not in (signal.default_int_handler, INTERRUPTION.handle):
+                earlier(number, frame)
+
+    def _pass_on(self, number: int) -> None:
+        """Send the signal once more, to the handler that was there before."""
+        signal.signal(number, self._earlier.get(number) or signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+Interrupt = Callable[[], None]
+
+
+def never() -> None:
+    """Ask nobody: the work is not interrupted."""

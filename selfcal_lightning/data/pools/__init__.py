@@ -1,0 +1,1 @@
+"""Recorded pools of responses: reading, importing and exporting them."""

@@ -1,0 +1,365 @@
+"""Responses made elsewhere, a JSON-lines pool of them, into a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import line_error, read_json_lines
+from selfcal_lightning.core.progress import Progress, Stage, counted, say
+from selfcal_lightning.data.pools.line_format import PoolLine, count_lines, judge_line, open_imported, read_foreign_pool
+from selfcal_lightning.data.store.manifest import StoredQuestion
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.records import Message, Question, QuestionSamples
+
+SAMPLED, GROUND_TRUTH = "sampled.jsonl", "ground_truth.jsonl"
+SAMPLED_KEYS = (
+    "example_id", "sampled_id", "prompt_tokens", "completion_tokens", "prompt", "response", "parsed_response",
+    "ground_truth_answer", "correctness",
+)  # fmt: skip
+TRUTH_KEYS = (
+    "example_id", "total_prompt_tokens", "total_completion_tokens", "ground_truth_answer", "num_samples",
+    "num_correct", "expected_accuracy", "question",
+)  # fmt: skip
+
+
+@dataclass
+class SampledPool:
+    """What the two files hold.
+
+    Attributes:
+        lines: Questions with their responses, in the order in which they first occur.
+        dropped: Rows that are left out, by reason.
+        overruled: Rows without an answer that were called right; they count as wrong.
+        differing: Questions of which the second file counts other responses, or other right ones, than the first has.
+        without_responses: Questions of the second file of which the first has no response.
+    """
+
+    lines: list[PoolLine]
+    dropped: Counter[str] = field(default_factory=Counter)
+    overruled: int = 0
+    differing: int = 0
+    without_responses: int = 0
+
+
+def find_sampled(path: str | Path) -> Path | None:
+    """Return the file of responses where ``path`` is one, or a folder that holds one; else None."""
+    place = Path(path)
+    if place.is_dir():
+        return place / SAMPLED if (place / SAMPLED).is_file() else None
+    first = next((line for _, line in read_json_lines(place)), {}) if place.suffix == ".jsonl" else {}
+    return place if {"example_id", "response"} <= first.keys() else None
+
+
+def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> SampledPool:
+    """Read the responses and, where it lies beside them, the file of questions.
+
+    A question is told by its whole id. Rows whose response is no text, and those whose id and number occurred before,
+    are left out and counted; others are numbered anew, from 0, in the order of their own numbers.
+
+    Args:
+        path: The file of responses.
+        task: Task of the questions.
+        split: Split of the questions.
+        stated: Whether answers and verdicts are those that the file states; else they are left to be read anew.
+
+    Raises:
+        InputError: A row is not as described, with file and line.
+    """
+    truths = _read_truths(path.with_name(GROUND_TRUTH))
+    pool = SampledPool([])
+    found: dict[str, dict[object, dict[str, Any]]] = {}
+    questions: dict[str, Question] = {}
+    for number, row in read_json_lines(path):
+        name = _id(path, number, row)
+        if not isinstance(row.get("response"), str):
+            pool.dropped["without a response"] += 1
+            continue
+        given = found.setdefault(name, {})
+        own = row.get("sampled_id", len(given))
+        if own in given:
+            pool.dropped["of a number that occurred before"] += 1
+            continue
+        given[own] = _response(path, number, row, pool, stated=stated)
+        if name not in questions:
+            questions[name] = _question(path, number, row, truths.get(name, {}), task)
+    pool.lines = [
+        PoolLine(questions[name], split, [given[own] for own in sorted(given, key=_order)])
+        for name, given in found.items()
+        if name in questions
+    ]
+    pool.without_responses = len(truths.keys() - questions.keys())
+    pool.differing = sum(_differs(truths[name], found[name]) for name in questions if name in truths) if stated else 0
+    return pool
+
+
+def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a question's responses; those that the engine could not give are left out."""
+    prompt = [asdict(message) for message in group.question.messages]
+    tokens = None if group.prompt_ids is None else len(group.prompt_ids)
+    for sample in group.samples:
+        if not is_failed(sample):
+            values = (
+                group.question.id, sample.index, tokens, sample.num_tokens, prompt, sample.text, sample.answer,
+                group.question.reference, int(bool(sample.correct)),
+            )  # fmt: skip
+            yield dict(zip(SAMPLED_KEYS, values, strict=True))
+
+
+def truth_row(group: QuestionSamples) -> dict[str, Any]:
+    """Return the row of a question."""
+    rows = list(sampled_rows(group))
+    right = sum(row["correctness"] for row in rows)
+    lengths = [[row[name] for row in rows] for name in ("prompt_tokens", "completion_tokens")]
+    totals = [None if None in column else sum(column) for column in lengths]
+    question = group.question
+    values = (question.id, *totals, question.reference, len(rows), right, right / len(rows), question.text)
+    return dict(zip(TRUTH_KEYS, values, strict=True))
+
+
+def _read_truths(path: Path) -> dict[str, dict[str, Any]]:
+    rows = read_json_lines(path) if path.is_file() else ()
+    return {_id(path, number, row): row for number, row in rows}
+
+
+def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
+    name = row.get("example_id")
+    if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
+        raise line_error(path, number, "`example_id` to be text or a whole number", repr(name))
+    return str(name)
+
+
+def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool, *, stated: bool) -> dict[str, Any]:
+    """Return a response as a line of a pool has it."""
+    tokens = row.get("completion_tokens")
+    response: dict[str, Any] = {"text": row["response"]}
+    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
+        response["tokens"] = tokens
+    if not stated:
+        return response
+    correct = row.get("correctness")
+    if correct not in (0, 1, None):
+        raise line_error(path, number, "`correctness` to be 0, 1 or null", repr(correct))
+    answer = _text(row.get("parsed_response"))
+    if answer is None and correct:
+        pool.overruled += 1
+    right = None if correct is None else bool(correct) and answer is not None
+    return {**response, "answer": answer, "correct": right}
+
+
+def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[str, Any], task: str) -> Question:
+    prompt = row.get("prompt")
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        raise line_error(path, number, "`prompt` to be text or a list of {role, content}", repr(prompt))
+    messages = tuple(Message(turn["role"], turn["content"]) for turn in turns)
+    text = truth.get("question")
+    asked = text if isinstance(text, str) else next((m.content for m in reversed(messages) if m.role == "user"), "")
+    return Question(_id(path, number, row), task, messages, _text(row.get("ground_truth_answer")), asked)
+
+
+def _text(value: object) -> str | None:
+    """Return an answer as text: a whole number without a point, no answer as None.
+
+    Example:
+        >>> _text(18.0), _text("B"), _text(" "), _text(None)
+        ('18', 'B', None, None)
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = "" if value is None else str(value)
+    return text if text.strip() else None
+
+
+def _order(own: object) -> tuple[int, int, str]:
+    """Return what rows of a question are sorted by: the number in which their own id ends, else the id."""
+    text = str(own)
+    digits = text[len(text.rstrip("0123456789")) :]
+    return (0, int(digits), text) if digits else (1, 0, text)
+
+
+def _differs(truth: Mapping[str, Any], given: Mapping[object, Mapping[str, Any]]) -> bool:
+    right = sum(bool(response["correct"]) for response in given.values())
+    return (truth.get("num_samples"), truth.get("num_correct")) != (len(given), right)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes:
+        questions: Questions read.
+        reused: Those of them that the store had from an earlier import of the same file.
+        without_responses: Those without a response, of which nothing can be stored.
+        responses: Responses stored now.
+        extracted: Answers that were not given and were read out of the text.
+        verified: Verdicts that were not given and were found by comparison with the reference.
+        unreadable: Stored responses without an answer.
+        truncated: Stored responses that the token limit cut; those that state no answer are unreadable.
+        undecided: Pairs of expressions that could not be compared within the limits and count as different.
+        dropped: Rows of `sampled.jsonl`, or records of prefixes, that were left out; a message says why.
+        overruled: Its rows without an answer that were called right, and count as wrong.
+        differing: Questions of which `ground_truth.jsonl` counts otherwise than the rows do.
+    """
+
+    questions: int
+    reused: int
+    without_responses: int
+    responses: int
+    extracted: int
+    verified: int
+    unreadable: int
+    truncated: int
+    undecided: int
+    dropped: int = 0
+    overruled: int = 0
+    differing: int = 0
+
+
+COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
+
+
+def import_pool(
+    path: str | Path,
+    store_dir: str | Path,
+    *,
+    task: str | None = None,
+    split: str | None = None,
+    tasks: Callable[[str], Task] = get_task,
+    questions_per_shard: int = 256,
+) -> ImportReport:
+    """Read a JSON-lines pool of responses made elsewhere into a store of its own.
+
+    A file of the task's own columns with a list of texts in ``responses`` is read too, where ``task`` is given. The
+    whole file is checked before the first row is stored. Equal answers are named by the first seen of their class.
+
+    Args:
+        path: The pool.
+        store_dir: Folder of the store. Importing the same file again completes it.
+        task: Task of all questions; None takes the field ``task`` of every line.
+        split: Split of all questions; None takes the field ``split`` of every line.
+        tasks: Returns the task of a name.
+        questions_per_shard: Questions in one file of the store.
+
+    Raises:
+        InputError: A line is not as described, with the file and the number of the line.
+    """
+    path, before = Path(path), Undecided.so_far()
+    responses: dict[str, int] = {}
+    with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
+        for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
+            responses[line.question.id] = len(line.responses)
+            tasks(line.question.task)
+    if not responses:
+        raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
+    with Stage(f"Hashing {path.name}"):
+        store = open_imported(store_dir, path, {"task": task})
+    lines = read_foreign_pool(path, task=task, split=split, tasks=tasks)
+    counts = _store_lines(path, store, lines, responses, tasks=tasks, questions_per_shard=questions_per_shard)
+    return ImportReport(
+        questions=len(responses), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED}
+    )
+
+
+def import_sampled(
+    path: Path,
+    store_dir: str | Path,
+    *,
+    task: str,
+    split: str,
+    stated: bool = True,
+    tasks: Callable[[str], Task] = get_task,
+    questions_per_shard: int = 256,
+) -> ImportReport:
+    """Read `sampled.jsonl`, with `ground_truth.jsonl` where it lies beside it, into a store of its own.
+
+    Args:
+        path: The file of responses.
+        store_dir: Folder of the store. Importing the same file again completes it.
+        task: Task of all questions.
+        split: Split of all questions.
+        stated: Whether answers and verdicts are those of the file; False reads and judges the texts anew.
+        tasks: Returns the task of a name.
+        questions_per_shard: Questions in one file of the store.
+
+    Raises:
+        InputError: A row is not as described, with the file and the number of the line.
+    """
+    before = Undecided.so_far()
+    tasks(task)
+    with Stage(f"Reading {path.name}"):
+        pool = read_sampled(path, task=task, split=split, stated=stated)
+    if not pool.lines:
+        raise InputError(f"Expected {path} to hold responses to questions, but got none.")
+    store = open_imported(store_dir, path, {"task": task, "stated": stated})
+    sizes = {line.question.id: len(line.responses) for line in pool.lines}
+    numbered = enumerate(pool.lines, start=1)
+    counts = _store_lines(path, store, numbered, sizes, tasks=tasks, questions_per_shard=questions_per_shard)
+    counts["without_responses"] = pool.without_responses
+    if pool.dropped:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in pool.dropped.most_common())
+        say(f"Left out of {path}: {reasons}.")
+    return ImportReport(
+        questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},
+        dropped=pool.dropped.total(), overruled=pool.overruled, differing=pool.differing,
+    )  # fmt: skip
+
+
+def _store_lines(
+    path: Path,
+    store: SampleStore,
+    lines: Iterable[tuple[int, PoolLine]],
+    responses: Mapping[str, int],
+    *,
+    tasks: Callable[[str], Task],
+    questions_per_shard: int,
+) -> Counter[str]:
+    """Judge and store what the store lacks of ``lines``, and join it. Returns what is counted."""
+    counts: Counter[str] = Counter()
+    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
+        stored = store.stored_questions(include_parts=True)
+        total = sum(count for name, count in responses.items() if name not in stored)
+        with Progress(total, label=f"Importing {path.name}") as progress:
+            for number, line in lines:
+                if line.question.id in stored:
+                    _check_split(path, number, line, stored[line.question.id])
+                    counts["reused"] += 1
+                elif not line.responses:
+                    counts["without_responses"] += 1
+                else:
+                    judged = judge_line(line, tasks(line.question.task))
+                    writer.append(judged)
+                    counts += _counted(line, judged)
+                    unreadable = sum(sample.answer is None for sample in judged.samples)
+                    progress.update(len(judged.samples), unreadable=unreadable)
+    with Stage(f"Joining {store.path.name}"):
+        store.join()
+    return counts
+
+
+def _check_split(path: Path, number: int, line: PoolLine, stored: StoredQuestion) -> None:
+    if stored.split != line.split:
+        raise line_error(path, number, f"split {stored.split!r} as stored", repr(line.split))
+
+
+def _counted(line: PoolLine, judged: QuestionSamples) -> Counter[str]:
+    """Return the counts of a question that is stored now."""
+    unverified = sum("correct" not in response for response in line.responses)
+    return Counter(
+        responses=len(judged.samples),
+        extracted=sum("answer" not in response for response in line.responses),
+        verified=0 if line.question.reference is None else unverified,
+        unreadable=sum(sample.answer is None for sample in judged.samples),
+        truncated=sum(sample.finish == "length" for sample in judged.samples),
+    )

@@ -1,0 +1,350 @@
+"""The lines of a pool: responses to questions as JSON, one question a line.
+
+A pool holds one question a line::
+
+    {"id", "task", "question", "reference", "responses": [{"text", "answer"?, "correct"?, "confidence"?, "tokens"?}]}
+
+``reference`` (or ``answer``, text or number) is null where unknown. A response's ``confidence`` maps names to numbers,
+of which "yes_mass", "no_mass" and "logprob" are the columns of that name, and "p_true" follows from the masses where
+these are given. ``tokens`` is the length of the response or the list of its token ids. ``split`` and ``messages`` of a
+question and ``finish`` of a response may be given too, and are written on export. Other keys are an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
+from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import StoredRow
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import judge
+from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, check_spelling, given_answer
+from selfcal_lightning.records import (
+    IMPORTED,
+    UNSTATED,
+    Message,
+    ModelIdentity,
+    PromptIdentity,
+    Question,
+    QuestionSamples,
+    RecordedResponse,
+)
+
+BLOCK_BYTES = 1 << 20
+
+
+def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
+    """Open the store that holds what was imported from ``source``, and nothing else.
+
+    Args:
+        store_dir: Folder of the store.
+        source: The file; its sha256 is part of the fingerprint, its name is not.
+        settings: What else must be equal when the import is started again; plain JSON types.
+    """
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
+    fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)
+    engine = {"engine": "imported", "source": str(source)}
+    return SampleStore.create_or_open(store_dir, fingerprint, num_samples=None, engine=engine)
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has, empty ones too; of a large file faster than reading them."""
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
+
+
+QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "messages"}
+RESPONSE_KEYS = {"text", "answer", "correct", "confidence", "tokens", "finish"}
+COLUMNS = ("yes_mass", "no_mass", "logprob")
+PROBABILITIES = ("p_true", "yes_mass", "no_mass")
+NUM_TOKENS = "num_tokens"
+LARGEST = 1e300
+WRITTEN_KEYS = ("id", "task", "split", "question", "messages", "reference", "responses")
+LONGEST_LINE = 2**28  # bytes; what is longer is no line of a pool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLine:
+    """One line of a pool, checked but not judged: ``responses`` are as in the file."""
+
+    question: Question
+    split: str
+    responses: list[dict[str, Any]]
+
+
+def read_pool(
+    path: Path, *, task: str | None, split: str | None, default_split: str | None = None
+) -> Iterator[tuple[int, PoolLine]]:
+    """Yield (line number, line) for every line of a pool.
+
+    Args:
+        path: The pool.
+        task: Task of all questions; None takes the field ``task`` of every line.
+        split: Split of all questions; None takes the field ``split`` of every line.
+        default_split: Split of the questions whose line has no field ``split``; None requires it.
+
+    Raises:
+        ValueError: A line is not as described, with file and line.
+    """
+    assumed = {} if default_split is None else {"split": default_split}
+    for number, line in read_json_lines(path):
+        given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
+        yield number, _parse_line(path, number, {**assumed, **line, **given})
+
+
+def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
+    line = _with_reference(line, origin=f"{path}:{number}")
+    missing = sorted({"id", "task", "question", "reference", "responses", "split"} - line.keys())
+    if missing:
+        hint = " (or the argument of that name)" if {*missing} & {"task", "split"} else ""
+        raise line_error(path, number, f"the fields {', '.join(missing)}{hint}", f"only {', '.join(sorted(line))}")
+    _check_keys(path, number, line, QUESTION_KEYS)
+    for name in ("id", "task", "question", "split"):
+        _check(path, number, f"`{name}` to be text", line[name], isinstance(line[name], str))
+    reference, responses = line["reference"], line["responses"]
+    _check(path, number, "`reference` to be text or null", reference, reference is None or isinstance(reference, str))
+    _check(path, number, "`responses` to be a list", responses, isinstance(responses, list))
+    messages = line.get("messages", [{"role": "user", "content": line["question"]}])
+    well_formed = isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and message.keys() == {"role", "content"}
+        and all(isinstance(text, str) for text in message.values())
+        for message in messages
+    )
+    _check(path, number, "`messages` to be a list of {role, content}", messages, well_formed)
+    for response in responses:
+        _check_response(path, number, response)
+    chat = tuple(Message(message["role"], message["content"]) for message in messages)
+    question = Question(line["id"], line["task"], chat, reference, line["question"])
+    return PoolLine(question, line["split"], responses)
+
+
+def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
+    """Return the line with its answer as text in ``reference``, whichever of its two names and types it has."""
+    check_spelling(line, origin)
+    if ANSWER not in line and SYNONYM not in line:
+        return line
+    found = given_answer(line, origin=origin)
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        found = str(int(found)) if float(found).is_integer() else repr(found)
+    return {**{name: value for name, value in line.items() if name != ANSWER}, SYNONYM: found}
+
+
+def _check_response(path: Path, number: int, response: Any) -> None:
+    _check(path, number, "a response to be an object", response, isinstance(response, dict))
+    _check_keys(path, number, response, RESPONSE_KEYS)
+    text, answer, correct = response.get("text"), response.get("answer"), response.get("correct")
+    _check(path, number, "`text` of a response to be text", text, isinstance(text, str))
+    _check(path, number, "`answer` to be text or null", answer, answer is None or isinstance(answer, str))
+    _check(path, number, "`correct` to be true, false or null", correct, correct is None or isinstance(correct, bool))
+    unreadable = "answer" in response and answer is None
+    _check(path, number, "an unreadable answer not to be correct", response, not (unreadable and correct))
+    finish, tokens = response.get("finish"), response.get("tokens")
+    _check(path, number, '`finish` to be "stop", "length" or null', finish, finish in ("stop", "length", None))
+    whole = [tokens] if _is_whole(tokens) else tokens
+    listed = tokens is None or (isinstance(whole, list) and all(_is_whole(token) for token in whole))
+    _check(path, number, "`tokens` to be a number of tokens or a list of ids", tokens, listed)
+    confidence = response.get("confidence", {})
+    _check(path, number, "`confidence` to map names to numbers", confidence, isinstance(confidence, dict))
+    _check(path, number, "the length of a response in `tokens`", NUM_TOKENS, NUM_TOKENS not in confidence)
+    for name, value in confidence.items():
+        number_like = isinstance(value, int | float) and not isinstance(value, bool)
+        finite = value is None or (number_like and abs(value) < LARGEST)
+        _check(path, number, f"confidence `{name}` to be a finite number or null", value, finite)
+        if name in PROBABILITIES and value is not None:
+            _check(path, number, f"confidence `{name}` to lie in [0, 1]", value, 0.0 <= value <= 1.0)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
+    """Return a response of a checked line; what the line does not give is unstated."""
+    confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
+    columns = {name: confidence.pop(name, None) for name in COLUMNS}
+    if columns["yes_mass"] is not None and columns["no_mass"] is not None:
+        confidence.pop("p_true", None)
+    tokens = response.get("tokens")
+    return RecordedResponse(
+        text=response["text"],
+        token_ids=tuple(tokens) if isinstance(tokens, list) else None,
+        finish=response.get("finish"),
+        answer=response.get("answer", UNSTATED),
+        correct=response.get("correct", UNSTATED),
+        confidences=confidence,
+        num_tokens=tokens if isinstance(tokens, int) else None,
+        **columns,
+    )
+
+
+def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
+    """Return the samples of a line; what is not given is read out of the text and verified."""
+    samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
+    return QuestionSamples(line.question, samples, line.split)
+
+
+def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
+    """Return a question with its responses as an object of a pool."""
+    question = rows[0].question
+    responses = []
+    for row in rows:
+        sample = row.sample
+        numbers = {"p_true": sample.p_true, **{name: getattr(sample, name) for name in COLUMNS}, **sample.confidences}
+        response = {
+            "text": sample.text,
+            "answer": sample.answer,
+            "correct": sample.correct,
+            "confidence": {name: value for name, value in numbers.items() if value is not None},
+            "finish": sample.finish,
+        }
+        tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
+        responses.append(response if tokens is None else {**response, "tokens": tokens})
+    return {
+        "id": question.id,
+        "task": question.task,
+        "split": rows[0].split,
+        "question": question.text,
+        "messages": [asdict(message) for message in question.messages],
+        "reference": question.reference,
+        "responses": responses,
+    }
+
+
+def is_written_pool(path: Path) -> bool:
+    """Return whether a file begins with a line as ``pool_line`` makes it and this project writes it.
+
+    Pools from elsewhere have other fields, or another order or spelling of them.
+    """
+    with open(path, "rb") as file:
+        line = file.readline(LONGEST_LINE)
+    try:
+        content = json.loads(line)
+        is_as_written = line == as_json_line(content).encode()
+    except (ValueError, RecursionError):
+        return False
+    return is_as_written and isinstance(content, dict) and tuple(content) == WRITTEN_KEYS
+
+
+def _check(path: Path, number: int, expected: str, found: object, is_met: bool) -> None:
+    if not is_met:
+        raise line_error(path, number, expected, repr(found))
+
+
+def _check_keys(path: Path, number: int, found: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(found.keys() - known)
+    _check(path, number, f"only the fields {', '.join(sorted(known))}", unknown, not unknown)
+
+
+# A pool made elsewhere that names no split.
+UNNAMED = "test"
+
+
+def read_foreign_pool(
+    path: Path, *, task: str | None, split: str | None, tasks: Callable[[str], Task], default_split: str | None = None
+) -> Iterator[tuple[int, PoolLine]]:
+    """Yield (line number, line) of a pool in either form: lines of a pool, or rows of a data set with ``responses``.
+
+    The second form is meant where ``task`` is given and the first line has no ``id``.
+
+    Args:
+        path: The pool.
+        task: Task of all questions; None takes the field ``task`` of every line.
+        split: Split of all questions; None takes the field ``split`` of every line.
+        tasks: Returns the task of a name.
+        default_split: Split of the questions whose line has no field ``split``; None requires it.
+
+    Raises:
+        ValueError: A line is not as described, or repeats an id, with file and line.
+    """
+    first = next((line for _, line in islice(read_json_lines(path), 1)), {})
+    if task is not None and "id" not in first and "responses" in first:
+        lines = _read_rows(path, tasks(task), split or default_split or UNNAMED)
+    else:
+        lines = read_pool(path, task=task, split=split, default_split=default_split)
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        if (earlier := seen.setdefault(line.question.id, number)) != number:
+            raise line_error(path, number, "`id` to be unique", f"{line.question.id!r} again, from line {earlier}")
+        yield number, line
+
+
+def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLine]]:
+    """Let the task read its own columns, and pair its questions with the texts."""
+    texts: list[list[dict[str, str]]] = []
+    for number, line in read_json_lines(path):
+        responses = line.get("responses")
+        if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
+            raise line_error(path, number, "`responses` to be a list of texts", repr(responses))
+        texts.append([{"text": text} for text in responses])
+    questions = task.load(split, path=str(path))
+    if len(questions) != len(texts):
+        raise InputError(
+            f"Expected task {task.name!r} to make a question of each of the {len(texts)} rows of {path}, but got "
+            f"{len(questions)}. Take out the rows that it warns of."
+        )
+    for number, (question, responses) in enumerate(zip(questions, texts, strict=True), start=1):
+        yield number, PoolLine(question, split, responses)
+
+
+StepLabels = Literal["hard", "rate"]
+TRL_FIELDS = ("prompt", "completions", "labels")
+
+
+def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
+    """Return a row.
+
+    Args:
+        prompt: The question.
+        steps: The K steps.
+        rates: How often the answer turned out right from each on [K], in [0, 1].
+        labels: "hard" is true where any was, which TRL reads; "rate" is the rate itself, which TRL would cut to 0.
+
+    Example:
+        >>> trl_row("1+1?", ["It is 2."], [0.5], "hard")
+        {'prompt': '1+1?', 'completions': ['It is 2.'], 'labels': [True]}
+    """
+    made = [rate > 0.0 for rate in rates] if labels == "hard" else list(rates)
+    return {"prompt": prompt, "completions": [step.strip() for step in steps], "labels": made}
+
+
+def read_trl_row(record: Mapping[str, Any], *, separator: str) -> tuple[str, list[tuple[str, float]]]:
+    """Return the question of a row, and each of its prefixes with its label as a rate.
+
+    Args:
+        record: The row.
+        separator: What stands between two steps.
+
+    Raises:
+        InputError: A field is of another kind, or there are more or fewer labels than steps.
+
+    Example:
+        >>> read_trl_row({"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.25]}, separator=" ")
+        ('q', [('a', 1.0), ('a b', 0.25)])
+    """
+    prompt, steps, labels = (record[name] for name in TRL_FIELDS)
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"Expected `prompt` to be text, but got {prompt!r}.")
+    if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise InputError(f"Expected `completions` to be a list of steps, but got {steps!r}.")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise InputError(f"Expected `labels` to be a list of {len(steps)}, one a step, but got {labels!r}.")
+    if not all(isinstance(label, int | float) and math.isfinite(label) and 0 <= label <= 1 for label in labels):
+        raise InputError(f"Expected `labels` to be true, false or shares in [0, 1], but got {labels!r}.")
+    prefixes = accumulate(steps, lambda before, step: f"{before}{separator}{step}")
+    return prompt, list(zip(prefixes, map(float, labels), strict=True))

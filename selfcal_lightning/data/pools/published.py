@@ -1,0 +1,282 @@
+"""Published training records of self-calibration: ``input, answer, weighted_consistency, consistency``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import line_error, read_json_lines, write_json_lines
+from selfcal_lightning.data.pools.line_format import TRL_FIELDS, open_imported, read_trl_row
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import judge
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Sample
+
+FIELDS = ("input", "answer", "weighted_consistency", "consistency")
+TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsReport:
+    """What an import of training records did.
+
+    Attributes:
+        records: Records read; each is one stored response.
+        questions: Different prompts among them.
+        reused: Prompts that the store had from an earlier import of the same file.
+        unreadable: Records without an answer.
+        without_target: Records whose weighted consistency is missing (its sum of confidences was zero).
+        doubled_prompts: Records whose input repeats the prompt, of which one copy is kept.
+        ended: Responses from which the end-of-turn text was cut off.
+        other_fields: Fields that were left out.
+    """
+
+    records: int
+    questions: int
+    reused: int
+    unreadable: int
+    without_target: int
+    doubled_prompts: int
+    ended: int
+    other_fields: tuple[str, ...]
+
+
+def import_training_records(
+    path: str | Path,
+    store_dir: str | Path,
+    *,
+    prompt_separator: str,
+    task: str,
+    split: str = "train",
+    end_of_turn: str = "",
+    model: str | None = None,
+    revision: str | None = None,
+    tasks: Callable[[str], Task] = get_task,
+    questions_per_shard: int = 256,
+) -> RecordsReport:
+    """Read published training records into a store of its own, as samples that carry finished targets.
+
+    A record is ``input = prompt + " " + response`` with the answer and the two consistencies of its answer. The
+    confidences and verdicts that they came from were not published, so this is the one place where targets are stored:
+    as the confidences "ssc" and "consistency", from which training takes them. ``correct``, the Yes and No masses and
+    the reference are unknown, and a question's samples are those that were published, in the order of the file. Equal
+    answers are named by the first seen of their class, as everywhere.
+
+    The prompt ends with the *last* ``prompt_separator`` of the input; records with equal prompts are one question,
+    whose id is a hash of the prompt and whose ``text`` is the rendered prompt. ``messages`` stay empty, since a
+    rendered prompt must not be put into a template again: give ``model`` to have its token ids stored, which training
+    needs. Records are grouped in memory.
+
+    Args:
+        path: JSON-lines file, or Parquet file (``.parquet``).
+        store_dir: Folder of the store. Importing the same file again completes it.
+        prompt_separator: What opens the assistant's turn in the chat template of the records, such as
+            "<|im_start|>assistant" and a line break.
+        task: Task of the questions, which says when answers are equal.
+        split: Split under which they are stored.
+        end_of_turn: Text of the end-of-turn token; responses that end with it finished by themselves.
+        model: Folder or hub name of the model whose tokenizer rendered the prompts.
+        revision: Its revision on the hub.
+        tasks: Returns the task of a name.
+        questions_per_shard: Questions in one file of the store.
+
+    Raises:
+        ValueError: A record lacks a field, holds no separator or an impossible number; with file and line.
+    """
+    path = Path(path)
+    if not prompt_separator:
+        raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
+    reader = tasks(task)
+    groups: dict[str, list[RecordedResponse]] = {}
+    counts = dict.fromkeys(("records", "unreadable", "without_target", "doubled_prompts", "ended"), 0)
+    others: set[str] = set()
+    for number, record in _read_records(path):
+        prompt, text, doubled = _split_input(path, number, record["input"], prompt_separator)
+        ended = bool(end_of_turn) and text.endswith(end_of_turn)
+        targets = {name: _share(path, number, field, record[field]) for name, field in TARGETS.items()}
+        response = RecordedResponse(
+            text=text.removesuffix(end_of_turn) if ended else text,
+            finish="stop" if ended else None,
+            answer=None if record["answer"] is None else str(record["answer"]),
+            confidences={name: value for name, value in targets.items() if value is not None},
+        )
+        groups.setdefault(prompt, []).append(response)
+        others |= record.keys() - set(FIELDS)
+        counts["records"] += 1
+        counts["unreadable"] += response.answer is None
+        counts["without_target"] += targets["ssc"] is None
+        counts["doubled_prompts"] += doubled
+        counts["ended"] += ended
+    if not groups:
+        raise InputError(f"Expected {path} to hold training records, but got an empty file.")
+    chat = None if model is None else ChatFormat(load_tokenizer(model, revision=revision))
+    settings = {"prompt_separator": prompt_separator, "end_of_turn": end_of_turn, "task": task, "split": split}
+    store = open_imported(store_dir, path, settings | ({} if chat is None else chat.describe()))
+    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
+        stored = store.question_ids(include_parts=True)
+        for prompt, responses in groups.items():
+            question = Question(_question_id(prompt), task, (), None, prompt)
+            if question.id not in stored:
+                writer.append(_with_tokens(question, judge(question, responses, reader), split, chat))
+    store.join()
+    return RecordsReport(questions=len(groups), reused=len(stored), other_fields=tuple(sorted(others)), **counts)
+
+
+def _with_tokens(question: Question, samples: Sequence[Sample], split: str, chat: ChatFormat | None) -> QuestionSamples:
+    """Return the question with the token ids of its rendered prompt and of its responses, where these can be known."""
+    if chat is None:
+        return QuestionSamples(question, tuple(samples), split)
+    prompt_ids = tuple(chat.tokenizer.encode(question.text, add_special_tokens=False))
+    encoded = tuple(replace(sample, token_ids=chat.response_ids(sample.text)) for sample in samples)
+    return QuestionSamples(question, encoded, split, prompt_ids)
+
+
+def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[str, str, bool]:
+    """Return (prompt, response, whether the input held the prompt twice).
+
+    Prompt and response were joined by a space. One of the published generators returned the prompt with its response,
+    so that records made from it begin with the prompt twice, again joined by a space.
+    """
+    head, found, response = text.rpartition(separator)
+    if not found:
+        raise line_error(
+            path,
+            number,
+            f"`input` to hold the prompt separator {separator!r} (pass the text that opens the assistant's turn in the "
+            "chat template of the model that made the records)",
+            repr(text),
+        )
+    prompt = head + separator
+    half = len(prompt) // 2
+    doubled = len(prompt) % 2 == 1 and prompt == f"{prompt[:half]} {prompt[:half]}"
+    return prompt[:half] if doubled else prompt, response.removeprefix(" "), doubled
+
+
+def _question_id(prompt: str) -> str:
+    return f"record/{hashlib.sha256(prompt.encode()).hexdigest()[:24]}"
+
+
+def _share(path: Path, number: int, field: str, value: object) -> float | None:
+    """Return a share in [0, 1], or None where it is null or not a number (NaN)."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0 + 1e-6:
+        raise line_error(path, number, f"`{field}` to lie in [0, 1]", repr(value))
+    return min(float(value), 1.0)
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line or row number from 1, record), with the fields checked."""
+    rows = enumerate(_parquet_rows(path), start=1) if path.suffix == ".parquet" else read_json_lines(path)
+    for number, record in rows:
+        missing = [field for field in FIELDS if field not in record]
+        if missing:
+            raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
+        if not isinstance(record["input"], str):
+            raise line_error(path, number, "`input` to be text", repr(record["input"]))
+        if not isinstance(record["answer"], str | int | float | None):
+            raise line_error(path, number, "`answer` to be text, a number or null", repr(record["answer"]))
+        yield number, record
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+SUCCESS_FIELDS = ("question", "reasoning_prefix", "success_prob")
+SUCCESS = "success_prob"
+# The ways in which families of models write their control tokens: there is no model here whose own could be asked for.
+_CONTROL = re.compile(r"<[|｜][^\s<>|｜]{2,}[|｜]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>")
+
+
+class SuccessCounts(NamedTuple):
+    """What became of records.
+
+    Attributes:
+        prefixes: Prefixes written.
+        bare: Records left out since their prefix is empty: there is nothing of a response to read.
+        without_steps: Rows of TRL left out since they have no step.
+    """
+
+    prefixes: int
+    bare: int
+    without_steps: int
+
+
+def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, separator: str = "\n") -> SuccessCounts:
+    """Write the records of a file as a pool, in which a prefix is a response whose confidence is its success rate.
+
+    Records of one question, by its text, are one line. A record of the question alone, without a prefix, is left out
+    and counted.
+
+    Args:
+        path: JSON lines.
+        pool: Where to.
+        task: Task of the questions.
+        split: Split of the questions.
+        separator: What stands between two steps of TRL's rows.
+
+    Raises:
+        InputError: A record lacks a field, a rate is none, or a prefix holds a control token; with file and line.
+    """
+    groups: dict[str, list[tuple[str, float]]] = {}
+    bare = without_steps = 0
+    for question, prefixes in _records(Path(path), separator):
+        kept = [(prefix, rate) for prefix, rate in prefixes if prefix.strip()]
+        bare += len(prefixes) - len(kept)
+        without_steps += not prefixes
+        if kept:
+            groups.setdefault(question, []).extend(kept)
+    if not groups:
+        raise InputError(f"Expected {path} to hold records with a `reasoning_prefix`, but got none.")
+    write_json_lines(pool, (_line(*item, task=task, split=split) for item in groups.items()))
+    return SuccessCounts(sum(map(len, groups.values())), bare, without_steps)
+
+
+def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:
+    """Yield the question of every line, and its prefixes with their rates."""
+    for number, record in read_json_lines(path):
+        if record.keys() >= set(TRL_FIELDS):
+            try:
+                asked, prefixes = read_trl_row(record, separator=separator)
+            except InputError as error:
+                raise InputError(f"{path}:{number}: {error}") from error
+            _check_plain(path, number, "completions", record["completions"])
+            yield asked, prefixes
+            continue
+        if missing := [field for field in SUCCESS_FIELDS if field not in record]:
+            raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
+        question, prefix, rate = (record[field] for field in SUCCESS_FIELDS)
+        for field, value in (("question", question), ("reasoning_prefix", prefix)):
+            if not isinstance(value, str) or (field == "question" and not value.strip()):
+                raise line_error(path, number, f"`{field}` to be text", repr(value))
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not is_number or not math.isfinite(rate) or not 0.0 <= rate <= 1.0:
+            raise line_error(path, number, f"`{SUCCESS}` to lie in [0, 1]", repr(rate))
+        _check_plain(path, number, "reasoning_prefix", [prefix])
+        yield question, [(prefix, float(rate))]
+
+
+def _check_plain(path: Path, number: int, field: str, texts: list[str]) -> None:
+    """Raise where a text holds a control token, which training would read as letters that no policy writes."""
+    for text in texts:
+        if found := _CONTROL.search(text):
+            refusal = line_error(path, number, f"`{field}` without control tokens of a model", repr(found[0]))
+            raise InputError(f"{refusal} It stands in {text[-80:]!r}. Take it out of the text.")
+
+
+def _line(question: str, group: list[tuple[str, float]], *, task: str, split: str) -> dict[str, Any]:
+    responses = [{"text": prefix, "answer": None, "confidence": {SUCCESS: rate}} for prefix, rate in group]
+    name = f"prefixes/{hashlib.sha256(question.encode()).hexdigest()[:24]}"
+    return {"id": name, "task": task, "split": split, "question": question, "reference": None, "responses": responses}

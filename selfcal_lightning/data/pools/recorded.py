@@ -1,0 +1,243 @@
+"""Recorded pools from wherever they lie: a JSON-lines file of responses made elsewhere, or a split of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_lines
+from selfcal_lightning.core.progress import Progress, Stage, counted, say
+from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, count_lines, judge_line, read_foreign_pool
+from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import read_shard
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.records import QuestionSamples
+
+
+@dataclass(frozen=True)
+class RecordedPool:
+    """The recorded samples of some questions.
+
+    Attributes:
+        entries: The questions with their samples, each at least one; ids are unique. Of a pool that was read to be
+            counted the samples have no texts and no token ids.
+        query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
+        estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
+        sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
+    """
+
+    entries: tuple[QuestionSamples, ...]
+    query_tokens: int = 0
+    estimators: Mapping[str, str] = field(default_factory=dict)
+    sampled_by: Mapping[str, Any] | None = None
+
+    @cached_property
+    def has_lengths(self) -> bool:
+        """Whether the length of every response is known."""
+        return total_tokens((sample for entry in self.entries for sample in entry.samples), 0) is not None
+
+    @property
+    def shortest(self) -> QuestionSamples:
+        """The question with the fewest samples, the first of them."""
+        return min(self.entries, key=lambda entry: len(entry.samples))
+
+    def subset(self, question_ids: set[str]) -> RecordedPool:
+        """Return the pool of these questions only, in the same order."""
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.question.id in question_ids))
+
+
+def load_pool(
+    path: str | Path, *, split: str | None = None, task: str | None = None, confidences: Sequence[str] = ()
+) -> list[QuestionSamples]:
+    """Return the questions of a pool with their samples; see :func:`load_recorded_pool`."""
+    return list(load_recorded_pool(path, split=split, task=task, confidences=confidences).entries)
+
+
+def load_recorded_pool(
+    path: str | Path,
+    *,
+    split: str | None = None,
+    task: str | None = None,
+    confidences: Sequence[str] = (),
+    limit: int | None = None,
+    texts: bool = True,
+    tasks: Callable[[str], Task] = get_task,
+) -> RecordedPool:
+    """Read a JSON-lines pool, or a split of a sample store, into memory.
+
+    What a JSON-lines pool does not state (``answer``, ``correct``) is read out of the text and verified by the task,
+    as in ``selfcal import-pool``, which keeps the outcome for the next time.
+
+    Args:
+        path: File of JSON lines, or folder of a store (its round 0).
+        split: Split to read; None reads all. Only lines that name another split are left out.
+        task: Of a file: the task of all questions, None takes the field ``task`` of every line. Of a store: the task
+            to read, None for all.
+        confidences: Annotations of the store to merge in (``selfcal score`` and ``selfcal predict`` write them).
+        limit: The first so many questions; None takes all.
+        texts: Whether the samples keep their texts and token ids. Without them a response of 300 tokens takes a
+            thirtieth of the memory, and all that evaluations and fits count is there.
+        tasks: Returns the task of a name.
+
+    Raises:
+        FileNotFoundError: There is neither a file nor a store.
+        InputError: The pool holds no question, the same question twice, or a line is not as described.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+    path = check_place(path)
+    if path.is_dir():
+        pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit, texts=texts)
+    else:
+        if confidences:
+            raise InputError(
+                f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but "
+                "got a file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
+            )
+        pool = _from_file(path, split=split, task=task, limit=limit, texts=texts, tasks=tasks)
+    if not pool.entries:
+        raise InputError(
+            f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
+            f"{_what_is_there(path)}"
+        )
+    return pool
+
+
+def check_place(path: str | Path) -> Path:
+    """Return where a pool lies. Raises FileNotFoundError where there is neither a file nor a folder."""
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(
+            f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
+        )
+    return place
+
+
+def _what_is_there(path: Path) -> str:
+    """Return which splits and tasks a pool holds, for whoever named another."""
+    if path.is_dir():
+        index = SampleStore(path).index()
+        found = list(zip(index.split.tolist(), index.task.tolist(), strict=True))
+    else:
+        found = [(str(line.get("split", UNNAMED)), str(line.get("task"))) for _, line in read_json_lines(path)]
+    if not found:
+        return "It holds none at all: finish `selfcal generate` first."
+    splits, tasks = (", ".join(sorted(set(names))) for names in zip(*found, strict=True))
+    return f"It holds the split {splits} and the task {tasks}."
+
+
+def _from_store(
+    path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None, texts: bool
+) -> RecordedPool:
+    store = SampleStore(path)
+    fingerprint = store.round_manifest().fingerprint
+    plain = fingerprint.as_json()
+    # Responses made elsewhere have a prompt of their own kind and no sampling settings.
+    facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
+    if texts:
+        entries = tuple(islice(store.samples(split=split, task=task, confidences=confidences), limit))
+    else:
+        with Stage(f"Reading the columns of {path.name}"):
+            index = store.index(split=split, confidences=confidences)
+            index = index if task is None else index.select(index.task == task)
+        with Progress(len(index), label=f"Reading {path.name}", only_if_slow=True) as progress:
+            entries = tuple(counted_samples(store, index, limit=limit, on_rows=progress.update))
+    return RecordedPool(entries, fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts)
+
+
+def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the estimator that computed each of the annotations ``names`` of a store, where it is known."""
+    records = {name: Annotation(store, name).record for name in names}
+    origins = {name: record.origin for name, record in records.items() if record is not None}
+    return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
+
+
+def _from_file(
+    path: Path, *, split: str | None, task: str | None, limit: int | None, texts: bool, tasks: Callable[[str], Task]
+) -> RecordedPool:
+    """Read and judge the lines of a file; questions without a response are left out and counted, as in an import."""
+
+    def read() -> Iterator[tuple[int, PoolLine]]:
+        return read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
+
+    def chosen(lines: Iterable[tuple[int, PoolLine]]) -> Iterator[PoolLine]:
+        return (line for _, line in lines if split in (None, line.split))
+
+    # The whole file is checked first; its texts are never in memory together.
+    with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
+        found = [len(line.responses) for line in chosen(counted(read(), progress))]
+    sizes = [size for size in found if size]
+    if len(sizes) < len(found):
+        say(f"{len(found) - len(sizes):,} of {len(found):,} questions in {path} have no response and are left out")
+    entries: list[QuestionSamples] = []
+    before = Undecided.so_far()
+    with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
+        for line in islice((line for line in chosen(read()) if line.responses), limit):
+            judged = judge_line(line, tasks(line.question.task))
+            entries.append(judged if texts else _to_count(judged))
+            progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
+    say_undecided(before)
+    return RecordedPool(tuple(entries))
+
+
+def _to_count(entry: QuestionSamples) -> QuestionSamples:
+    """Return a question whose samples have no texts and no token ids, but still their lengths."""
+    return replace(entry, samples=tuple(replace(sample, text="", token_ids=None) for sample in entry.samples))
+
+
+BITS = 128
+
+
+def texts_digest(path: str | Path, *, split: str | None = None, task: str | None = None) -> int:
+    """Return a number that two pools share if, and but for a chance of 2^-128 only if, their texts are the same.
+
+    Args:
+        path: A JSON-lines pool, or the folder of a store (its round 0).
+        split: The split; None takes all.
+        task: Of a store, the task; None takes all.
+    """
+    path = Path(path)
+    return _digest_of_store(path, split, task) if path.is_dir() else _digest_of_file(path, split)
+
+
+def _digest_of_store(path: Path, split: str | None, task: str | None) -> int:
+    store = SampleStore(path)
+    index = store.index(split=split)
+    index = index if task is None else index.select(index.task == task)
+    total = 0
+    for shard in np.unique(index.shard).tolist():
+        table = read_shard(store.path / index.files[shard], columns=("question_id", "index", "text"))
+        rows = table.take(index.row[index.shard == shard]).to_pydict()
+        for name, place, text in zip(rows["question_id"], rows["index"], rows["text"], strict=True):
+            total += _digest(name, place, text)
+    return total % (1 << BITS)
+
+
+def _digest_of_file(path: Path, split: str | None) -> int:
+    total = 0
+    for _, line in read_json_lines(path):
+        if split not in (None, line.get("split", split)):
+            continue
+        # A line may hold texts alone in the place of records.
+        for place, response in enumerate(line.get("responses") or ()):
+            total += _digest(str(line.get("id")), place, response["text"] if isinstance(response, dict) else response)
+    return total % (1 << BITS)
+
+
+def _digest(name: str, place: int, text: str) -> int:
+    # Sums do not depend on the order in which stores hold their questions.
+    content = f"{name}\0{place}\0{text}".encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(content, digest_size=BITS // 8).digest(), "big")

@@ -1,0 +1,1 @@
+"""The sample store: append-only Parquet shards with a manifest."""

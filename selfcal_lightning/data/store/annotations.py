@@ -1,0 +1,438 @@
+"""Confidences computed after sampling: named columns beside the store's rows, which are append-only.
+
+Layout, below the store's folder::
+
+    annotations/<name>/annotation.json         what computed the values, and the files that readers see
+    annotations/<name>/<run>-<part>.parquet    the values of one writer: question_id, index, round, shard, value
+
+A run shows itself to readers in one step, when ``annotation.json`` is replaced. A value belongs to a row *of one shard*
+(by the sha256 of the shard that the response was first written to), so a question that was sampled anew has none until
+it is scored anew, and one whose answers were read anew keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.data.store.joining import row_origins
+from selfcal_lightning.data.store.manifest import origin_differences
+from selfcal_lightning.data.store.parts import PartLock
+from selfcal_lightning.data.store.records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+KEYS = ["question_id", "index", "round", "shard"]
+ANNOTATION_SCHEMA = pa.schema(
+    [
+        ("question_id", pa.string()),
+        ("index", pa.int32()),
+        ("round", pa.int32()),
+        ("shard", pa.string()),
+        ("value", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationReport:
+    """What :meth:`Annotation.publish` made visible.
+
+    Attributes:
+        rows: Rows of this run.
+        unknown: Rows of this run whose value is unknown.
+        total: Rows that readers now see, those of earlier runs of the same origin included.
+    """
+
+    rows: int
+    unknown: int
+    total: int
+
+
+class Annotation:
+    """One named confidence of the rows of a store. Opening it reads and writes nothing.
+
+    Writing takes two steps: every process writes a part (:meth:`write_part`), then one of them publishes all parts of
+    the run. A later run of the same origin adds to what is there, its own values first; a run of another origin is
+    refused, or takes the place of all.
+
+    Args:
+        store_path: Folder of the sample store.
+        name: Name of the confidence.
+    """
+
+    def __init__(self, store_path: str | Path, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
+        self.name = name
+        self.folder = Path(store_path) / "annotations" / name
+        self._file = self.folder / "annotation.json"
+
+    @property
+    def record(self) -> AnnotationRecord | None:
+        """What is published; None where nothing is."""
+        return read_record(self._file, AnnotationRecord.from_json) if self._file.exists() else None
+
+    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Hold what is about to compute the values against what computed those that are there.
+
+        Args:
+            origin: What computes the values (model, checkpoint, query), JSON-able.
+            overwrite: Whether values of another origin may be replaced.
+
+        Raises:
+            ValueError: The name exists with another origin, naming each field that differs.
+        """
+        record = self.record
+        if record is None or overwrite:
+            return
+        differences = origin_differences(record.origin, origin)
+        if differences:
+            raise InputError(
+                f"Expected the confidences {self.name!r} in {self.folder} to have been computed in the same way, but "
+                f"got {'; '.join(differences)}. Set `overwrite` to replace them, or choose another `name`."
+            )
+
+    def write_part(
+        self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[ShardEntry]
+    ) -> None:
+        """Write the values of one process; readers do not see them before :meth:`publish`.
+
+        Args:
+            run: Name of the run, the same in all its processes.
+            part: Name of this process.
+            index: The rows, R of them.
+            values: Confidence of each row, nan where unknown, [R].
+            shards: The store's shards (``manifest.shards``).
+        """
+        if np.isinf(values).any() or len(values) != len(index):
+            raise InputError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
+        known = {entry.file: entry for entry in shards}
+        origins, hashes = row_origins(index, shards)
+        columns = {
+            "question_id": index.question_id.tolist(),
+            "index": index.sample_index,
+            "round": np.array([known[file].round for file in index.files], dtype=np.int32)[index.shard],
+            "shard": np.array(hashes, dtype=object)[origins].tolist(),
+            "value": pa.array(values, pa.float64(), from_pandas=True),  # nan becomes null
+        }
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns, schema=ANNOTATION_SCHEMA), sink, compression="zstd")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / f"{run}-{part}.parquet", sink.getvalue().to_pybytes())
+
+    def publish(
+        self,
+        run: str,
+        parts: Sequence[str],
+        *,
+        origin: Mapping[str, Any],
+        details: Mapping[str, Any],
+        overwrite: bool = False,
+    ) -> AnnotationReport:
+        """Show readers the parts of a run, in one step. One process does this, when all have written theirs.
+
+        Args:
+            run: Name of the run.
+            parts: Names of all its processes.
+            origin: See :meth:`check_origin`.
+            details: What else is worth knowing about the run (file names, time); recorded, not compared.
+            overwrite: See :meth:`check_origin`.
+
+        Raises:
+            ValueError: The name exists with another origin.
+            RuntimeError: A part is missing.
+        """
+        files = [f"{run}-{part}.parquet" for part in parts]
+        absent = [file for file in files if not (self.folder / file).exists()]
+        if absent:
+            raise RunError(
+                f"Expected {self.folder} to hold the parts of all {len(parts)} processes, but got none of {absent}. "
+                "All processes must see one file system."
+            )
+        lock = PartLock(self.folder)
+        lock.acquire()
+        try:
+            self.check_origin(origin, overwrite=overwrite)
+            record = self.record
+            origin = json.loads(json.dumps(origin))
+            earlier = () if record is None else record.parts
+            fresh = [self._enter(file, details) for file in files]
+            table = pa.concat_tables([self._read(entry) for entry in fresh])
+            same = record is not None and record.origin == origin
+            kept = [entry for entry in earlier if same and not _covers(table, self._read(entry))]
+            shown = {entry.file for entry in [*kept, *fresh]}
+            total = pa.concat_tables([*(self._read(entry) for entry in kept), table]).group_by(KEYS).aggregate([])
+            shown_now = AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
+            write_record(self._file, shown_now.as_json())
+            for entry in earlier:
+                if entry.file not in shown:
+                    (self.folder / entry.file).unlink(missing_ok=True)
+        finally:
+            lock.release()
+        return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
+
+    def annotate(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> SampleIndex:
+        """Return ``index`` with this confidence, nan where a row has none; how many have none is logged.
+
+        Args:
+            index: Rows sorted by question and sample, R of them.
+            shards: The store's shards.
+
+        Raises:
+            ValueError: Nothing is published under this name, or the rows bring a confidence of that name themselves.
+            StoreCorruptError: A file is missing or changed.
+        """
+        record = self.record
+        if record is None:
+            raise InputError(
+                f"Expected `confidences` to name annotations of the store, but got {self.name!r}; it has "
+                f"{annotation_names(self.folder.parent.parent)}. `selfcal score` and `selfcal predict` write them."
+            )
+        if self.name in index.confidences:
+            raise InputError(
+                f"Expected {self.name!r} to be an annotation only, but got rows that bring a confidence of that name."
+            )
+        values, _ = self._find(index, shards, record.parts)
+        index = replace(index, confidences={**index.confidences, self.name: values})
+        missing = index.num_missing(self.name)
+        if missing:
+            logger.warning("%d of %d responses in %s have no %r.", missing, len(index), self.folder, self.name)
+        return index
+
+    def scored(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> np.ndarray:
+        """Return which rows of ``index`` were scored, bool [R]: those whose value was found to be unknown too.
+
+        A run that goes on where an earlier one stopped leaves these out. Arguments as for :meth:`annotate`.
+        """
+        record = self.record
+        return self._find(index, shards, () if record is None else record.parts)[1]
+
+    def _find(
+        self, index: SampleIndex, shards: Sequence[ShardEntry], parts: Sequence[AnnotationPart]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the value of each row, nan where unknown, float64 [R], and whether it was scored, bool [R]."""
+        origins, hashes = row_origins(index, shards)
+        digests = pa.array(hashes, pa.string())
+        values, scored = np.full(len(index), np.nan), np.zeros(len(index), dtype=bool)
+        names, codes = np.unique(index.question_id, return_inverse=True)
+        stride = int(index.sample_index.max(initial=0)) + 1
+        keys = codes * stride + index.sample_index
+        for entry in parts if len(index) else ():
+            table = self._read(entry)
+            question = _positions(table["question_id"], pa.array(names.tolist(), pa.string()))
+            shard = _positions(table["shard"], digests)
+            sample = table["index"].to_numpy()
+            key = np.where((question >= 0) & (sample < stride), question * stride + sample, -1)
+            place = np.minimum(np.searchsorted(keys, key), len(keys) - 1)
+            found = (keys[place] == key) & (origins[place] == shard)
+            values[place[found]] = table["value"].to_numpy()[found]
+            scored[place[found]] = True
+        return values, scored
+
+    def _enter(self, file: str, details: Mapping[str, Any]) -> AnnotationPart:
+        """Return the entry of a part that was just written."""
+        data = (self.folder / file).read_bytes()
+        rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
+        return AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
+
+    def _read(self, entry: AnnotationPart) -> pa.Table:
+        path = self.folder / entry.file
+        data = path.read_bytes() if path.exists() else b""
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != entry.sha256:
+            found = f"{len(data):,} bytes with sha256 {digest}" if path.exists() else "no such file"
+            raise StoreCorruptError(
+                f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
+                f"Delete {self.folder} and run `selfcal predict` again."
+            )
+        return pq.read_table(io.BytesIO(data), schema=ANNOTATION_SCHEMA, use_threads=False)
+
+
+def annotation_names(store_path: str | Path) -> list[str]:
+    """Return the names of the confidences that are published beside the rows of the store in ``store_path``."""
+    return sorted(file.parent.name for file in Path(store_path).glob("annotations/*/annotation.json"))
+
+
+def remove_annotation(store_path: Path, name: str) -> None:
+    """Remove what is published under ``name``, the record first: what a kill leaves is read by nobody."""
+    folder = Annotation(store_path, name).folder
+    for file in (folder / "annotation.json", *folder.glob("*.parquet")):
+        file.unlink(missing_ok=True)
+
+
+def add_annotations(
+    index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[ShardEntry]
+) -> SampleIndex:
+    """Return ``index`` with the annotations ``names``; see :meth:`Annotation.annotate`."""
+    for name in names:
+        index = Annotation(store_path, name).annotate(index, shards)
+    return index
+
+
+def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, names: Sequence[str]) -> list[StoredRow]:
+    """Return ``rows`` with their confidences ``names``, taken from ``index`` from row ``start`` on; nan is left out."""
+    annotated = []
+    for position, row in enumerate(rows, start):
+        values = {name: float(index.confidences[name][position]) for name in names}
+        known = {name: value for name, value in values.items() if value == value}
+        sample = replace(row.sample, confidences={**row.sample.confidences, **known})
+        annotated.append(replace(row, sample=sample))
+    return annotated
+
+
+def _covers(table: pa.Table, other: pa.Table) -> bool:
+    """Return whether ``table`` has a value for every row of ``other``."""
+    return other.join(table.select(KEYS), keys=KEYS, join_type="left anti").num_rows == 0
+
+
+def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
+    """Return where each entry of ``column`` stands in ``values``, -1 where it does not, int64."""
+    return pc.index_in(column, value_set=values).fill_null(-1).to_numpy().astype(np.int64)
+
+
+FOLDER, FILE = "question_annotations", "question_values.json"
+Key = tuple[str, str]  # id of a question, digest of its content
+
+
+class HasOrigin(Protocol):
+    """A record that says what made it."""
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """What made it."""
+        ...
+
+
+Kept = TypeVar("Kept", bound=HasOrigin)
+
+
+class NamedRecord(Generic[Kept]):
+    """One named record beside the rows of a store, with its origin. Opening it reads and writes nothing.
+
+    Args:
+        folder: Where the records of its kind lie.
+        name: Its name.
+        file: Name of the file.
+        read: Returns the record of its content.
+        held_to: What is said of one of another origin, "the values NAME in FOLDER to ...".
+    """
+
+    def __init__(
+        self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
+    ) -> None:
+        if not NAME.fullmatch(name):
+            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
+        self.name = name
+        self.path = folder / name / file
+        self._read, self._held_to = read, held_to
+
+    @property
+    def record(self) -> Kept | None:
+        """What is there; None where nothing is."""
+        return read_record(self.path, self._read) if self.path.exists() else None
+
+    def of_origin(self, origin: Mapping[str, Any]) -> Kept | None:
+        """Return what is there if it is of this origin."""
+        record = self.record
+        return None if record is None or origin_differences(record.origin, origin) else record
+
+    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Raise InputError where the name exists with another origin, unless what is there may be replaced."""
+        record = self.record
+        if record is None or overwrite:
+            return
+        if differences := origin_differences(record.origin, origin):
+            kind, how = self._held_to.split(" ", 1)
+            raise InputError(
+                f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
+                "`overwrite` to replace them, or choose another `name`."
+            )
+
+
+@dataclass(frozen=True)
+class QuestionValues:
+    """The values of a name: what computed them, and one for each question; None where nobody could tell."""
+
+    origin: Mapping[str, Any]
+    values: Mapping[Key, float | None]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> QuestionValues:
+        """Return the values that :meth:`as_json` gave."""
+        return cls(content["origin"], {(name, digest): value for name, digest, value in content["values"]})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values as plain JSON types."""
+        return {"origin": dict(self.origin), "values": [[*key, value] for key, value in self.values.items()]}
+
+
+class QuestionAnnotation(NamedRecord[QuestionValues]):
+    """One named value of the questions of a store. Opening it reads and writes nothing.
+
+    Args:
+        store_path: Folder of the sample store.
+        name: Name of the value.
+    """
+
+    def __init__(self, store_path: str | Path, name: str) -> None:
+        folder = Path(store_path) / FOLDER
+        super().__init__(
+            folder, name, FILE, QuestionValues.from_json, held_to="values to have been computed in the same way"
+        )
+
+    def known(self, origin: Mapping[str, Any]) -> dict[Key, float | None]:
+        """Return the values of this origin; none where they are of another."""
+        record = self.of_origin(origin)
+        return {} if record is None else dict(record.values)
+
+    def write(self, values: Mapping[Key, float | None], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Add values; those of this origin that are there stay, unless a new one has their key.
+
+        Raises:
+            InputError: The name exists with another origin, or a value is infinite or nan.
+        """
+        self.check_origin(origin, overwrite=overwrite)
+        if strange := [key for key, value in values.items() if value is not None and not math.isfinite(value)]:
+            raise InputError(f"Expected values to be finite or None, but got another for {strange[0][0]!r}.")
+        plain = json.loads(json.dumps(dict(origin)))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(self.path, QuestionValues(plain, {**self.known(plain), **values}).as_json())
+
+
+def question_annotation_names(store_path: str | Path) -> list[str]:
+    """Return the names of the values that the questions of a store have."""
+    return sorted(file.parent.name for file in (Path(store_path) / FOLDER).glob(f"*/{FILE}"))
+
+
+def question_values(store_path: str | Path, name: str, keys: Sequence[Key]) -> list[float | None]:
+    """Return the values of questions, in their order; None for one that has none.
+
+    Raises:
+        InputError: There is no such name.
+    """
+    record = QuestionAnnotation(store_path, name).record
+    if record is None:
+        known = question_annotation_names(store_path)
+        raise InputError(
+            f"Expected {name!r} to be a value of the questions in {store_path}, but got {known or 'none at all'}. "
+            "`selfcal score-questions` writes them."
+        )
+    return [record.values.get(key) for key in keys]

@@ -1,0 +1,306 @@
+"""Reading the answers of a store anew: new shards beside the old ones, shown in one step; then the old ones go.
+
+The new shards are a part of their own, and each says which shard it replaces. They count from the moment in which that
+part's manifest is there: a kill before it leaves the store as it was, a kill after it leaves old shards that nobody
+reads, which the next time removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from selfcal_lightning.core.files import remove_abandoned, write_atomically
+from selfcal_lightning.data.store.annotations import remove_annotation
+from selfcal_lightning.data.store.joining import find_duplicates
+from selfcal_lightning.data.store.manifest import (
+    MANIFEST_FILE,
+    RoundRecord,
+    StoredQuestion,
+    StoreManifest,
+    read_round,
+    read_rounds,
+    round_file,
+    round_files,
+)
+from selfcal_lightning.data.store.parts import (
+    PART_FILE,
+    PartLock,
+    drop_questions,
+    drop_shards,
+    find_failed,
+    part_entries,
+    part_folders,
+    read_part,
+    repair_part,
+    shard_metadata,
+    shard_name,
+    write_part,
+)
+from selfcal_lightning.data.store.records import PartManifest, Reread, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.shards import (
+    StoreCorruptError,
+    StoreVersionError,
+    check_shard,
+    decode_rows,
+    encode_question,
+    encode_shard,
+    read_shard,
+)
+from selfcal_lightning.records import QuestionSamples
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What :meth:`SampleStore.repair` did.
+
+    Attributes:
+        moved: Damaged files, now under ``aside/`` unless they were missing.
+        questions: Questions that were in them and have to be sampled again.
+        duplicates: Questions with different samples in two parts, of which the first part's were kept.
+        unfinished: Files of killed writers that were removed.
+        failed: Questions that were dropped since requests for their responses had failed.
+    """
+
+    moved: tuple[str, ...]
+    questions: int
+    duplicates: int
+    unfinished: int
+    failed: int = 0
+
+    def __str__(self) -> str:
+        """Say it to a user.
+
+        Example:
+            >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
+            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed, 0 failed \
+questions dropped
+        """
+        files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
+        return (
+            f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
+            f"duplicates settled, {self.unfinished} unfinished {unfinished} removed, {self.failed:,} failed questions "
+            "dropped"
+        )
+
+
+@contextmanager
+def all_parts(root: Path) -> Iterator[list[Path]]:
+    """Hold the locks of all parts of the store in ``root``, and yield their folders.
+
+    Raises:
+        RuntimeError: A writer is at work.
+    """
+    folders = part_folders(root)
+    locks = [PartLock(folder, wait_seconds=1.0) for folder in folders]
+    try:
+        for lock in locks:
+            lock.acquire()
+        yield folders
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]) -> RepairReport:
+    """Do what :meth:`SampleStore.repair` says, but for joining.
+
+    Args:
+        root: The store's folder.
+        questions: Returns the questions in a shard.
+    """
+    moved: list[str] = []
+    lost = unfinished = 0
+    with all_parts(root) as folders:
+        moved += _repair_rounds(root)
+        for folder in folders:
+            files, gone, removed = repair_part(folder, root / "aside")
+            moved, lost, unfinished = [*moved, *files], lost + gone, unfinished + removed
+        failed = _drop(root, find_failed(root, part_entries(root)))
+        duplicates = _drop(root, find_duplicates(root, part_entries(root), questions).differing)
+    return RepairReport(tuple(moved), lost, duplicates, unfinished + remove_abandoned(root), failed)
+
+
+def drop_later_rounds(root: Path, first: int) -> int:
+    """Delete the samples of round ``first`` and of all later ones. Returns the number of shards."""
+    with all_parts(root) as folders:
+        dropped = sum(drop_shards(folder, lambda entry: entry.round >= first) for folder in folders)
+    for round in read_rounds(root):
+        if round >= first:
+            round_file(root, round).unlink()
+    return dropped
+
+
+def _drop(root: Path, found: Mapping[str, Sequence[str]]) -> int:
+    """Hide the questions ``found``, ids by file, from readers. Returns their number."""
+    for file, names in found.items():
+        drop_questions((root / file).parent, {Path(file).name: names})
+    return sum(map(len, found.values()))
+
+
+def _repair_rounds(root: Path) -> list[str]:
+    """Move damaged records of rounds aside, and put those back of which the joined manifest has a copy.
+
+    One that has none is entered anew by the next run, and then held against the shards of its round.
+    """
+    moved = []
+    for file in round_files(root):
+        try:
+            read_round(file)
+        except StoreVersionError:
+            raise
+        except StoreCorruptError:
+            (root / "aside").mkdir(exist_ok=True)
+            shutil.move(file, root / "aside" / f"{file.stem}-{time.time_ns()}.json")
+            moved.append(f"rounds/{file.name}")
+            copy = _copies(root).get(file.name)
+            if copy is not None:
+                write_record(file, copy.as_json())
+    return moved
+
+
+def _copies(root: Path) -> dict[str, RoundRecord]:
+    """Return the records of rounds in the joined manifest, by the name of their file."""
+    try:
+        rounds = read_record(root / MANIFEST_FILE, StoreManifest.from_json).rounds
+    except (FileNotFoundError, StoreCorruptError):
+        return {}
+    return {round_file(root, number).name: record for number, record in rounds.items()}
+
+
+PREFIX = "reread-"
+Reader = Callable[[QuestionSamples], QuestionSamples]
+
+
+def write_reread(
+    root: Path,
+    read: Reader,
+    *,
+    readers: Mapping[str, str],
+    stale: Collection[str],
+    hidden: Mapping[str, Collection[str]],
+    on_question: Callable[[QuestionSamples], None],
+) -> Reread:
+    """Read every answer of the store in ``root`` anew, and let what changed take the place of what was there.
+
+    The caller holds the locks of all parts.
+
+    Args:
+        root: The store's folder.
+        read: Returns a question with the answers and verdicts that its samples should have.
+        readers: What reads, by task, complete when all was read; recorded.
+        stale: Annotations that depend on answers: they are removed when one has changed.
+        hidden: Questions that readers do not see, by file: those that were topped up since, whose first samples must
+            go on equalling those of the longer copy, are read and not counted.
+        on_question: Called with every question that was read.
+    """
+    remove_unfinished_rereads(root)
+    now = datetime.now(UTC)
+    folder = root / "parts" / f"{PREFIX}{now:%Y%m%dT%H%M%S%f}"
+    folder.mkdir(parents=True)
+    lock = PartLock(folder)
+    lock.acquire()
+    counts: Counter[str] = Counter()
+    try:
+        shards: list[ShardEntry] = []
+        for entry in part_entries(root):
+            groups = list(_read_shard(root, entry, read, counts, hidden.get(entry.file, ()), on_question))
+            if any(changed for _, changed in groups):
+                shards.append(_write_shard(folder, len(shards), entry, [group for group, _ in groups]))
+        for name in stale if shards else ():
+            remove_annotation(root, name)
+        reread = Reread(
+            now.isoformat(timespec="seconds"), dict(readers), counts["responses"], counts["answers"], counts["verdicts"]
+        )
+        write_part(folder, PartManifest(folder.name, len(shards), tuple(shards), reread))
+    finally:
+        lock.release()
+        if not (folder / PART_FILE).exists():
+            shutil.rmtree(folder)
+    return reread
+
+
+def drop_replaced(root: Path) -> int:
+    """Delete the shards of the store in ``root`` whose place others took. Returns their number.
+
+    The caller holds the locks of all parts, and has joined them since.
+    """
+    folders = part_folders(root)
+    replaced = {entry.replaces for folder in folders for entry in read_part(folder).shards}
+
+    def is_replaced(entry: ShardEntry, part: str) -> bool:
+        return f"parts/{part}/{entry.file}" in replaced
+
+    return sum(drop_shards(folder, partial(is_replaced, part=folder.name)) for folder in folders)
+
+
+def remove_unfinished_rereads(root: Path) -> None:
+    """Remove what a killed reading left: parts that never got a manifest. The caller holds the locks of all parts."""
+    for folder in part_folders(root):
+        if folder.name.startswith(PREFIX) and not (folder / PART_FILE).exists():
+            shutil.rmtree(folder)
+
+
+def _read_shard(
+    root: Path,
+    entry: ShardEntry,
+    read: Reader,
+    counts: Counter[str],
+    hidden: Collection[str],
+    on_question: Callable[[QuestionSamples], None],
+) -> Iterator[tuple[QuestionSamples, bool]]:
+    """Yield the questions of a shard that readers see, read anew, and whether anything about one changed."""
+    check_shard(root / entry.file, size=entry.bytes, sha256=entry.sha256)
+    rows = decode_rows(read_shard(root / entry.file))
+    for name, found in groupby(rows, key=lambda row: row.question.id):
+        if name in entry.dropped:
+            continue
+        of_question = list(found)
+        first = of_question[0]
+        before = QuestionSamples(
+            first.question, tuple(row.sample for row in of_question), first.split, first.prompt_ids
+        )
+        after = read(before)
+        if name not in hidden:
+            pairs = list(zip(before.samples, after.samples, strict=True))
+            counts["responses"] += len(pairs)
+            counts["answers"] += sum(old.answer != new.answer for old, new in pairs)
+            counts["verdicts"] += sum(old.correct != new.correct for old, new in pairs)
+            on_question(after)
+        yield after, before != after
+
+
+def _write_shard(folder: Path, number: int, entry: ShardEntry, groups: Sequence[QuestionSamples]) -> ShardEntry:
+    """Write the shard that takes the place of ``entry`` and return its own entry."""
+    tables = [encode_question(group) for group in groups]
+    path = folder / shard_name(entry.round, number)
+    fingerprint = _fingerprint_of(folder.parents[1] / entry.file)
+    data = encode_shard(tables, shard_metadata(fingerprint, folder))
+    write_atomically(path, data)
+    return replace(
+        entry,
+        file=path.name,
+        questions=len(groups),
+        rows=sum(table.num_rows for table in tables),
+        splits=dict(Counter(group.split for group in groups)),
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        dropped=(),
+        replaces=entry.file,
+        sampled_sha256=entry.origin,
+    )
+
+
+def _fingerprint_of(path: Path) -> str:
+    """Return the digest of the fingerprint that a shard carries."""
+    metadata = read_shard(path, columns=("question_id",)).schema.metadata or {}
+    return metadata.get(b"selfcal.fingerprint", b"none").decode()

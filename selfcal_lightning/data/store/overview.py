@@ -1,0 +1,168 @@
+"""The questions of a store with their samples as far as they are counted: without texts and tokens, read by column.
+
+A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so that a pool of millions of responses
+fits in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from selfcal_lightning.core.plan import Sampling
+from selfcal_lightning.data.store.manifest import check_place
+from selfcal_lightning.data.store.parts import part_entries
+from selfcal_lightning.data.store.records import ShardEntry
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, read_shard
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+QUESTION_COLUMNS = ("question_id", "task", "messages", "question_text", "reference")
+# Shared by all samples that have no further confidence.
+NO_CONFIDENCES: Mapping[str, float] = {}
+
+
+def counted_samples(
+    store: SampleStore,
+    index: SampleIndex,
+    *,
+    round: int = 0,
+    limit: int | None = None,
+    on_rows: Callable[[int], None] = lambda _: None,
+) -> Iterator[QuestionSamples]:
+    """Yield what ``SampleStore.samples`` yields, less the texts, the token ids and the prompts.
+
+    Args:
+        store: The store.
+        index: Its columns, of the questions that are wanted.
+        round: Generation round of the index.
+        limit: The first so many questions; None takes all.
+        on_rows: Called with the number of rows of every question.
+    """
+    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
+    edges = edges if limit is None else edges[: limit + 1]
+    questions = _questions(store, index, edges[:-1])
+    for start, stop in pairwise(edges.tolist()):
+        samples = _samples(index, start, stop, round)
+        yield QuestionSamples(questions[samples[0].question_id], samples, index.split[start])
+        on_rows(stop - start)
+
+
+def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict[str, Question]:
+    """Return the questions of ``rows``, one row a question, by id."""
+    found = {}
+    shards = index.shard[rows]
+    for shard in np.unique(shards).tolist():
+        table = read_shard(store.path / index.files[shard], columns=QUESTION_COLUMNS)
+        for row in table.take(index.row[rows[shards == shard]]).to_pylist():
+            messages = tuple(Message(**message) for message in json.loads(row["messages"]))
+            name = row["question_id"]
+            found[name] = Question(name, row["task"], messages, row["reference"], row["question_text"])
+    return found
+
+
+def _samples(index: SampleIndex, start: int, stop: int, round: int) -> tuple[Sample, ...]:
+    """Return the samples of rows ``start`` to ``stop``, all of one question."""
+    rows = slice(start, stop)
+    correct, logprob, yes_mass, no_mass = (
+        _known(column[rows]) for column in (index.correct, index.logprob, index.yes_mass, index.no_mass)
+    )
+    further = {name: _known(values[rows]) for name, values in index.confidences.items()}
+    question_id = index.question_id[start]
+    positions, lengths = index.sample_index[rows].tolist(), index.num_tokens[rows].tolist()
+    finishes, answers = index.finish[rows].tolist(), index.answer[rows].tolist()
+    return tuple(
+        Sample(
+            question_id=question_id,
+            index=positions[at],
+            round=round,
+            text="",
+            token_ids=None,
+            finish=finishes[at],
+            answer=answers[at],
+            correct=None if correct[at] is None else correct[at] == 1.0,
+            logprob=logprob[at],
+            yes_mass=yes_mass[at],
+            no_mass=no_mass[at],
+            confidences={
+                name: value for name, values in further.items() if (value := values[at]) is not None
+            } or NO_CONFIDENCES,
+            num_tokens=None if lengths[at] < 0 else lengths[at],
+        )
+        for at in range(stop - start)
+    )  # fmt: skip
+
+
+def _known(column: np.ndarray) -> list[float | None]:
+    """Return the numbers of a column, None for nan."""
+    return [None if value != value else value for value in column.tolist()]
+
+
+SHARDS_READ = 4
+
+
+def plan_sampling(
+    store_dir: str,
+    question_ids: Collection[str] | None,
+    *,
+    num_samples: int,
+    most_tokens: int,
+    most_questions: int | None = None,
+    rounds: int = 1,
+    planned: Mapping[str, int] | None = None,
+) -> Sampling:
+    """Return what has to be drawn into a store, and what its responses so far say of the rest.
+
+    Args:
+        store_dir: Folder of the store; it may not exist yet.
+        question_ids: Ids of the questions; None where only reading the hub would tell.
+        num_samples: Responses to each.
+        most_tokens: Longest response, in tokens.
+        most_questions: How many questions there are at most, where their ids are not known.
+        rounds: Generation rounds; those after the first are counted as not there yet.
+        planned: Responses by the id of the question, where they differ; None gives all of them ``num_samples``.
+
+    Raises:
+        InputError: ``store_dir`` is a file, or a folder that holds something else.
+    """
+    check_place(Path(store_dir))
+    number = most_questions if question_ids is None else len(question_ids)
+    responses = None if number is None else number * num_samples * rounds
+    if planned is not None:
+        responses = sum(planned[name] for name in planned if question_ids is None or name in question_ids) * rounds
+    if not (Path(store_dir) / "rounds").is_dir():
+        return Sampling(store_dir, responses, most_tokens=most_tokens)
+    stored = SampleStore(store_dir).stored_questions(include_parts=True)
+    there = {name: one.samples for name, one in stored.items() if question_ids is None or name in question_ids}
+    entries = part_entries(Path(store_dir))
+    rows = sum(entry.rows for entry in entries)
+    return Sampling(
+        store_dir,
+        responses,
+        stored=min(_stored(there, num_samples, planned), responses or 0),
+        most_tokens=most_tokens,
+        mean_tokens=_mean_tokens(Path(store_dir), entries),
+        bytes_each=sum(entry.bytes for entry in entries) / rows if rows else None,
+    )
+
+
+def _stored(there: Mapping[str, int], num_samples: int, planned: Mapping[str, int] | None) -> int:
+    """Return how many of the samples that are wanted are there."""
+    if planned is None:
+        return sum(min(count, num_samples) for count in there.values())
+    return sum(planned.get(name, 0) for name in there)
+
+
+def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:
+    """Return the mean length of the responses in the newest shards; None where none is known."""
+    lengths = [
+        length
+        for entry in entries[-SHARDS_READ:]
+        for length in read_shard(root / entry.file, columns=("num_tokens",))["num_tokens"].to_pylist()
+        if length is not None
+    ]
+    return sum(lengths) / len(lengths) if lengths else None

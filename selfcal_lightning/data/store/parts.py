@@ -1,0 +1,364 @@
+"""Parts of the sample store: the folder of one writer, its lock, its manifest; duplicates and repair among parts."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import NO_LOCKS, write_atomically
+from selfcal_lightning.data.store.records import PartManifest, Reread, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.shards import (
+    StoreCorruptError,
+    StoreVersionError,
+    check_shard,
+    encode_question,
+    encode_shard,
+    read_shard,
+)
+from selfcal_lightning.records import QuestionSamples
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 30.0
+PART_FILE = "part.json"
+
+
+class PartLock:
+    """The right to write a part. The kernel gives it back when the process ends, by SIGKILL too."""
+
+    def __init__(self, folder: Path, *, wait_seconds: float = LOCK_SECONDS) -> None:
+        self.path, self.wait_seconds = folder / "lock", wait_seconds
+        self._handle: int | None = None
+
+    def acquire(self) -> None:
+        """Wait for the lock. Raises RuntimeError when another process keeps it."""
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + self.wait_seconds
+        waits = False
+        while True:
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not waits:
+                    waits = True
+                    logger.warning(
+                        "Waiting up to %.0f s for %s, which writes %s.",
+                        self.wait_seconds,
+                        self._holder(),
+                        self.path.parent,
+                    )
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                holder = self._holder()
+                self.release()
+                raise RunError(
+                    f"Expected {self.path.parent} to have one writer, but got a second one while {holder} holds"
+                    f" {self.path}. Wait for it to end, or give every process its own shard."
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                logger.warning(
+                    "No file locks on this file system; two writers of %s would go unseen.", self.path.parent
+                )
+            self._sign()
+            return
+
+    def _sign(self) -> None:
+        """Leave in the file who holds the lock, for those that wait."""
+        if self._handle is not None:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _holder(self) -> str:
+        found = b"" if self._handle is None else os.pread(self._handle, 200, 0)
+        return found.decode(errors="replace") or "another process"
+
+    def release(self) -> None:
+        """Give the lock back. Allowed when it is not held."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+class ShardWriter:
+    """Appends whole questions to one part of one round; :meth:`SampleStore.writer` makes it.
+
+    Opening it (``with``) takes the part's lock and removes what a kill left behind in this part: temporary files, and
+    shards that were renamed but never entered in the part manifest. Their questions are simply sampled again.
+
+    Attributes:
+        orphans: Number of such files removed on opening.
+        committed: Number of questions committed through this writer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        round: int,
+        num_samples: int | None,
+        fingerprint_digest: str,
+        engine: Mapping[str, Any],
+        questions_per_shard: int,
+        raised: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        if questions_per_shard < 1:
+            raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
+        self.folder, self.round, self.num_samples, self.raised = folder, round, num_samples, raised
+        self.fingerprint_digest, self.engine = fingerprint_digest, dict(engine)
+        self.questions_per_shard = questions_per_shard
+        self.orphans = self.committed = 0
+        self._lock = PartLock(folder)
+        self._tables: list[pa.Table] = []
+        self._splits: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}  # samples of each question, by its id
+        self._buffered: dict[str, int] = {}
+        self._part: PartManifest | None = None
+
+    @property
+    def buffered(self) -> int:
+        """Number of questions appended and not yet on disk."""
+        return len(self._tables)
+
+    def __enter__(self) -> ShardWriter:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        try:
+            self._part = read_part(self.folder)
+            self.orphans = remove_unfinished(self.folder, self._part.shards)
+            for shard in self._part.shards:
+                if shard.round == self.round:
+                    column = read_shard(self.folder / shard.file, columns=("question_id",))["question_id"]
+                    found = {each["values"]: each["counts"] for each in column.value_counts().to_pylist()}
+                    for name in found.keys() - set(shard.dropped):
+                        self._sizes[name] = max(found[name], self._sizes.get(name, 0))
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # Ctrl-C keeps what is complete; after an error nothing more is written.
+            if kind is None or not issubclass(kind, Exception):
+                self.commit()
+        finally:
+            self._lock.release()
+            self._part = None
+
+    def append(self, group: QuestionSamples) -> None:
+        """Add a question with all its samples, by index from 0; a full shard is committed at once.
+
+        Raises:
+            InputError: The samples are not those of this question, round and number, or the question is there already
+                with as many.
+        """
+        self._check(group)
+        self._tables.append(encode_question(group))
+        self._splits[group.split] = self._splits.get(group.split, 0) + 1
+        self._buffered[group.question.id] = len(group.samples)
+        if self.buffered >= self.questions_per_shard:
+            self.commit()
+
+    def commit(self) -> int:
+        """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
+        if self._part is None:
+            raise RunError("Expected the writer to be open, but got a commit outside its `with` block.")
+        if not self._tables:
+            return 0
+        number = self._part.next_shard
+        path = self.folder / shard_name(self.round, number)
+        data = encode_shard(self._tables, shard_metadata(self.fingerprint_digest, self.folder))
+        shard = ShardEntry(
+            file=path.name,
+            round=self.round,
+            questions=len(self._tables),
+            rows=sum(table.num_rows for table in self._tables),
+            splits=dict(self._splits),
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            engine=self.engine,
+        )
+        write_atomically(path, data)
+        part = replace(self._part, next_shard=number + 1, shards=(*self._part.shards, shard))
+        write_part(self.folder, part)
+        self._part = part
+        self.committed += shard.questions
+        self._sizes |= self._buffered
+        self._forget()
+        return shard.questions
+
+    def discard(self) -> None:
+        """Forget what is buffered: those questions count as not sampled."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables, self._splits, self._buffered = [], {}, {}
+
+    def _check(self, group: QuestionSamples) -> None:
+        name, samples = group.question.id, group.samples
+        if self._part is None:
+            raise RunError("Expected the writer to be open, but got a question outside its `with` block.")
+        if name in self._buffered or len(samples) <= self._sizes.get(name, -1):
+            raise InputError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
+        if any(sample.question_id != name or sample.round != self.round for sample in samples):
+            raise InputError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
+        if not samples or [sample.index for sample in samples] != list(range(len(samples))):
+            raise InputError(
+                f"Expected samples 0, 1, 2 ... of question {name!r}, but got {[sample.index for sample in samples]}."
+            )
+        wanted = self.raised.get(group.split, self.num_samples)
+        if self.num_samples is not None and len(samples) != wanted:
+            raise InputError(f"Expected {wanted} samples of question {name!r}, but got {len(samples)}.")
+
+
+def read_part(folder: Path) -> PartManifest:
+    """Return the manifest of the part in ``folder``, an empty one where nothing was committed yet."""
+    path = folder / PART_FILE
+    return read_record(path, PartManifest.from_json, unversioned=True) if path.exists() else PartManifest(folder.name)
+
+
+def write_part(folder: Path, part: PartManifest) -> None:
+    """Write the manifest of the part in ``folder``."""
+    write_record(folder / PART_FILE, part.as_json())
+
+
+def shard_name(round: int, number: int) -> str:
+    """Return the name of a part's shard number ``number``."""
+    return f"round-{round:03d}-shard-{number:06d}.parquet"
+
+
+def shard_metadata(fingerprint_digest: str, folder: Path) -> dict[str, str]:
+    """Return what a shard in ``folder`` says about itself."""
+    return {"fingerprint": fingerprint_digest, "part": folder.name}
+
+
+def part_folders(root: Path) -> list[Path]:
+    """Return the folders of the parts of the store in ``root``, in the order that decides who is first."""
+    return sorted(folder for folder in (root / "parts").glob("*") if folder.is_dir())
+
+
+def part_entries(root: Path) -> list[ShardEntry]:
+    """Return the committed shards of all parts; ``file`` is relative to ``root``."""
+    entries = [
+        replace(entry, file=f"parts/{folder.name}/{entry.file}")
+        for folder in part_folders(root)
+        for entry in read_part(folder).shards
+    ]
+    replaced = {entry.replaces for entry in entries}
+    return [entry for entry in entries if entry.file not in replaced]
+
+
+def part_rereads(root: Path) -> tuple[Reread, ...]:
+    """Return when answers of the store in ``root`` were read anew, in that order."""
+    found = (read_part(folder).reread for folder in part_folders(root))
+    return tuple(sorted((reread for reread in found if reread is not None), key=lambda reread: reread.at))
+
+
+def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
+    """Remove what a killed writer left in its part and never entered among its ``shards``. Returns the number."""
+    known = {shard.file for shard in shards}
+    files = [
+        file
+        for file in sorted(folder.iterdir())
+        if file.suffix == ".tmp" or (file.suffix == ".parquet" and file.name not in known)
+    ]
+    for file in files:
+        file.unlink()
+    if files:
+        logger.info("Removed %d unfinished files of a killed run from %s.", len(files), folder)
+    return len(files)
+
+
+def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
+    """Find questions of which responses are empty since their requests failed; their ids by file.
+
+    Args:
+        root: The store's folder.
+        entries: The shards to look into.
+    """
+    failed: dict[str, list[str]] = {}
+    for entry in entries:
+        table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
+        empty = pc.and_(pc.equal(pc.list_value_length(table["token_ids"]), 0), pc.equal(table["text"], ""))
+        names = table.filter(pc.and_(empty, pc.is_null(table["finish"])))["question_id"].unique().to_pylist()
+        if found := sorted(set(names) - set(entry.dropped)):
+            failed[entry.file] = found
+    return failed
+
+
+def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
+    """Move the damaged shards of one part to the folder ``aside`` and take them out of the part manifest.
+
+    Returns:
+        (damaged files, questions that were in them, unfinished files removed). The number of questions in a part
+        whose manifest itself is damaged is unknown and counts as 0.
+    """
+    name = folder.name
+    try:
+        part = read_part(folder)
+    except StoreVersionError:
+        raise
+    except StoreCorruptError:
+        aside.mkdir(exist_ok=True)
+        shutil.move(folder, aside / f"{name}-{time.time_ns()}")
+        return [f"parts/{name}"], 0, 0
+    bad = [entry for entry in part.shards if _is_damaged(folder / entry.file, entry)]
+    for entry in bad:
+        aside.mkdir(exist_ok=True)
+        if (folder / entry.file).exists():
+            shutil.move(folder / entry.file, aside / f"{name}-{entry.file}")
+    if bad:
+        part = replace(part, shards=tuple(entry for entry in part.shards if entry not in bad))
+        write_part(folder, part)
+    removed = remove_unfinished(folder, part.shards)
+    return [f"parts/{name}/{entry.file}" for entry in bad], sum(entry.questions for entry in bad), removed
+
+
+def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
+    """Hide questions of a part from readers; ``dropped`` holds their ids by the shard's name in the part."""
+    part = read_part(folder)
+    shards = (
+        replace(entry, dropped=tuple(sorted({*entry.dropped, *dropped.get(entry.file, ())}))) for entry in part.shards
+    )
+    write_part(folder, replace(part, shards=tuple(shards)))
+
+
+def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
+    """Take the shards for which ``unwanted(entry)`` holds out of a part, and delete them. Returns their number.
+
+    The manifest is written first: what a kill leaves is removed by the next writer.
+    """
+    part = read_part(folder)
+    kept = tuple(entry for entry in part.shards if not unwanted(entry))
+    if len(kept) < len(part.shards):
+        write_part(folder, replace(part, shards=kept))
+    remove_unfinished(folder, kept)
+    return len(part.shards) - len(kept)
+
+
+def _is_damaged(path: Path, entry: ShardEntry) -> bool:
+    try:
+        check_shard(path, size=entry.bytes, sha256=entry.sha256)
+    except StoreCorruptError as error:
+        logger.warning("%s", error)
+        return True
+    return False

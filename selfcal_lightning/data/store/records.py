@@ -1,0 +1,242 @@
+"""The JSON records of a store: frozen, with the version of their format, sealed so that damage is seen.
+
+Every file of format 2 holds the sha256 of its own content. Files of format 1, which had none, are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.data.store.shards import StoreCorruptError, StoreVersionError
+
+FORMAT = 2
+SEAL = "sha256"
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """A shard as a manifest knows it.
+
+    Attributes:
+        file: Its name: in its part, or relative to the store's folder where a whole store is listed.
+        round: Generation round of its samples.
+        questions: Questions in it.
+        rows: Samples in it.
+        splits: Questions by split.
+        bytes: Size of the file.
+        sha256: Hash of the file.
+        engine: What ran the model (name, dtype, version); recorded, not compared.
+        dropped: Ids of questions in it that readers do not see.
+        replaces: The shard whose place it took, relative to the store's folder, where its answers were read anew.
+        sampled_sha256: Hash of the shard that its samples were first written to, where that is another one.
+        continues: Questions whose first samples were written to earlier shards: (id, how many, hash of that shard).
+    """
+
+    file: str
+    round: int
+    questions: int
+    rows: int
+    splits: Mapping[str, int]
+    bytes: int
+    sha256: str
+    engine: Mapping[str, Any]
+    dropped: tuple[str, ...] = ()
+    replaces: str | None = None
+    sampled_sha256: str | None = None
+    continues: tuple[tuple[str, int, str], ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """Hash that names its responses, whatever was read in them since."""
+        return self.sampled_sha256 or self.sha256
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ShardEntry:
+        """Return the entry that :meth:`as_json` gave."""
+        _check_inside(content["file"])
+        continues = tuple((name, count, sha) for name, count, sha in content.get("continues", ()))
+        return cls(**{**content, "dropped": tuple(content.get("dropped", ())), "continues": continues})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry as plain JSON types; what most shards do not have is left out."""
+        content = {**asdict(self), "dropped": list(self.dropped), "continues": list(map(list, self.continues))}
+        return {name: value for name, value in content.items() if value not in ([], None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """A time when the answers of a store were read anew from its texts.
+
+    Attributes:
+        at: When, in UTC.
+        readers: What read and judged them, by task: the version of the package and a hash of the code.
+        responses: Responses that were looked at.
+        answers_changed: Those that have another answer now.
+        verdicts_changed: Those that have another verdict now.
+    """
+
+    at: str
+    readers: Mapping[str, str]
+    responses: int
+    answers_changed: int
+    verdicts_changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartManifest:
+    """What one writer has committed.
+
+    Attributes:
+        part: Name of the part.
+        next_shard: Number of its next shard; none is used twice.
+        shards: Its shards; ``file`` is a name in its folder.
+        reread: Set where the part holds what was read anew.
+    """
+
+    part: str
+    next_shard: int = 0
+    shards: tuple[ShardEntry, ...] = ()
+    reread: Reread | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PartManifest:
+        """Return the manifest that :meth:`as_json` gave."""
+        for shard in content["shards"]:
+            if "/" in shard["file"]:
+                raise ValueError(f"expected `file` to be a name in the folder of the part, but got {shard['file']!r}")
+        reread = content.get("reread")
+        return cls(
+            part=content["part"],
+            next_shard=content["next_shard"],
+            shards=tuple(map(ShardEntry.from_json, content["shards"])),
+            reread=None if reread is None else Reread(**reread),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the manifest as plain JSON types."""
+        content = {"part": self.part, "next_shard": self.next_shard, "shards": [each.as_json() for each in self.shards]}
+        return content if self.reread is None else {**content, "reread": asdict(self.reread)}
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationPart:
+    """A file of values beside the rows, as its annotation knows it; ``details`` are recorded and not compared."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationRecord:
+    """A named confidence beside the rows: what computed it, and the files that readers see."""
+
+    name: str
+    origin: Mapping[str, Any]
+    rows: int
+    parts: tuple[AnnotationPart, ...]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> AnnotationRecord:
+        """Return the record that :meth:`as_json` gave; in format 1 the details lay among the other fields."""
+        names = ("file", "rows", "bytes", "sha256")
+        parts = []
+        for part in content["parts"]:
+            _check_inside(part["file"])
+            loose = {name: value for name, value in part.items() if name not in (*names, "details")}
+            parts.append(AnnotationPart(**{name: part[name] for name in names}, details=part.get("details", loose)))
+        return cls(content["name"], content["origin"], content["rows"], tuple(parts))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON types."""
+        return asdict(self)
+
+
+def _check_inside(file: str) -> None:
+    """Refuse a path that leads out of its folder: records come with stores of others, and their files are moved."""
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or "\\" in file:
+        raise ValueError(f"expected `file` to be a path inside the store, but got {file!r}")
+
+
+def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = False) -> None:
+    """Write a record to ``path``, with its format and its seal."""
+    write_atomically(path, sealed(content), exclusive=exclusive)
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Return the file of a record."""
+    plain = {"format": FORMAT, **json.loads(json.dumps(content, allow_nan=False))}
+    return to_json({**plain, SEAL: _seal(plain)})
+
+
+def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversioned: bool = False) -> Made:
+    """Return what ``make`` makes of the record in ``path``.
+
+    Args:
+        path: The file.
+        make: Makes the record of its fields.
+        unversioned: Whether a file of format 1 says nothing of its format.
+
+    Raises:
+        StoreCorruptError: It is damaged, of a later format, or lacks a field.
+    """
+    content = _read_json(path)
+    # A seal without a format is no file of format 1, but a damaged one.
+    found = content.pop("format", 1 if unversioned and SEAL not in content else None)
+    if not isinstance(found, int) or found < 1:
+        raise StoreCorruptError(f"Expected {path} to say its format, 1 to {FORMAT}, but got {found!r}. {way_out(path)}")
+    if found > FORMAT:
+        raise StoreVersionError(
+            f"Expected {path} to have format {FORMAT} at most, but got {found}: a later version of selfcal_lightning "
+            "wrote it. Read it with that version, or take that version for everything."
+        )
+    if found > 1:
+        seal = content.pop(SEAL, None)
+        wanted = _seal({"format": found, **content})
+        if seal != wanted:
+            raise StoreCorruptError(
+                f"Expected {path} to hold what was written, with sha256 {seal}, but got {wanted}: the file was "
+                f"changed or is damaged. {way_out(path)}"
+            )
+    try:
+        return make(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StoreCorruptError(
+            f"Expected {path} to be a whole record, but got {type(error).__name__}: {error}. {way_out(path)}"
+        ) from error
+
+
+def way_out(path: Path) -> str:
+    """Return what a user may do about a damaged record."""
+    if path.name == "annotation.json":
+        return f"Restore it from a copy, or delete {path.parent} and run `selfcal score` or `selfcal predict` again."
+    if path.name == "verdicts.json":
+        return f"Restore it from a copy, or delete {path.parent} and run `selfcal judge` again."
+    if path.name == "question_values.json":
+        return f"Restore it from a copy, or delete {path.parent} and run `selfcal score-questions` again."
+    return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"Expected {path} to be a JSON file, but got: {error}. {way_out(path)}") from error
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {found}. {way_out(path)}")
+    return content
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

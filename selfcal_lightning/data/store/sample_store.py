@@ -1,0 +1,407 @@
+"""The sample store: append-only Parquet shards with a manifest; callbacks write it, datamodules read it.
+
+Layout of a store's folder::
+
+    rounds/round-000.json     what the samples of a round are: fingerprint, number of samples (written once)
+    parts/<part>/             the shards and the part manifest of one writer (``store_shards``, ``store_parts``)
+    manifest.json             what readers see: rounds, and the shards of all parts with row counts and sha256
+    annotations/<name>/       confidences that were computed later, for readers who ask (``store_annotations``)
+    aside/                    damaged files that ``repair`` moved out of the way
+    runs/                     the resolved options of each command that wrote here, for people
+
+The parts are the truth and ``manifest.json`` is derived from them, so joining may be repeated, by anyone, at any time.
+Every JSON file but those under ``runs/`` is a record with a format and a seal (``store_records``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import remove_abandoned, write_atomically
+from selfcal_lightning.data.store.annotations import add_annotations, add_confidences
+from selfcal_lightning.data.store.joining import EarlierSamples, merge_parts, raise_samples, read_manifest
+from selfcal_lightning.data.store.maintenance import (
+    RepairReport,
+    all_parts,
+    drop_later_rounds,
+    drop_replaced,
+    repair_store,
+    write_reread,
+)
+from selfcal_lightning.data.store.manifest import (
+    MANIFEST_FILE,
+    RoundRecord,
+    StoredQuestion,
+    StoreFingerprint,
+    StoreManifest,
+    check_place,
+    read_round,
+    read_rounds,
+    round_file,
+    round_files,
+)
+from selfcal_lightning.data.store.parts import ShardWriter, part_entries, part_folders, read_part
+from selfcal_lightning.data.store.records import Reread, ShardEntry, sealed, write_record
+from selfcal_lightning.data.store.shards import (
+    INDEX_COLUMNS,
+    SampleIndex,
+    StoreCorruptError,
+    StoredRow,
+    build_index,
+    check_shard,
+    decode_rows,
+    read_shard,
+)
+from selfcal_lightning.records import QuestionSamples
+
+logger = logging.getLogger(__name__)
+
+OPEN_SHARDS = 32
+PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class SampleStore:
+    """Samples of many questions, on disk. Opening a store reads and writes nothing.
+
+    Attributes:
+        path: The store's folder.
+        num_samples: Readers see samples 0 to ``num_samples - 1`` of each question; None for all.
+
+    Example:
+        >>> store = SampleStore("somewhere")
+        >>> store.question_ids()
+        Traceback (most recent call last):
+        FileNotFoundError: Expected a sample store in somewhere, but got no `rounds` folder there. ...
+    """
+
+    def __init__(self, path: str | Path, *, num_samples: int | None = None) -> None:
+        self.path = Path(path)
+        self.num_samples = num_samples
+        self._engine: dict[str, Any] | None = None
+        self._entries: dict[str, ShardEntry] = {}
+        self._checked: dict[str, str] = {}
+        self._questions: dict[str, dict[str, StoredQuestion]] = {}
+        self._open: OrderedDict[str, tuple[pq.ParquetFile, np.ndarray]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    @classmethod
+    def create_or_open(
+        cls,
+        path: str | Path,
+        fingerprint: StoreFingerprint,
+        *,
+        num_samples: int | None,
+        engine: Mapping[str, Any],
+        round: int = 0,
+        splits: Collection[str] = (),
+        top_up: bool = False,
+    ) -> SampleStore:
+        """Open the store for samples of ``round``, and enter the round when it is new.
+
+        Args:
+            path: The store's folder.
+            fingerprint: What the samples are; every round has its own, since its adapter differs.
+            num_samples: Samples a question; fewer than the store has shows the first ones. None for any number.
+            engine: What runs the model (name, dtype, version); recorded, not compared.
+            round: Generation round, from 0.
+            splits: The splits that are meant, which may have more samples than others.
+            top_up: Whether these are to have ``num_samples`` from now on, where they have fewer.
+
+        Raises:
+            ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question; or the
+                folder holds something else.
+        """
+        if num_samples is not None and num_samples < 1:
+            raise InputError(f"Expected `num_samples` to be None or at least 1, but got {num_samples}.")
+        check_place(Path(path))
+        store = cls(path, num_samples=num_samples)
+        file = round_file(store.path, round)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if removed := remove_abandoned(store.path):
+            logger.info("Removed %d unfinished files of a killed run from %s.", removed, store.path)
+        if not file.exists():
+            record = RoundRecord(round, fingerprint, fingerprint.as_json(), num_samples, engine)
+            write_record(file, record.as_json(), exclusive=True)
+        stored = store.round_manifest(round)
+        differences = stored.fingerprint.differences(fingerprint)
+        if differences:
+            raise InputError(
+                f"Expected round {round} of the store {path} to have been sampled with the same settings, but got "
+                + "; ".join(differences)
+                + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
+            )
+        if top_up and num_samples is not None:
+            stored = raise_samples(store.path, round, splits, num_samples)
+        known = min((stored.samples_of(split) or 0 for split in splits), default=stored.num_samples)
+        if stored.num_samples is not None and num_samples is not None and num_samples > (known or 0):
+            raise InputError(
+                f"Expected `num_samples` to be at most {known}, the number of samples a question in {path}, but got "
+                f"{num_samples}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
+            )
+        store._engine = dict(engine)
+        return store
+
+    @property
+    def manifest(self) -> StoreManifest:
+        """Rounds and joined shards as on disk now; without shards where nothing was joined yet."""
+        return read_manifest(self.path)
+
+    def round_manifest(self, round: int = 0) -> RoundRecord:
+        """Return what is recorded about ``round``."""
+        file = round_file(self.path, round)
+        if not file.exists():
+            rounds = list(read_rounds(self.path))
+            raise InputError(f"Expected round {round} to be in the store {self.path}, but got rounds {rounds}.")
+        return read_round(file)
+
+    def writer(self, part: str, *, round: int = 0, questions_per_shard: int = 64) -> ShardWriter:
+        """Return the writer of ``part``, to be opened by ``with``. Every process needs a part of its own."""
+        if not PART_NAME.fullmatch(part):
+            raise InputError(f"Expected `part` to be letters, digits, dots, dashes or underscores, but got {part!r}.")
+        record = self.round_manifest(round)
+        return ShardWriter(
+            self.path / "parts" / part,
+            round=round,
+            num_samples=record.num_samples,
+            raised=record.raised,
+            fingerprint_digest=record.digest,
+            engine=record.engine if self._engine is None else self._engine,
+            questions_per_shard=questions_per_shard,
+        )
+
+    def join(self) -> StoreManifest:
+        """Show readers all that the writers have committed, and return the manifest.
+
+        May be called by any process at any time. A joiner that was overtaken by a commit writes again, so that the
+        last manifest written holds everything that was committed before the last call began.
+
+        Raises:
+            StoreCorruptError: A shard is missing, cut short or changed.
+            ValueError: Two parts hold different samples of one question. (Equal ones are shown once, and counted.)
+        """
+        file = self.path / MANIFEST_FILE
+        while True:
+            entries = part_entries(self.path)
+            merged = merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
+            manifest = sealed(merged.as_json())
+            if not file.exists() or file.read_bytes() != manifest:
+                write_atomically(file, manifest)
+            if part_entries(self.path) == entries:
+                return self.manifest
+
+    def repair(self) -> RepairReport:
+        """Move damaged shards aside, settle duplicates for the first part, clean up after killed writers, and join.
+
+        Questions of which responses are empty, since requests for them failed (a server was out of order), are dropped
+        to be sampled again. Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
+        """
+        report = repair_store(self.path, self._questions_of)
+        if round_files(self.path):
+            self.join()
+        return report
+
+    def reread(
+        self,
+        read: Callable[[QuestionSamples], QuestionSamples],
+        *,
+        readers: Mapping[str, str],
+        stale: Collection[str] = (),
+        on_question: Callable[[QuestionSamples], None] = lambda _: None,
+    ) -> Reread:
+        """Replace the answers and verdicts of all samples by those that ``read`` gives, in one step for readers.
+
+        Args:
+            read: Returns a question with the answers and verdicts that its samples should have, all else being as it
+                was.
+            readers: What reads, by task, complete when all was read; recorded in the manifest with the time.
+            stale: Annotations that depend on answers; they are removed when one has changed.
+            on_question: Called with every question that was read.
+
+        Raises:
+            StoreCorruptError: A shard is damaged.
+            RuntimeError: A writer is at work.
+        """
+        with all_parts(self.path):
+            self.join()
+            drop_replaced(self.path)  # which a killed one may have left
+            hidden = {entry.file: entry.dropped for entry in self.manifest.shards}
+            reread = write_reread(self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question)
+            self.join()
+            drop_replaced(self.path)
+        return reread
+
+    def drop_rounds(self, first: int) -> int:
+        """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
+
+        For a store that a training with other settings is to continue; annotations of these rows are left where they
+        are, and nobody finds a row to them.
+
+        Raises:
+            ValueError: ``first`` is 0: without the samples of the base model it is another store.
+            RuntimeError: A writer is at work.
+        """
+        if first < 1:
+            raise InputError(
+                f"Expected `first` to be at least 1, but got {first}. Use another `store_dir` for round 0."
+            )
+        dropped = drop_later_rounds(self.path, first)
+        self.join()
+        return dropped
+
+    def stored_questions(self, *, round: int = 0, include_parts: bool = False) -> dict[str, StoredQuestion]:
+        """Return the complete questions of ``round``, of all splits, by id.
+
+        Args:
+            round: Generation round.
+            include_parts: Count also what writers have committed and nobody has joined (to resume a run).
+        """
+        found: dict[str, StoredQuestion] = {}
+        for entry in part_entries(self.path) if include_parts else self._shards():
+            if entry.round == round:
+                hidden = set(entry.dropped)
+                for name, question in self._questions_of(entry).items():
+                    if name not in hidden and (name not in found or found[name].samples < question.samples):
+                        found[name] = question
+        return found
+
+    def earlier_samples(self, round: int = 0) -> EarlierSamples:
+        """Return what gives the samples that questions of ``round`` have, those that nobody has joined yet included."""
+        entries = [entry for entry in part_entries(self.path) if entry.round == round]
+        return EarlierSamples(self.path, entries, self._questions_of)
+
+    def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
+        """Return the ids of the complete questions of ``round``, of one split or of all."""
+        stored = self.stored_questions(round=round, include_parts=include_parts)
+        return {name for name, question in stored.items() if split in (None, question.split)}
+
+    def committed_questions(self, *, parts: Collection[str], round: int = 0) -> int:
+        """Return how many questions the writers of ``parts`` have committed, from their manifests alone."""
+        folders = [folder for folder in part_folders(self.path) if folder.name in parts]
+        entries = [entry for folder in folders for entry in read_part(folder).shards]
+        return sum(entry.questions for entry in entries if entry.round == round)
+
+    def index(self, *, split: str | None = None, round: int = 0, confidences: Sequence[str] = ()) -> SampleIndex:
+        """Return the columns of all joined samples of ``round`` that fit in memory, sorted by question and sample.
+
+        ``confidences`` names annotations to merge in; rows that have none are nan, and their number is logged.
+        """
+        tables: list[pa.Table] = []
+        numbers: list[np.ndarray] = []
+        files: list[str] = []
+        shards = self._shards()
+        for entry in shards:
+            if entry.round != round:
+                continue
+            self._check(entry)
+            table = read_shard(self.path / entry.file, columns=INDEX_COLUMNS)
+            keep = np.ones(table.num_rows, dtype=bool)
+            if split is not None:
+                keep &= table["split"].to_numpy() == split
+            if self.num_samples is not None:
+                keep &= table["index"].to_numpy() < self.num_samples
+            if entry.dropped:
+                keep &= ~np.isin(table["question_id"].to_numpy(), entry.dropped)
+            tables.append(table.filter(pa.array(keep)))
+            numbers.append(np.flatnonzero(keep))
+            files.append(entry.file)
+        return add_annotations(build_index(tables, numbers, files), self.path, confidences, shards)
+
+    def samples(
+        self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
+    ) -> Iterator[QuestionSamples]:
+        """Yield the joined questions of ``round`` with their samples, by question id; one question in memory."""
+        for rows in self.rows(split=split, round=round, task=task, confidences=confidences):
+            first = rows[0]
+            yield QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
+
+    def rows(
+        self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
+    ) -> Iterator[list[StoredRow]]:
+        """Yield the rows of each joined question of ``round``, by question id; see :meth:`index` on ``confidences``."""
+        index = self.index(split=split, round=round, confidences=confidences)
+        if task is not None:
+            index = index.select(index.task == task)
+        edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
+        for start, stop in pairwise(edges):
+            yield add_confidences(self.read_rows(index.locate(range(start, stop))), index, start, confidences)
+
+    def read_rows(self, locators: Sequence[tuple[str, int]]) -> list[StoredRow]:
+        """Return the rows at ``locators`` (of :meth:`SampleIndex.locate`), in their order, with texts and tokens."""
+        wanted: dict[tuple[str, int], list[int]] = {}
+        for position, (file, row) in enumerate(locators):
+            _, starts = self._handle(file)
+            group = int(np.searchsorted(starts, row, side="right")) - 1
+            wanted.setdefault((file, group), []).append(position)
+        found: list[StoredRow | None] = [None] * len(locators)
+        for (file, group), positions in sorted(wanted.items()):
+            handle, starts = self._handle(file)
+            table = handle.read_row_group(group, use_threads=False)
+            rows = decode_rows(table.take([locators[position][1] - int(starts[group]) for position in positions]))
+            for position, decoded in zip(positions, rows, strict=True):
+                found[position] = decoded
+        return [stored for stored in found if stored is not None]
+
+    def _shards(self) -> tuple[ShardEntry, ...]:
+        shards = self.manifest.shards
+        self._entries = {entry.file: entry for entry in shards}
+        return shards
+
+    def _check(self, entry: ShardEntry) -> None:
+        """Hold a shard against its size and, once in the life of this object, against its sha256."""
+        checked = self._checked.get(entry.file) == entry.sha256
+        check_shard(self.path / entry.file, size=entry.bytes, sha256=None if checked else entry.sha256)
+        self._checked[entry.file] = entry.sha256
+
+    def _check_fingerprint(self, entry: ShardEntry, table: pa.Table) -> None:
+        """Hold what a shard says its samples are against its round, whose file may have been deleted and made anew."""
+        file = round_file(self.path, entry.round)
+        if not file.exists():
+            return
+        wanted = read_round(file).digest
+        found = (table.schema.metadata or {}).get(b"selfcal.fingerprint", b"none").decode()
+        if found != wanted:
+            drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry.round}`, "
+            raise StoreCorruptError(
+                f"Expected {self.path / entry.file} to hold samples of the fingerprint {wanted[:12]}, which {file} "
+                f"describes, but got {found[:12]}: another model, prompt or sampling. Put the round's file back from a "
+                f"copy, {drop if entry.round else ''}or use another `store_dir`."
+            )
+
+    def _questions_of(self, entry: ShardEntry) -> dict[str, StoredQuestion]:
+        key = f"{entry.file}/{entry.sha256}"
+        if key not in self._questions:
+            table = read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
+            self._check_fingerprint(entry, table)
+            names, splits, digests = (table[name].to_pylist() for name in table.column_names)
+            sizes, found = Counter(names), zip(names, splits, digests, strict=True)
+            self._questions[key] = {name: StoredQuestion(split, sha, sizes[name]) for name, split, sha in found}
+        return self._questions[key]
+
+    def _handle(self, file: str) -> tuple[pq.ParquetFile, np.ndarray]:
+        """Return an open shard and the first row of each of its row groups."""
+        if file not in self._open:
+            if file not in self._entries:
+                self._shards()
+            if file not in self._entries:
+                raise StoreCorruptError(f"Expected {file} to be a joined shard of {self.path}, but got no such entry.")
+            self._check(self._entries[file])
+            handle = pq.ParquetFile(self.path / file)
+            sizes = [handle.metadata.row_group(group).num_rows for group in range(handle.num_row_groups)]
+            self._open[file] = handle, np.cumsum([0, *sizes])[:-1]
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)[1][0].close()
+        self._open.move_to_end(file)
+        return self._open[file]

@@ -1,0 +1,356 @@
+"""When two answers are equal, by answer type."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+from selfcal_lightning.data.tasks.base import AnswerType
+from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
+from selfcal_lightning.data.tasks.extraction import (
+    LETTERS,
+    MAX_CANONICAL_LENGTH,
+    canonical_number,
+    format_number,
+    is_number,
+    normalise_short_text,
+    number_values,
+    read_letter,
+    read_number,
+    read_short_text,
+)
+from selfcal_lightning.data.tasks.math_processes import MathPool, default_pool
+
+TOLERANCE = Fraction(1, 1_000_000)
+MAX_DECIMAL_ERROR = Fraction(1, 10_000)
+
+_PLAIN = re.compile(r"-?(?:\d+(?:\.\d+)?|\\frac\{-?\d+\}\{\d+\}|\d+\\frac\{\d+\}\{\d+\})")
+_BASED = re.compile(r"(\w+)_\{?(\d+)\}?")
+
+
+def numbers_equal(answer: str | None, reference: str | None) -> bool:
+    """Return whether two numbers differ by at most 1e-6 (relative below 1); None equals nothing.
+
+    Numbers that are too long to calculate with are equal when they are written alike.
+
+    Example:
+        >>> numbers_equal("5.0", "5"), numbers_equal("50", "0.5"), numbers_equal(None, None)
+        (True, False, False)
+    """
+    left, right = _number(answer), _number(reference)
+    if left is None or right is None:
+        return answer is not None and answer == reference and is_number(answer)
+    return _close(left, right)
+
+
+def letters_equal(answer: str | None, reference: str | None) -> bool:
+    """Return whether two option letters are the same, whatever their case; None equals nothing."""
+    return answer is not None and reference is not None and answer.upper() == reference.upper()
+
+
+def short_texts_equal(answer: str | None, reference: str | None) -> bool:
+    """Return whether an answer equals the reference, or one of its aliases, after normalisation.
+
+    Example:
+        >>> short_texts_equal("the Beatles", '["Beatles", "Fab Four"]'), short_texts_equal("", "Paris")
+        (True, False)
+    """
+    if answer is None or reference is None:
+        return False
+    normalised = normalise_short_text(answer)
+    return normalised != "" and normalised in {normalise_short_text(alias) for alias in split_aliases(reference)}
+
+
+def split_aliases(reference: str) -> list[str]:
+    """Return the names of a reference: itself, or the strings of a JSON list."""
+    if not reference.startswith("["):
+        return [reference]
+    try:
+        aliases = json.loads(reference)
+    except json.JSONDecodeError:
+        return [reference]
+    return [str(alias) for alias in aliases]
+
+
+def expressions_equal(answer: str | None, reference: str | None, *, pool: MathPool | None = None) -> bool:
+    r"""Return whether two expressions are mathematically equal; None equals nothing.
+
+    Equal normal forms are equal. Numbers are compared exactly, decimals within 1e-6, a decimal with a number that has
+    none within 1e-4. ``p\%`` equals both ``p`` and ``p/100``. Tuples are compared entry by entry; where the reference
+    has round brackets (a point or an open interval, nobody can tell), square ones do as well. Words are equal when
+    they are the same. Everything else goes to math-verify in a process with limits; what exceeds them is different.
+
+    Example:
+        >>> expressions_equal("0.5", r"\frac{1}{2}"), expressions_equal("50", "0.5"), expressions_equal("B", "b")
+        (True, False, True)
+    """
+    if answer is None or reference is None:
+        return False
+    left = normalise_expression(answer, keep_percent=True)
+    right = normalise_expression(reference, keep_percent=True)
+    if not left or not right:
+        return False
+    return _equal(left, right, pool)
+
+
+def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]) -> list[str | None]:
+    """Return ``answers`` with each replaced by the first seen that it equals, both ways round; None stays None.
+
+    Example:
+        >>> group_equal(["1", None, "1.0", "2"], numbers_equal)
+        ['1', None, '1', '2']
+    """
+    representatives: dict[str, str] = {}
+    for answer in answers:
+        if answer is None or answer in representatives:
+            continue
+        seen = dict.fromkeys(representatives.values())
+        equals = (other for other in seen if equal(answer, other) and equal(other, answer))
+        representatives[answer] = next(equals, answer)
+    return [None if answer is None else representatives[answer] for answer in answers]
+
+
+def _number(text: str | None) -> Fraction | None:
+    values = [] if text is None else number_values(text, longest=MAX_CANONICAL_LENGTH)
+    return values[0] if values else None
+
+
+def _close(left: Fraction, right: Fraction) -> bool:
+    return abs(left - right) <= TOLERANCE * min(Fraction(1), max(abs(left), abs(right)))
+
+
+def _equal(left: str, right: str, pool: MathPool | None) -> bool:
+    if left == right:
+        return True
+    if left.endswith(r"\%") != right.endswith(r"\%"):
+        percent, other = (left, right) if left.endswith(r"\%") else (right, left)
+        number = percent.removesuffix(r"\%")
+        value = _plain_value(number)
+        return _equal(number, other, pool) or (value is not None and _equal(format_number(value / 100), other, pool))
+    left, right = left.removesuffix(r"\%"), right.removesuffix(r"\%")
+    if (decided := _equal_without_algebra(left, right)) is not None:
+        return decided
+    entries = _entries(left), _entries(right)
+    if entries[0] is not None and entries[1] is not None and (left[0] == right[0] or right[0] == "("):
+        return len(entries[0]) == len(entries[1]) and all(
+            _equal(one, other, pool) for one, other in zip(*entries, strict=True)
+        )
+    if not (is_within_limits(left) and is_within_limits(right)):
+        return False
+    return (pool or default_pool()).equal([(left, right)])[0] is True
+
+
+def _equal_without_algebra(left: str, right: str) -> bool | None:
+    """Decide numbers, numerals with a base, words and single letters; None for everything else."""
+    values = _plain_value(left), _plain_value(right)
+    if values[0] is not None and values[1] is not None:
+        return _close(values[0], values[1]) or _is_rounded((left, values[0]), (right, values[1]))
+    numerals = _BASED.fullmatch(left), _BASED.fullmatch(right)
+    if numerals[0] or numerals[1]:
+        both = numerals[0] is not None and numerals[1] is not None
+        return not both and left.partition("_")[0] == right.partition("_")[0]
+    if is_text(left) or is_text(right) or len(left) == len(right) == 1:
+        return left.lower() == right.lower()
+    return None
+
+
+def _plain_value(text: str) -> Fraction | None:
+    r"""Return the value of a decimal, ``\frac{p}{q}`` or mixed number in normal form, else None."""
+    return _number(text) if _PLAIN.fullmatch(text) and len(text) <= MAX_CANONICAL_LENGTH else None
+
+
+def _is_rounded(left: tuple[str, Fraction], right: tuple[str, Fraction]) -> bool:
+    """Return whether one side is a decimal close to the other, a fraction that no decimal equals."""
+    (_, decimal), (other, exact) = (left, right) if "." in left[0] else (right, left)
+    if "." not in left[0] + right[0] or "." in other or "/" not in format_number(exact):
+        return False
+    return abs(decimal - exact) <= MAX_DECIMAL_ERROR * abs(exact)
+
+
+def _entries(text: str) -> list[str] | None:
+    """Return the entries of ``(a,b,...)`` or ``[a,b,...]``, or None where it is neither or an entry is infinite."""
+    if text[:1] + text[-1:] not in ("()", "[]") or r"\infty" in text:
+        return None
+    entries, depth = [""], 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and position < len(text) - 1:
+            return None
+        if character == "," and depth == 1:
+            entries.append("")
+        elif 0 < position < len(text) - 1:
+            entries[-1] += character
+    return entries if len(entries) > 1 and all(entries) else None
+
+
+class Answers(Protocol):
+    """How answers of one type are read and judged.
+
+    Attributes:
+        answer_type: Name of the type.
+        hint: What the prompt asks for in the answer field, with an example.
+    """
+
+    answer_type: AnswerType
+    hint: str
+
+    def canonical(self, gold: Any) -> str | None:
+        """Return a data set's gold answer in canonical form, or None when it is no answer of this type."""
+        ...
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that a response gives, or None; of a cut one only what it states."""
+        ...
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether an answer equals the reference."""
+        ...
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers with equal ones replaced by the first seen of their class."""
+        ...
+
+
+class NumberAnswers:
+    """Numbers, compared within 1e-6.
+
+    Example:
+        >>> numbers = NumberAnswers()
+        >>> numbers.canonical(51.0), numbers.extract("Answer: $1,234.50"), numbers.group(["1/2", "0.5"])
+        ('51', '1234.5', ['1/2', '1/2'])
+    """
+
+    answer_type: AnswerType = "number"
+    hint = "one number, for example 42"
+
+    def canonical(self, gold: Any) -> str | None:
+        """Return the number that ``gold`` (a number or text) holds, or None."""
+        if isinstance(gold, bool) or gold is None:
+            return None
+        if isinstance(gold, float):
+            return format_number(Fraction(repr(gold))) if abs(gold) < float("inf") else None
+        return canonical_number(str(gold))
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the number that a response gives, or None."""
+        return read_number(text, finished=finished)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the answer is the reference within 1e-6."""
+        return numbers_equal(answer, reference)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers with equal numbers replaced by the first seen."""
+        return group_equal(answers, numbers_equal)
+
+
+class LetterAnswers:
+    """Option letters.
+
+    Args:
+        letters: The letters that options have, in order.
+        digits: Whether 1, 2, ... stand for the letters, too.
+
+    Example:
+        >>> LetterAnswers(digits=True).canonical("3"), LetterAnswers().extract("Answer: (b)")
+        ('C', 'B')
+    """
+
+    answer_type: AnswerType = "option letter"
+    hint = "the letter of one option, for example B"
+
+    def __init__(self, letters: str = LETTERS, *, digits: bool = False) -> None:
+        self.letters = letters
+        self.digits = digits
+
+    def canonical(self, gold: Any) -> str | None:
+        """Return the letter that ``gold`` names, in upper case, or None."""
+        text = "" if gold is None else str(gold).strip().upper()
+        if self.digits and text.isdecimal() and 1 <= int(text) <= len(self.letters):
+            return self.letters[int(text) - 1]
+        return text if len(text) == 1 and text in self.letters else None
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the option letter that a response gives, or None."""
+        return read_letter(text, self.letters, digits=self.digits, finished=finished)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the answer is the reference's letter."""
+        return letters_equal(answer, reference)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers as they are: canonical letters are equal only when their text is."""
+        return list(answers)
+
+
+class ExpressionAnswers:
+    r"""Mathematical expressions, compared by normal form and math-verify.
+
+    Args:
+        pool: The processes that compare; None takes the process-wide pool.
+
+    Example:
+        >>> expressions = ExpressionAnswers()
+        >>> expressions.extract(r"\boxed{\dfrac12}"), expressions.group([r"\frac{1}{2}", "0.5", None])
+        ('\\frac{1}{2}', ['\\frac{1}{2}', '\\frac{1}{2}', None])
+    """
+
+    answer_type: AnswerType = "expression"
+    hint = r"one expression in LaTeX, for example $\frac{3}{4}$"
+
+    def __init__(self, pool: MathPool | None = None) -> None:
+        self.pool = pool
+
+    def canonical(self, gold: Any) -> str | None:
+        """Return the normal form of ``gold``, with its percent sign, or None when it is empty."""
+        return None if gold is None else normalise_expression(str(gold), keep_percent=True) or None
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the normal form of the expression that a response gives, or None."""
+        return read_expression(text, finished=finished)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the answer is mathematically equal to the reference."""
+        return expressions_equal(answer, reference, pool=self.pool)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers with mathematically equal ones replaced by the first seen."""
+        return group_equal(answers, lambda left, right: expressions_equal(left, right, pool=self.pool))
+
+
+class ShortTextAnswers:
+    """Names and short phrases, compared after normalisation with every alias of the reference.
+
+    Example:
+        >>> texts = ShortTextAnswers()
+        >>> texts.canonical(["The Beatles", "Fab Four"]), texts.verify("beatles", '["beatles", "fab four"]')
+        ('["beatles", "fab four"]', True)
+    """
+
+    answer_type: AnswerType = "short text"
+    hint = "a few words, for example Marie Curie"
+
+    def canonical(self, gold: Any) -> str | None:
+        """Return the normalised name, or a JSON list where ``gold`` is a list of aliases; None when it is empty."""
+        if gold is None:
+            return None
+        names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else list(gold)
+        aliases = [alias for name in names if (alias := normalise_short_text(str(name)))]
+        if len(aliases) > 1:
+            return json.dumps(aliases, ensure_ascii=False)
+        return aliases[0] if aliases else None
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the normalised short answer that a response gives, or None."""
+        return read_short_text(text, finished=finished)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the answer is the reference or one of its aliases."""
+        return short_texts_equal(answer, reference)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers as they are: normalised texts are equal only when their text is."""
+        return list(answers)

@@ -1,0 +1,141 @@
+"""The contract of a task: where questions come from, how an answer is read, how it is judged."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from selfcal_lightning import __version__
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.records import Question
+
+AnswerType = Literal["number", "option letter", "expression", "short text"]
+# What a model that judges is asked: whether an answer is right, wrong or not attempted; whether two are equivalent.
+JudgeForm = Literal["facts", "mathematics"]
+
+
+class Task(Protocol):
+    """A family of questions with one way to read and judge answers.
+
+    Beats of every task, in this order: ``load`` questions, ``extract`` an answer, ``verify`` it, ``group`` answers.
+    """
+
+    name: str
+    answer_type: AnswerType
+
+    def load(
+        self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
+    ) -> list[Question]:
+        """Return the questions of ``split`` from the hub, or of the local file ``path`` with the hub's columns."""
+        ...
+
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is read or downloaded."""
+        ...
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return whether loading asks the hub."""
+        ...
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that ``text`` gives, or None when none can be read.
+
+        Args:
+            text: The response.
+            finished: Whether the model ended it. One that the token limit cut has an answer only where it states one,
+                in a box or an answer field: the last number of a calculation that broke off is none.
+        """
+        ...
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether ``answer`` equals ``reference``; None is never correct."""
+        ...
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return ``answers`` with equal ones replaced by the first seen of their class; None stays None."""
+        ...
+
+
+@runtime_checkable
+class NamesJudge(Protocol):
+    """A task, or a data set, whose answers a model may judge where comparing texts falls short.
+
+    Attributes:
+        judge: What that model is asked; None where comparing decides.
+    """
+
+    judge: JudgeForm | None
+
+
+def judge_form(task: object) -> JudgeForm | None:
+    """Return what a model is asked that judges the answers of a task or a data set; None where it names nothing."""
+    return task.judge if isinstance(task, NamesJudge) else None
+
+
+ROOM = Path(__file__).parent
+
+
+def reader_version(task: Task) -> str:
+    """Return the version of this package and a hash over the sources of its tasks, and of a task that lies elsewhere.
+
+    Example:
+        >>> from selfcal_lightning.data.tasks.registry import get_task
+        >>> reader_version(get_task("gsm8k")) == reader_version(get_task("svamp"))
+        True
+    """
+    source = inspect.getsourcefile(type(task))
+    own = () if source is None or ROOM in Path(source).parents else (source,)
+    return f"selfcal_lightning {__version__}, {_hash(own)}"
+
+
+@lru_cache
+def _hash(own: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for file in (*sorted(ROOM.rglob("*.py")), *map(Path, own)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+Part = Literal["train", "validation", "calibration"]
+# Of the questions; training takes the rest.
+SHARES = {"validation": 0.1, "calibration": 0.1}
+FEWEST = 10
+
+
+def take_part(questions: Sequence[Question], part: Part) -> list[Question]:
+    """Return the questions of one part, in their order: 80 % train, 10 % validation, 10 % calibration.
+
+    Which part a question belongs to follows from a hash of its text: the order of a file does not matter, and a text
+    that occurs twice is in one part.
+
+    Raises:
+        InputError: The part is unknown, or there are fewer than ten different questions.
+
+    Example:
+        >>> questions = [Question(str(i), "t", (), text=f"What is {i}+1?") for i in range(30)]
+        >>> [len(take_part(questions, part)) for part in ("train", "validation", "calibration")]
+        [24, 3, 3]
+    """
+    if part not in get_args(Part):
+        raise unknown_name("part", part, get_args(Part))
+    texts = sorted({question.text for question in questions}, key=_hash_text)
+    if len(texts) < FEWEST:
+        raise InputError(
+            f"Expected at least {FEWEST} different questions to train, validate and calibrate on, but got "
+            f"{len(texts)}. Add some, or name a source for every split in a configuration."
+        )
+    chosen, start = set[str](), 0
+    for name, share in SHARES.items():
+        end = start + max(1, round(share * len(texts)))
+        chosen, start = (set(texts[start:end]) if name == part else chosen), end
+    if part == "train":
+        chosen = set(texts[start:])
+    return [question for question in questions if question.text in chosen]
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

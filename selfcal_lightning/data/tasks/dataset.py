@@ -1,0 +1,320 @@
+"""Data sets as tasks: the prompt, and questions with stable ids."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.data.tasks.answer_types import Answers
+from selfcal_lightning.data.tasks.base import AnswerType, JudgeForm, judge_form
+from selfcal_lightning.data.tasks.extraction import LETTERS
+from selfcal_lightning.data.tasks.rows import (
+    FileSource,
+    HubSource,
+    JoinedSource,
+    QuestionRow,
+    Row,
+    check_file,
+    check_question_file,
+    load_file_rows,
+    load_hub_rows,
+    load_joined_rows,
+    read_question_file,
+)
+from selfcal_lightning.records import Message, Question, duplicate_ids
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a row asks and its gold answer, before the prompt and the canonical form."""
+
+    body: str
+    gold: Any
+
+
+class UnusableRowError(InputError):
+    """A row without a usable label or text; such rows are counted and reported."""
+
+
+class DataSet(Protocol):
+    """All that is particular to one data set; `DatasetTask` makes a task of it.
+
+    Attributes:
+        name: Name of the task.
+        answers: How its answers are read and judged.
+        source: Its place on the hub, or its own files; None for a data set that is always a file of the user's.
+        columns: Columns that a row must have.
+        id_column: The data set's own id column, used where the rows have it; None numbers the rows.
+    """
+
+    name: str
+    answers: Answers
+    source: HubSource | JoinedSource | FileSource | None
+    columns: tuple[str, ...]
+    id_column: str | None
+
+    def read_row(self, row: Row, question_id: str) -> Item:
+        """Return the question text and gold answer of a row, or raise `UnusableRowError` with the reason."""
+        ...
+
+
+@runtime_checkable
+class OwnFormat(Protocol):
+    """A data set whose files are in the one format of a user's questions (``question_rows``).
+
+    Attributes:
+        question_rows: Whether a bad row is an error with its line, and an answer may be absent: yes.
+    """
+
+    question_rows: Literal[True]
+
+
+@runtime_checkable
+class RepeatedRows(Protocol):
+    """A data set that has a question in several rows, such as one a document: the first of each id counts.
+
+    Attributes:
+        repeated_rows: Yes.
+    """
+
+    repeated_rows: Literal[True]
+
+
+class Prompt(Protocol):
+    """Writes the chat that asks a question."""
+
+    def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+        """Return the messages, from the text of the question and the hint at what an answer looks like."""
+        ...
+
+
+class DatasetTask:
+    """A data set as a task.
+
+    Args:
+        dataset: The data set.
+        prompt: Writes the chat that asks a question, from its text and the hint at what an answer looks like; see
+            :func:`write_messages`. Small models do not obey a layout: :func:`bare_question` asks without one.
+    """
+
+    def __init__(self, dataset: DataSet, *, prompt: Prompt | None = None) -> None:
+        self.dataset = dataset
+        self.prompt: Prompt = prompt or write_messages
+        self.name = dataset.name
+        self.answer_type: AnswerType = dataset.answers.answer_type
+        self.judge: JudgeForm | None = judge_form(dataset)
+
+    def load(
+        self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
+    ) -> list[Question]:
+        """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``.
+
+        A local file has the hub's columns and stands for the split that is asked for, whatever its name. Ids are
+        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning. In a
+        file of questions of one's own, one that cannot be used is an error, an answer may be absent, and the lines that
+        name another task are that one's.
+
+        Raises:
+            InputError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
+            FileNotFoundError: If ``path`` does not exist.
+            RunError: If the hub cannot be reached or refuses.
+        """
+        if limit is not None and limit < 0:
+            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+        if isinstance(self.dataset, OwnFormat):
+            return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
+        origin, rows = self._rows(split, path)
+        questions: list[Question] = []
+        unusable: Counter[str] = Counter()
+        num_read = 0
+        earlier = set[str]() if isinstance(self.dataset, RepeatedRows) else None
+        for index, row in enumerate(rows):
+            if limit is not None and len(questions) >= limit:
+                break
+            try:
+                name = self._question_id(row, split, index)
+                if earlier is not None and name in earlier:
+                    continue
+                num_read += 1
+                questions.append(self._question(row, name, chain_of_thought))
+                if earlier is not None:
+                    earlier.add(name)
+            except UnusableRowError as error:
+                unusable[str(error)] += 1
+        if unusable:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in unusable.most_common())
+            logger.warning("%d of %d rows of %s cannot be used (%s).", unusable.total(), num_read, origin, reasons)
+        if not questions and limit != 0:
+            raise InputError(
+                f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none of use."
+            )
+        self._check_ids(questions, origin)
+        return questions
+
+    def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
+        """Return a user's question in the form of this task: its prompt, and its form of the answer.
+
+        Raises:
+            InputError: The answer is none of the task's type.
+        """
+        answers = self.dataset.answers
+        reference = answers.canonical(row.answer)
+        if reference is None and row.answer is not None:
+            raise InputError(
+                f"{row.where}Expected `answer` to be an answer of task {self.name!r} ({self.answer_type}), but got "
+                f"{row.answer!r}. Name another task by `--task` or in the field `task` of the question, such as "
+                "local_number, local_choice, local_expression or local_text."
+            )
+        messages = self.prompt(row.text, answers.hint, chain_of_thought=chain_of_thought)
+        return Question(question_id, self.name, messages, reference, row.text)
+
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is read or downloaded.
+
+        Raises:
+            InputError: If the split is unknown, or a file is needed and none is named.
+            FileNotFoundError: If ``path`` does not exist.
+        """
+        source = self.dataset.source
+        if path is not None:
+            if isinstance(self.dataset, OwnFormat):
+                check_question_file(path, option="path")
+            else:
+                check_file(path)
+            return
+        if source is None:
+            raise InputError(
+                f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
+                f"Parquet with the columns {', '.join(self.dataset.columns)}."
+            )
+        if split not in source.splits:
+            raise InputError(
+                f"Expected `split` of {self.name} to be one of {', '.join(source.splits)}, but got {split!r}."
+                f"{did_you_mean(split, source.splits)} Other splits have no labels or do not exist; rows of your own "
+                "are given by `path`."
+            )
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return whether loading asks the hub."""
+        return path is None and isinstance(self.dataset.source, HubSource | JoinedSource)
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the canonical answer that a response gives, or None; see ``Task``."""
+        return self.dataset.answers.extract(text, finished=finished)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether an answer equals the reference; None is never correct."""
+        return self.dataset.answers.verify(answer, reference)
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers with equal ones replaced by the first seen of their class."""
+        return self.dataset.answers.group(answers)
+
+    def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
+        self.check_source(split, path=path)
+        source = self.dataset.source
+        if path is None and isinstance(source, FileSource):
+            path = source.files[split]
+        columns = self.dataset.columns
+        if path is None and isinstance(source, HubSource):
+            return source.describe(split), load_hub_rows(source, split, columns)
+        if path is None and isinstance(source, JoinedSource):
+            return source.describe(split), load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
+        return f"the file {path}", load_file_rows(str(path), columns)
+
+    def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
+        self.check_source(split, path=path)
+        rows = read_question_file(str(path), option="path")
+        mine = [(index, row) for index, row in enumerate(rows) if row.task in (None, self.name)]
+        if not mine:
+            others = ", ".join(dict.fromkeys(row.task or "" for row in rows))
+            raise InputError(f"Expected {path} to hold questions of task {self.name!r}, but all are of {others}.")
+        questions = [
+            self.ask(
+                row, question_id=f"{self.name}/{split}/{row.id or f'{index:06d}'}", chain_of_thought=chain_of_thought
+            )
+            for index, row in mine
+        ]
+        self._check_ids(questions, f"the file {path}")
+        return questions
+
+    def _check_ids(self, questions: Sequence[Question], origin: str) -> None:
+        if repeated := duplicate_ids(questions):
+            raise InputError(
+                f"Expected question ids to be unique, but in {origin} {len(repeated)} occur more than once, "
+                f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
+            )
+
+    def _question_id(self, row: Row, split: str, index: int) -> str:
+        column = self.dataset.id_column
+        if column is None or column not in row:
+            return f"{self.name}/{split}/{index:06d}"
+        if row[column] is None or str(row[column]).strip() == "":
+            raise UnusableRowError(f"no {column}")
+        return f"{self.name}/{split}/{str(row[column]).strip()}"
+
+    def _question(self, row: Row, question_id: str, chain_of_thought: bool) -> Question:
+        for column in self.dataset.columns:
+            if row[column] is None:
+                raise UnusableRowError(f"no {column}")
+        item = self.dataset.read_row(row, question_id)
+        answers = self.dataset.answers
+        reference = answers.canonical(item.gold)
+        if reference is None:
+            raise UnusableRowError("no valid label")
+        if not item.body.strip():
+            raise UnusableRowError("no text")
+        messages = self.prompt(item.body, answers.hint, chain_of_thought=chain_of_thought)
+        return Question(id=question_id, task=self.name, messages=messages, reference=reference, text=item.body)
+
+
+def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+    """Return the chat that asks a question in the layout "Explanation:" / "Answer:", or "Answer:" alone.
+
+    Example:
+        >>> [message.role for message in write_messages("2+2?", "one number", chain_of_thought=False)]
+        ['system', 'user']
+    """
+    if chain_of_thought:
+        system = (
+            "Work the question out before you commit to an answer. Write two fields and nothing else.\n"
+            f"Explanation: your reasoning, one step after the other.\nAnswer: {hint}."
+        )
+    else:
+        system = f"Give no reasoning. Write one field and nothing else.\nAnswer: {hint}."
+    return Message("system", system), Message("user", f"Question: {body}")
+
+
+def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
+    """Return the question alone as the user's turn: no system text, no layout.
+
+    Example:
+        >>> bare_question("2+2?", "one number", chain_of_thought=True)
+        (Message(role='user', content='2+2?'),)
+    """
+    del hint, chain_of_thought
+    return (Message("user", body),)
+
+
+def write_options(question: str, options: Sequence[str]) -> str:
+    """Return a question with its options on lines of their own, lettered from A.
+
+    Raises:
+        UnusableRowError: If there are fewer than two or more than five options.
+
+    Example:
+        >>> print(write_options("Which is red?", ["sky", "blood"]))
+        Which is red?
+        (A) sky
+        (B) blood
+    """
+    if not 2 <= len(options) <= len(LETTERS):
+        raise UnusableRowError(f"{len(options)} options")
+    lines = [f"({letter}) {option.strip()}" for letter, option in zip(LETTERS, options, strict=False)]
+    return "\n".join([question.strip(), *lines])

@@ -1,0 +1,189 @@
+"""Mathematical expressions: reading one out of a response, its normal form, and the limits that keep sympy safe."""
+
+from __future__ import annotations
+
+import re
+
+from selfcal_lightning.data.tasks.extraction import (
+    NUMBER_WORDS,
+    answer_fields,
+    canonical_number,
+    final_part,
+    last_boxed,
+    read_number,
+)
+
+MAX_ANSWER_LENGTH = 1_000
+MAX_EXPRESSION_LENGTH = 400
+MAX_NESTING = 12
+MAX_DIGITS = 60
+MAX_EXPONENT = 1_000
+MAX_EXPONENT_PRODUCT = 20_000
+MAX_FACTORIAL = 200
+
+_REMOVED = re.compile(
+    r"(?<!\\)\\!\s*|(?<!\\)\\[,;:> ]|~|\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|q?quad)"
+    r"(?![a-zA-Z])|\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])|\u00b0|\\\$|\$|(?<!\\)\\[()\[\]]"
+)
+_RENAMED = (
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\leq(?:slant)?(?![a-zA-Z])|\u2264"), r"\\le "),
+    (re.compile(r"\\geq(?:slant)?(?![a-zA-Z])|\u2265"), r"\\ge "),
+    (re.compile(r"\\neq(?![a-zA-Z])|\u2260"), r"\\ne "),
+    (re.compile(r"\\(begin|end)\{(?:array|[bvBV]matrix|smallmatrix)\}(?:\{[lcr|]*\})?"), r"\\\1{pmatrix}"),
+    (re.compile(r"\\to(?![a-zA-Z])|\\rightarrow(?![a-zA-Z])"), r"\\to "),
+    (re.compile(r"\\operatorname\*?\{([a-zA-Z]+)\}"), r"\\\1 "),
+    (re.compile(r"\\(?:mathbf|mathrm|mathit|boldsymbol|mathbb)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\text[a-z]*\s*\{\s*(?:and|or|,)\s*\}"), ", "),
+    (re.compile(r"\u03c0"), r"\\pi "),
+    (re.compile(r"\u221e|\binfinity\b|\binfty\b(?<!\\infty)"), r"\\infty "),
+    (re.compile(r"\u221a\s*\(?(\w+)\)?"), r"\\sqrt{\1}"),
+    (re.compile(r"\u00d7|\\times(?![a-zA-Z])"), r"\\times "),
+    (re.compile(r"\u00b7|\\cdot(?![a-zA-Z])"), r"\\cdot "),
+    (re.compile(r"\*\*"), "^"),
+)
+_TEXT = r"\\(?:text|mbox|textbf|textrm|textit|textnormal|mathrm)\s*\{([^{}]*)\}"
+_TRAILING_UNIT = re.compile(rf"(?<=[\d)}}\].a-z])\s*{_TEXT}(?:\s*\^\s*\{{?\s*[23]\s*\}}?)?$")
+_PLAIN_UNIT = re.compile(r"(?P<number>[-+]?[\d.,/]*\d)\s*(?P<unit>[a-zA-Z][a-zA-Z .]*[a-zA-Z](?:\s*\^\s*\{?[23]\}?)?)")
+_NO_UNIT = frozenset({"pi", "or", "and", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "to", "by", "if", "mod", "i"})
+_DEFINITION = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+|[a-zA-Z]_\{?\w\}?|[a-zA-Z]\([a-zA-Z]\))\s*(?:=|\\in(?![a-zA-Z]))")
+_THOUSANDS = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+)(\.\d+)?(?![\d,])([^,]*)")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{}]*\}|[0-9a-zA-Z])")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
+_SHORT_SCRIPT = re.compile(r"([_^])\s*\{\s*([0-9a-zA-Z])\s*\}")
+_SLASH = re.compile(r"([-+]?)(\d+)\s*/\s*(\d+)")
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)")
+_SPACE_NOT_NEEDED = re.compile(r"(?<![a-zA-Z])\s+|\s+(?![a-zA-Z])")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{4,}")
+_SHORT_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-z]+\}")
+_FUNCTIONS = frozenset({"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt"})
+_MATH_SPAN = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_NESTED_NUMERIC_POWER = re.compile(r"\^\s*-?\w\s*\^|\^\s*\{[^{}a-zA-Z]*\^|\^\s*\([^()a-zA-Z]*\^")
+_NUMERIC_EXPONENT = re.compile(r"\^\s*[{(]?\s*-?\s*(\d+(?:\.\d+)?)")
+_FACTORIAL = re.compile(r"(\d*)[\s)}]*!")
+
+
+def read_expression(text: str, *, finished: bool = True) -> str | None:
+    r"""Return the expression that a response gives, in normal form, or None.
+
+    Order: the last box; the last answer field; the last number of a finished text.
+
+    Example:
+        >>> read_expression(r"so $x = \boxed{\dfrac12}$"), read_expression("The final answer is $x^2 + 1$. Done.")
+        ('\\frac{1}{2}', 'x^2+1')
+    """
+    part = final_part(text)
+    if part is None:
+        return None
+    boxed = last_boxed(part)
+    if boxed is not None and (expression := normalise_expression(boxed)):
+        return expression
+    for field in reversed(answer_fields(part)):
+        if expression := _expression_of_field(field):
+            return expression
+    number = read_number(part, finished=finished)
+    return None if number is None else normalise_expression(number)
+
+
+def normalise_expression(text: str, *, keep_percent: bool = False) -> str:
+    r"""Return the normal form of a LaTeX or plain expression: equal forms often become equal strings.
+
+    Layout, dollar signs, degrees, units and a leading ``x =`` are dropped, short fractions and roots get their braces,
+    numbers their canonical form, number words digits. A percent sign is dropped unless ``keep_percent``. What is longer
+    than 1000 characters is no answer: "".
+
+    Example:
+        >>> [normalise_expression(text) for text in (r"12\text{ cm}", r"\$5.00", "x = 5", r"\dfrac12", "1,000")]
+        ['12', '5', '5', '\\frac{1}{2}', '1000']
+    """
+    if len(text) > MAX_ANSWER_LENGTH:
+        return ""
+    text = " ".join(text.split()).replace("\u2212", "-").replace("{,}", ",").rstrip(".,;: ")
+    text = _REMOVED.sub(lambda match: "" if match.group() != "\\ " else " ", text).strip()
+    for pattern, replacement in _RENAMED:
+        text = pattern.sub(replacement, text)
+    percent = re.search(r"\\?%\s*$", text) is not None
+    text = re.sub(r"\\?%", "", text).strip()
+    text = _without_unit(text)
+    text = re.sub(_TEXT, r"\1", text).strip()
+    text = re.sub(r"\\\\\s*(?=\\end)", "", text)
+    if text.count("=") + len(re.findall(r"\\in(?![a-zA-Z])", text)) == 1 and (match := _DEFINITION.match(text)):
+        text = text[match.end() :].strip()
+    text = NUMBER_WORDS.get(text.lower(), text)
+    if match := re.fullmatch(r"[(\[]\s*([A-Z])\s*[)\]]", text):
+        text = match[1]
+    if "(" not in text and (match := _THOUSANDS.fullmatch(text)):
+        text = f"{match[1]}{match[2].replace(',', '')}{match[3] or ''}{match[4]}"
+    text = _canonical_layout(text).rstrip(".,;: ")
+    return text + r"\%" if percent and keep_percent and text else text
+
+
+def is_text(expression: str) -> bool:
+    r"""Return whether a normal form holds a word or name of four letters or more, so that algebra has no say in it.
+
+    Example:
+        >>> is_text("Evelyn"), is_text(r"\arcsin x"), is_text("2x+ab")
+        (True, False, False)
+    """
+    bare = _ENVIRONMENT.sub("", expression)
+    return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(bare))
+
+
+def is_within_limits(expression: str) -> bool:
+    r"""Return whether an expression is small enough to hand to sympy: length, nesting, digits, exponents, factorials.
+
+    Example:
+        >>> is_within_limits("x^{10}+1"), is_within_limits("9^{9^{9^9}}"), is_within_limits("10^{99999}")
+        (True, False, False)
+    """
+    if len(expression) > MAX_EXPRESSION_LENGTH or re.search(rf"\d{{{MAX_DIGITS + 1}}}", expression):
+        return False
+    depth = 0
+    for character in expression:
+        depth += (character in "({[") - (character in ")}]")
+        if depth > MAX_NESTING:
+            return False
+    if _NESTED_NUMERIC_POWER.search(expression):
+        return False
+    product = 1.0
+    for exponent in _NUMERIC_EXPONENT.findall(expression):
+        if float(exponent) > MAX_EXPONENT:
+            return False
+        product *= max(1.0, float(exponent)) if float(exponent) > MAX_NESTING else 1.0
+    if product > MAX_EXPONENT_PRODUCT:
+        return False
+    return all(digits and int(digits) <= MAX_FACTORIAL for digits in _FACTORIAL.findall(expression)) and (
+        "!!" not in expression
+    )
+
+
+def _without_unit(text: str) -> str:
+    if match := _TRAILING_UNIT.search(text):
+        return text[: match.start()].strip()
+    match = _PLAIN_UNIT.fullmatch(text)
+    if match and not _NO_UNIT.intersection(match["unit"].lower().split()):
+        return match["number"]
+    return text
+
+
+def _canonical_layout(text: str) -> str:
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _SHORT_FRACTION.sub(lambda match: rf"\frac{{{match[1].strip('{} ')}}}{{{match[2].strip('{} ')}}}", text)
+    text = _SHORT_SCRIPT.sub(r"\1\2", text)
+    text = _SPACE_NOT_NEEDED.sub("", text)
+    if match := _SLASH.fullmatch(text):
+        return rf"{match[1].strip('+')}\frac{{{match[2]}}}{{{match[3]}}}"
+    if _DECIMAL.fullmatch(text):
+        return canonical_number(text) or text
+    return text
+
+
+def _expression_of_field(field: str) -> str | None:
+    if spans := _MATH_SPAN.findall(field):
+        return normalise_expression(next(part for part in spans[-1] if part)) or None
+    sentence = re.split(r"(?<=[\w)}])\.(?:\s|$)", field)[0]
+    expression = normalise_expression(sentence)
+    if _SHORT_WORD.search(expression) and (number := canonical_number(expression)) is not None:
+        return normalise_expression(number)
+    return expression or None

@@ -1,0 +1,327 @@
+"""Finding the answer inside a response: boxed content, answer fields, numbers, option letters, short texts.
+
+Every rule takes the *last* match: a model that corrects itself is taken at its last word.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import deque
+from fractions import Fraction
+
+MAX_TEXT_LENGTH = 50_000
+MAX_NUMBER_LENGTH = 1_000
+# The canonical form of such a number may be a fraction of two that are as long.
+MAX_CANONICAL_LENGTH = 2 * MAX_NUMBER_LENGTH + 2
+MAX_DECIMAL_PLACES = 59
+MAX_FIELDS = 8
+MAX_FIELD_LENGTH = 1_000
+MAX_SHORT_TEXT_LENGTH = 300
+LETTERS = "ABCDE"
+
+NUMBER_WORDS = {
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
+    "nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14", "fifteen": "15",
+    "sixteen": "16", "seventeen": "17", "eighteen": "18", "nineteen": "19", "twenty": "20",
+}  # fmt: skip
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_UNBRACED = re.compile(r"[^\s${}\\]+")
+_FIELD = re.compile(
+    r"\banswer\b[*_`]*(?:\s+(?:is|are|would be|should be)\b[*_`]*\s*[:=]?|\s*[:=\uff1a])[*_`]*", re.IGNORECASE
+)
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}.])-\s?)?(?<![\w.])(?P<value>{_DECIMAL})"
+    rf"(?:(?P<mixed>\s\d+/\d+)(?![\d/.])|\s?/\s?(?P<denominator>{_DECIMAL})(?!\s?/))?"
+)
+_LATEX_FRACTION = re.compile(rf"\\[dtc]?frac\s*(?:\{{\s*(-?{_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}|(\d)\s*(\d))")
+_BEFORE_FRACTION = re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac)")
+_LETTER_WRAPPING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}")
+_PUNCTUATION = re.compile(rf"(?!(?<![a-z.])\.(?=\d))(?!(?<!\S)-\.?(?=\d))[{re.escape(string.punctuation)}]")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def final_part(text: str) -> str | None:
+    """Return what follows the last closed reasoning block, or None when such a block is still open.
+
+    Example:
+        >>> final_part("<think>2 or 3?</think>Answer: 3"), final_part("<think>2 or")
+        ('Answer: 3', None)
+    """
+    text = text[-MAX_TEXT_LENGTH:]
+    before, tag, after = text.rpartition("</think>")
+    if "<think>" in after:
+        return None
+    return after if tag else before + after
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last outermost ``\boxed{...}`` with matched braces, inner boxes dissolved, or None.
+
+    Example:
+        >>> last_boxed(r"First \boxed{1}, no: \boxed{\frac{1}{\boxed{2}}}.")
+        '\\frac{1}{2}'
+        >>> last_boxed(r"\boxed{x") is None
+        True
+    """
+    closing = _matching_braces(text)
+    found, position = None, 0
+    while match := _BOXED.search(text, position):
+        position = match.end()
+        if text[position : position + 1] == "{":
+            if (end := closing.get(position)) is not None:
+                found, position = (position + 1, end), end
+        elif bare := _UNBRACED.match(text, position):
+            found, position = bare.span(), bare.end()
+    if found is None:
+        return None
+    removed: set[int] = set()
+    for match in _BOXED.finditer(text, *found):
+        removed.update(range(*match.span()))
+        if text[match.end() : match.end() + 1] == "{" and match.end() in closing:
+            removed.update((match.end(), closing[match.end()]))
+    return "".join(text[index] for index in range(*found) if index not in removed)
+
+
+def answer_fields(text: str) -> list[str]:
+    r"""Return what follows the last "Answer:" and "answer is", in order: the rest of the line, or the next filled line.
+
+    Example:
+        >>> answer_fields("The answer is 4.\nExplanation: ...\n**Answer:**\n5")
+        ['4.', '5']
+    """
+    fields = []
+    for match in deque(_FIELD.finditer(text), maxlen=MAX_FIELDS):
+        line, _, _ = text[match.end() : match.end() + MAX_FIELD_LENGTH].lstrip().partition("\n")
+        fields.append(line.strip().strip("*_`").strip())
+    return fields
+
+
+def canonical_number(text: str) -> str | None:
+    """Return the canonical form of the first number in ``text``, or None.
+
+    That is an integer or decimal without separators and empty zeros; a fraction that no decimal equals stays ``p/q``.
+
+    Example:
+        >>> [canonical_number(text) for text in ("5.0", "$1,234.50", "-.5", "6/8", "2/6", "-0", "none")]
+        ['5', '1234.5', '-0.5', '0.75', '1/3', '0', None]
+    """
+    numbers = number_values(text, longest=MAX_CANONICAL_LENGTH)
+    return format_number(numbers[0]) if numbers else None
+
+
+def read_number(text: str, *, finished: bool = True) -> str | None:
+    r"""Return the number that a response gives, in canonical form, or None.
+
+    Order: the last box; what follows "####"; the last answer field with a number; the last number of a finished text.
+
+    Example:
+        >>> read_number("48/2 = 24 in May.\nAnswer: 48 + 24 = $72.00"), read_number(r"\boxed{1{,}234 \text{ km}}")
+        ('72', '1234')
+        >>> read_number("48/2 = 24 in"), read_number("48/2 = 24 in", finished=False)
+        ('24', None)
+    """
+    part = final_part(text)
+    if part is None:
+        return None
+    boxed = last_boxed(part)
+    if boxed is not None and (number := _number_of_field(boxed)) is not None:
+        return number
+    if (hashes := part.rpartition("####"))[1]:
+        line, _, _ = hashes[2].lstrip().partition("\n")
+        if (number := _number_of_field(line)) is not None:
+            return number
+    for field in reversed(answer_fields(part)):
+        if (number := _number_of_field(field)) is not None:
+            return number
+    numbers = _numbers(part) if finished else []
+    return numbers[-1] if numbers else None
+
+
+def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, finished: bool = True) -> str | None:
+    r"""Return the option letter that a response gives, in upper case, or None.
+
+    Order: the last box; the last answer field that names an option; in a finished text a lone letter at the end, and
+    the only line that begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
+
+    Example:
+        >>> [read_letter(text) for text in ("Answer: (B)", r"\boxed{\text{c}}", "Answer: Based on", "I think a dog")]
+        ['B', 'C', None, None]
+        >>> read_letter("Answer: 3", digits=True)
+        'C'
+    """
+    part = final_part(text)
+    if part is None:
+        return None
+    boxed = last_boxed(part)
+    if boxed is not None and (letter := _letter_of_field(boxed, letters, digits=digits)) is not None:
+        return letter
+    for field in reversed(answer_fields(part)):
+        if (letter := _letter_of_field(field, letters, digits=digits)) is not None:
+            return letter
+    if not finished:
+        return None
+    if match := re.search(rf"(?:^|[\s(*:])\(?([{letters}])\)?[\s.*)!]*$", part):
+        return match.group(1)
+    openings = re.findall(rf"^[* \t]*(?:\(([{letters}])\)|([{letters}])[.):]\s)", part, re.MULTILINE)
+    if len(openings) == 1:
+        return openings[0][0] or openings[0][1]
+    return None
+
+
+def read_short_text(text: str, *, finished: bool = True) -> str | None:
+    r"""Return the short answer that a response gives, normalised, or None.
+
+    Order: the last box; the last answer field; the last line of a finished text.
+
+    Example:
+        >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
+        ('sinclair lewis', None)
+    """
+    stated = stated_short_text(text, finished=finished)
+    return None if stated is None else normalise_short_text(stated)
+
+
+def stated_short_text(text: str, *, finished: bool = True) -> str | None:
+    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`.
+
+    Example:
+        >>> stated_short_text("Answer: 1.5 million")
+        '1.5 million'
+    """
+    part = final_part(text)
+    if part is None:
+        return None
+    boxed = last_boxed(part)
+    candidates = [_LETTER_WRAPPING.sub(r"\1", boxed)] if boxed is not None else []
+    candidates += answer_fields(part)[-1:]
+    if finished:
+        candidates += [line for line in part.splitlines() if line.strip()][-1:]
+    cut = (candidate[:MAX_SHORT_TEXT_LENGTH].strip() for candidate in candidates)
+    return next((candidate for candidate in cut if normalise_short_text(candidate)), None)
+
+
+def normalise_short_text(text: str) -> str:
+    """Return ``text`` in lower case without articles, punctuation and extra spaces (SQuAD's normalisation).
+
+    The point and the sign of a number stay, as 1.5 is not 15.
+
+    Example:
+        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A"), normalise_short_text("-1,000.5 m.")
+        ('beatles', 'a', '-1000.5 m')
+    """
+    lowered = _PUNCTUATION.sub("", text.lower())
+    without_articles = " ".join(_ARTICLES.sub(" ", lowered).split())
+    return without_articles or " ".join(lowered.split())
+
+
+def _matching_braces(text: str) -> dict[int, int]:
+    """Return the position of the closing brace for each opening one that has it, in one pass."""
+    opened: list[int] = []
+    closing: dict[int, int] = {}
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def _plain_numerals(text: str) -> str:
+    """Return ``text`` with LaTeX and typographic ways to write numbers replaced by plain ones."""
+    text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("\\!", "")
+    text = text.replace("\\$", "").replace("$", "").replace("\u20ac", "").replace("\u00a3", "")
+    text = _BEFORE_FRACTION.sub(" ", text)
+    return _LATEX_FRACTION.sub(lambda match: "/".join(group for group in match.groups() if group), text)
+
+
+def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fraction]:
+    """Return the exact values of the numbers in ``text``, without those of more than ``longest`` characters.
+
+    Example:
+        >>> [str(value) for value in number_values("1/3 of 4,500 is not 1 1/2")]
+        ['1/3', '4500', '3/2']
+    """
+    values = []
+    for match in _NUMBER.finditer(_plain_numerals(text)):
+        if len(match.group()) > longest:
+            continue
+        value = Fraction(match["value"].replace(",", ""))
+        if match["mixed"] and int(match["mixed"].partition("/")[2]):
+            value += Fraction(match["mixed"].strip())
+        elif match["denominator"] and (denominator := Fraction(match["denominator"].replace(",", ""))):
+            value /= denominator
+        values.append(-value if match["sign"] else value)
+    return values
+
+
+def is_number(text: str) -> bool:
+    """Return whether ``text`` is one number and nothing else, of any length."""
+    return _NUMBER.fullmatch(_plain_numerals(text).strip()) is not None
+
+
+def format_number(value: Fraction) -> str:
+    """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 59 places equals it.
+
+    Example:
+        >>> format_number(Fraction(15, 2)), format_number(Fraction(-1, 3))
+        ('7.5', '-1/3')
+    """
+    if value.denominator == 1:
+        return str(value.numerator)
+    places = _decimal_places(value.denominator)
+    if places is None or places > MAX_DECIMAL_PLACES:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+
+
+def _decimal_places(denominator: int) -> int | None:
+    """Return the places of a decimal that equals a fraction of this denominator in lowest terms, or None."""
+    counts = []
+    for prime in (2, 5):
+        counts.append(0)
+        while denominator % prime == 0:
+            denominator, counts[-1] = denominator // prime, counts[-1] + 1
+    return max(counts) if denominator == 1 else None
+
+
+def _numbers(text: str) -> list[str]:
+    return [format_number(value) for value in number_values(text)]
+
+
+def _number_of_field(field: str) -> str | None:
+    """Return the number of an answer field: of what follows its last "=", the first; a number in words counts."""
+    _, equals, right = field.rpartition("=")
+    numbers = _numbers(right) if equals else []
+    numbers = numbers or _numbers(field)
+    if numbers:
+        return numbers[0]
+    return NUMBER_WORDS.get(field.strip(" .*!\"'").lower())
+
+
+def _letter_of_field(field: str, letters: str, *, digits: bool) -> str | None:
+    """Return the option that an answer field names: at its start, else the last one named inside it."""
+    field = _LETTER_WRAPPING.sub(r"\1", field).replace("$", "").strip(" *_`\"'\u201c")
+    both = letters + letters.lower()
+    opening = re.match(
+        rf"(?:(?:the|correct|option|choice|answer|is|letter)\b[\s:*]*)*(?:[(\[]\s*([{both}])\s*[)\]]|([{both}])(?![\w'’\-]))",
+        field,
+        re.IGNORECASE,
+    )
+    if opening and not _is_article(field, opening):
+        return (opening[1] or opening[2]).upper()
+    if digits and (digit := re.match(rf"(?:option\s+)?\(?([1-{len(letters)}])\)?(?![\w%/]|[.,]\d|\s*[a-z])", field)):
+        return letters[int(digit[1]) - 1]
+    named = re.findall(rf"\(([{letters}])\)|\b(?:[Oo]ption|[Cc]hoice)\s+([{letters}])\b|\s([{letters}])[.\s*]*$", field)
+    return next((letter for letter in named[-1] if letter), None) if named else None
+
+
+def _is_article(field: str, opening: re.Match[str]) -> bool:
+    """Return whether a letter read at the start of a field is the word "a" before another word."""
+    if opening[1] is not None or opening[2] not in "aA":
+        return False
+    return bool(re.match(r"\s+(?!(?:is|as|and|or|because|since)\b)[a-z]", field[opening.end() :]))

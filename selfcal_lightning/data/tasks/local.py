@@ -1,0 +1,36 @@
+"""Questions of one's own: a local file in the format of ``question_rows``, for each answer type."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from selfcal_lightning.data.tasks.answer_types import Answers
+from selfcal_lightning.data.tasks.base import JudgeForm
+from selfcal_lightning.data.tasks.dataset import Item
+from selfcal_lightning.data.tasks.rows import Row
+
+
+class LocalQuestions:
+    """Questions of a local file; the gold answer may be a list of aliases where the answers are short texts.
+
+    Multiple choice is asked with the options written out in ``question`` and the letter as ``answer``.
+
+    Args:
+        name: Name of the task.
+        answers: How its answers are read and judged.
+        judge: What a model is asked that judges them; None where comparing decides.
+    """
+
+    source = None
+    question_rows: Literal[True] = True
+    columns = ("question", "answer")
+    id_column = "id"
+
+    def __init__(self, name: str, answers: Answers, *, judge: JudgeForm | None = None) -> None:
+        self.name = name
+        self.answers = answers
+        self.judge = judge
+
+    def read_row(self, row: Row, question_id: str) -> Item:
+        """Return the question and its answer."""
+        return Item(row["question"], row["answer"])

@@ -1,0 +1,395 @@
+"""Rows of data sets: from the Hugging Face hub, or from a local JSON-lines or Parquet file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError, RunError, did_you_mean
+from selfcal_lightning.core.files import line_error, parse_json, read_json_lines
+
+Row = Mapping[str, Any]
+
+JSON_ENDINGS, PARQUET_ENDING = (".jsonl", ".ndjson", ".json"), ".parquet"
+PARQUET_CONVERSION = "refs/convert/parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """Where a data set lives on the Hugging Face hub.
+
+    Attributes:
+        hub_id: Namespaced id.
+        splits: Names of the splits here -> names on the hub. Splits without labels are left out.
+        config: Configuration (subset), or None for the only one.
+        data_dir: Folder inside the repository. The Parquet conversion of a script data set keeps one folder for each
+            configuration and knows no configuration names, so it is read by folder.
+        revision: Branch or commit; None is the main branch.
+    """
+
+    hub_id: str
+    splits: Mapping[str, str]
+    config: str | None = None
+    data_dir: str | None = None
+    revision: str | None = None
+
+    def describe(self, split: str) -> str:
+        """Return where a split lies, for messages."""
+        return f"{self.hub_id} ({self.splits[split]})"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Rows of the hub that are left out of a split, since another one has them.
+
+    Attributes:
+        source: Where they are.
+        split: Their split, by its name in ``source``.
+        column: What tells rows apart, there and here.
+    """
+
+    source: HubSource
+    split: str
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubRows:
+    """Rows of one place on the hub: a piece of a split that is put together.
+
+    Attributes:
+        source: The place.
+        split: Its split, by its name in ``source``.
+        renamed: Columns here -> what they are called there, where that differs.
+        number_column: Column that the number of each row, from 0, is put in; None for none.
+        mark: Stands before the ids of the rows, which are unique within their own place only.
+        without: Rows that are left out; None leaves out none.
+    """
+
+    source: HubSource
+    split: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    number_column: str | None = None
+    mark: str = ""
+    without: OtherRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource:
+    """A data set whose splits are put together: of several places on the hub, or of one less the rows of another.
+
+    A local file stands for a split as it is: nothing is left out of it.
+
+    Attributes:
+        pieces: Names of the splits -> the pieces whose rows follow one another.
+    """
+
+    pieces: Mapping[str, tuple[HubRows, ...]]
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Names of the splits -> where each is."""
+        return {
+            name: " + ".join(piece.source.describe(piece.split) for piece in pieces)
+            for name, pieces in self.pieces.items()
+        }
+
+    def describe(self, split: str) -> str:
+        """Return where a split lies, for messages."""
+        return self.splits[split]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Where the files of a data set lie that travels with the code of its task, such as a plug-in.
+
+    Attributes:
+        files: Names of the splits -> paths of JSON-lines or Parquet files.
+    """
+
+    files: Mapping[str, str]
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Names of the splits -> where each is."""
+        return self.files
+
+
+def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines or Parquet file (by its ending), each with all of ``columns``.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        InputError: If the ending is another, the file is broken (naming the line), or columns are missing.
+    """
+    file = check_file(path)
+    return _load_parquet(file, columns) if file.suffix == PARQUET_ENDING else _load_json_lines(file, columns)
+
+
+def check_file(path: str) -> Path:
+    """Return the path of a JSON-lines or Parquet file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        InputError: If the ending is another.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"Expected `path` to be a file, but there is none at {path}.")
+    if file.suffix not in (PARQUET_ENDING, *JSON_ENDINGS):
+        raise InputError(f"Expected `path` to end in .jsonl, .ndjson, .json or .parquet, but got {path}.")
+    return file
+
+
+def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iterable[Row]:
+    """Return the rows of a split from the hub (or the local cache of it), through the `datasets` library.
+
+    Raises:
+        RunError: If the hub cannot be reached, or does not give the data set away.
+        InputError: If columns are missing.
+    """
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            source.hub_id,
+            name=source.config,
+            data_dir=source.data_dir,
+            revision=source.revision,
+            split=source.splits[split],
+        )
+    except (ConnectionError, FileNotFoundError, PermissionError) as error:
+        raise RunError(
+            f"Could not load {source.hub_id} from the Hugging Face hub: {error} Without a connection or permission, "
+            "give the same rows as a local JSON-lines or Parquet file by `path`."
+        ) from error
+    _check_columns(source.hub_id, rows.column_names, columns)
+    return rows
+
+
+def load_joined_rows(
+    source: JoinedSource, split: str, columns: Sequence[str], *, id_column: str | None
+) -> Iterator[Row]:
+    """Yield the rows of a split that is put together, each piece under the names of the columns here.
+
+    Args:
+        source: The pieces.
+        split: The split.
+        columns: Columns that a row must have, by their names here.
+        id_column: Column of the ids, that a piece may mark; None where there is none.
+
+    Raises:
+        RunError: The hub cannot be reached, or does not give a data set away.
+        InputError: Columns are missing.
+    """
+    for piece in source.pieces[split]:
+        needed = [piece.renamed.get(column, column) for column in columns if column != piece.number_column]
+        others: set[object] = set()
+        if (without := piece.without) is not None:
+            others = {row[without.column] for row in load_hub_rows(without.source, without.split, [without.column])}
+        for number, found in enumerate(load_hub_rows(piece.source, piece.split, needed)):
+            row = {**found, **{here: found[there] for here, there in piece.renamed.items()}}
+            if piece.number_column is not None:
+                row[piece.number_column] = number
+            if without is not None and row[without.column] in others:
+                continue
+            if id_column is not None and piece.mark and id_column in row:
+                row[id_column] = f"{piece.mark}{row[id_column]}"
+            yield row
+
+
+def _load_parquet(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"Expected {file} to be a Parquet file, but it cannot be read: {error}") from error
+    _check_columns(str(file), table.column_names, columns)
+    return table.to_pylist()
+
+
+def _load_json_lines(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = parse_json(line, origin=f"{file}, line {number},")
+            if not isinstance(row, dict):
+                raise InputError(f"Expected {file}, line {number}, to be a JSON object, but got {type(row).__name__}.")
+            _check_columns(f"{file}, line {number}", row, columns)
+            rows.append(row)
+    return rows
+
+
+def _check_columns(origin: str, present: Iterable[str], columns: Sequence[str]) -> None:
+    present = list(present)
+    if missing := [column for column in columns if column not in present]:
+        raise InputError(
+            f"Expected {origin} to have the columns {', '.join(columns)}, but {', '.join(missing)} is missing. "
+            f"Present: {', '.join(present) or 'none'}."
+        )
+
+
+logger = logging.getLogger(__name__)
+
+FIELDS = ("question", "answer", "id", "task")
+ANSWER, SYNONYM = "answer", "reference"
+# Fields of pools, whose lines are questions with responses.
+OF_POOLS = ("responses", "split", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionRow:
+    """A question as a user wrote it.
+
+    Attributes:
+        text: The question.
+        answer: Its gold answer as it was written, a text, a number or a list of aliases; None where none is known.
+        id: Its own id, or None.
+        task: The task that it names, or None.
+        origin: Where it stands, for messages, such as "questions.jsonl:3"; "" of a single question.
+        number: Which row it is: the line of a file, or the place in a list, from 1.
+    """
+
+    text: str
+    answer: object
+    id: str | None
+    task: str | None
+    origin: str
+    number: int
+
+    @property
+    def where(self) -> str:
+        """What a message about it begins with."""
+        return f"{self.origin}: " if self.origin else ""
+
+
+def read_question_file(path: str | Path, *, option: str = "questions") -> list[QuestionRow]:
+    """Return the questions of a file.
+
+    Args:
+        path: JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet), or plain text with one question a line.
+        option: What takes the path, for messages.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It holds no question, or a row is not as described, with file and line.
+    """
+    file = check_question_file(path, option=option)
+    if file.suffix in JSON_ENDINGS:
+        numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
+    elif file.suffix == PARQUET_ENDING:
+        numbered = enumerate(load_file_rows(str(file), ["question"]), start=1)
+    else:
+        numbered = _text_lines(file)
+    return _parse(numbered, origin=str(file), separator=":")
+
+
+def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
+    """Return the path of a file that is there. Raises FileNotFoundError, and InputError for an empty name."""
+    if not str(path).strip():
+        raise InputError(f"Expected `{option}` to be a file of questions, but got an empty name.")
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"Expected `{option}` to be a file, but there is none at {path}.")
+    return file
+
+
+def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questions") -> list[QuestionRow]:
+    """Return questions that are given as mappings with the fields of a file.
+
+    Example:
+        >>> rows = parse_questions([{"question": "What is 2+2?", "reference": 4}])
+        >>> rows[0].answer, rows[0].origin
+        (4, 'questions[1]')
+    """
+    return _parse(enumerate(rows, start=1), origin=origin, separator="[")
+
+
+def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:
+    """Return a row that is as the format says.
+
+    Raises:
+        InputError: `question` is absent or holds no text, a field is misspelt, or one is of another type.
+    """
+    if not isinstance(row, Mapping):
+        raise InputError(f"{origin}: Expected a question with its fields, but got {type(row).__name__}.")
+    check_spelling(row, origin)
+    text = row.get("question")
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{origin}: Expected `question` to hold text, but got {text!r}.")
+    answer = given_answer(row, origin=origin)
+    name, task = row.get("id"), row.get("task")
+    if isinstance(name, bool) or not isinstance(name, str | int | None) or str(name).strip() == "":
+        raise InputError(f"{origin}: Expected `id` to be text or a whole number, but got {name!r}.")
+    if not isinstance(task, str | None):
+        raise InputError(f"{origin}: Expected `task` to be the name of a task, but got {task!r}.")
+    own_id = None if name is None else str(name).strip()
+    return QuestionRow(text, answer, own_id, task or None, origin, number)
+
+
+def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
+    """Return what a row gives as its answer, under either name; None where it gives none.
+
+    Example:
+        >>> given_answer({"reference": "B"}, origin="line 1"), given_answer({"answer": None}, origin="line 2")
+        ('B', None)
+    """
+    answers = [row[name] for name in (ANSWER, SYNONYM) if row.get(name) is not None]
+    if len(answers) > 1 and answers[0] != answers[1]:
+        raise InputError(
+            f"{origin}: Expected `{ANSWER}` or `{SYNONYM}`, which mean the same, but got {answers[0]!r} and "
+            f"{answers[1]!r}."
+        )
+    return answers[0] if answers else None
+
+
+def check_spelling(row: Mapping[str, Any], origin: str) -> None:
+    """Refuse a field that looks like one of the format that is absent; other fields are the user's own."""
+    has_answer = ANSWER in row or SYNONYM in row
+    absent = [name for name in FIELDS if name not in row and not (name == ANSWER and has_answer)]
+    absent += [] if has_answer else [SYNONYM]
+    for name in row:
+        known = name in (*FIELDS, SYNONYM, *OF_POOLS)
+        if not known and (hint := did_you_mean(str(name).lower(), absent)):
+            raise InputError(f"{origin}: Expected the fields {_listed()}, but got {name!r}.{hint}")
+    if "question" not in row:
+        given = ", ".join(map(str, row)) or "none"
+        raise InputError(f"{origin}: Expected the field `question` (of {_listed()}), but got only {given}.")
+
+
+def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], *, origin: str, separator: str) -> list[QuestionRow]:
+    end = "]" if separator == "[" else ""
+    rows, others = [], dict[str, None]()
+    for number, row in numbered:
+        rows.append(parse_question(row, origin=f"{origin}{separator}{number}{end}", number=number))
+        others |= dict.fromkeys(str(name) for name in row if name not in (*FIELDS, SYNONYM, *OF_POOLS))
+    if not rows:
+        raise InputError(f"Expected {origin} to hold at least one question, but got none.")
+    if others:
+        logger.warning("The fields %s of %s are not read; those that are: %s.", ", ".join(others), origin, _listed())
+    return rows
+
+
+def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"Expected {file} to be text in UTF-8, but got: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith('{"'):
+            endings = " or ".join(JSON_ENDINGS)
+            expected = f"a question in plain text (JSON lines belong into a file ending in {endings})"
+            raise line_error(file, number, expected, line)
+        if line.strip():
+            yield number, {"question": line.strip()}
+
+
+def _listed() -> str:
+    return f"question, {ANSWER} (or {SYNONYM}), id, task"

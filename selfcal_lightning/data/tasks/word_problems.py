@@ -1,0 +1,552 @@
+"""Templates of the word problems: each family turns random numbers into a question and the equations that solve it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise
+from typing import Literal
+
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.data.tasks.answer_types import NumberAnswers
+from selfcal_lightning.data.tasks.base import AnswerType
+from selfcal_lightning.data.tasks.dataset import DatasetTask
+from selfcal_lightning.data.tasks.local import LocalQuestions
+from selfcal_lightning.data.tasks.rows import check_question_file
+from selfcal_lightning.records import Message, Question, question_hash
+
+Operator = Literal["+", "-", "*", "/"]
+
+LARGEST_VALUE = 9990
+LARGEST_PRODUCT = LARGEST_VALUE // 2
+LARGEST_GIVEN = 999
+
+PEOPLE = (
+    ("Anna", "She"), ("Bruno", "He"), ("Clara", "She"), ("David", "He"), ("Emma", "She"), ("Felix", "He"),
+    ("Hana", "She"), ("Jonas", "He"), ("Karim", "He"), ("Maria", "She"), ("Omar", "He"), ("Sofia", "She"),
+)  # fmt: skip
+THINGS = ("apples", "balls", "cards", "shells", "stamps", "pencils", "marbles", "cookies", "lemons", "buttons")
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday")
+VEHICLES = ("bus", "train", "tram", "boat")
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One step of a solution: ``left operator right``, exact over the integers."""
+
+    left: int
+    operator: Operator
+    right: int
+
+    @property
+    def result(self) -> int:
+        """The value of the left-hand side."""
+        match self.operator:
+            case "+":
+                return self.left + self.right
+            case "-":
+                return self.left - self.right
+            case "*":
+                return self.left * self.right
+            case "/":
+                return self.left // self.right
+
+    def __str__(self) -> str:
+        """Return the equation as it is written in a solution.
+
+        Example:
+            >>> str(Equation(12, "*", 3))
+            '12*3=36'
+        """
+        return f"{self.left}{self.operator}{self.right}={self.result}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A word problem with its solution.
+
+    Attributes:
+        family: Name of the template family.
+        level: Size of its numbers: 1 (to 20), 2 (two digits) or 3 (three digits).
+        question: The text.
+        equations: The steps of the solution; the result of the last one is the answer.
+    """
+
+    family: str
+    level: int
+    question: str
+    equations: tuple[Equation, ...]
+
+    @property
+    def answer(self) -> int:
+        """The number that the question asks for."""
+        return self.equations[-1].result
+
+    @property
+    def program(self) -> str:
+        """The family and its computations without wording, and without the order of terms, factors and steps.
+
+        A text has one program, so that problems with different programs have different texts.
+
+        Example:
+            >>> Problem("trip", 1, "", (Equation(4, "*", 3), Equation(12, "+", 5))).program
+            'trip:3*4;5+12'
+        """
+        steps = []
+        for equation in self.equations:
+            left, right = equation.left, equation.right
+            if equation.operator in "+*":
+                left, right = min(left, right), max(left, right)
+            steps.append(f"{left}{equation.operator}{right}")
+        return f"{self.family}:{';'.join(sorted(steps))}"
+
+
+class Draft:
+    """A problem in the making: collects sentences and equations, and draws numbers that keep every value in range."""
+
+    def __init__(self, rng: random.Random, level: int, steps: int) -> None:
+        self.rng = rng
+        self.level = level
+        self.steps = steps
+        self.sentences: list[str] = []
+        self.equations: list[Equation] = []
+
+    @property
+    def steps_left(self) -> int:
+        """How many equations are still wanted."""
+        return self.steps - len(self.equations)
+
+    def say(self, *wordings: str, **words: object) -> None:
+        """Add one of ``wordings``, filled with ``words``."""
+        self.sentences.append(self.rng.choice(wordings).format(**words))
+
+    def number(self) -> int:
+        """Draw a number of the draft's level, now and then a smaller one."""
+        level = self.level if self.rng.random() < 0.75 else self.rng.randint(1, self.level)
+        low, high = {1: (2, 20), 2: (10, 99), 3: (100, LARGEST_GIVEN)}[level]
+        return self.rng.randint(low, high)
+
+    def factor(self, number: int) -> int:
+        """Draw a one-digit factor for ``number``, so that two such products still add up to a value in range."""
+        return self.rng.randint(2, min(5 if self.level == 1 else 9, LARGEST_PRODUCT // number))
+
+    def compute(self, left: int, operator: Operator, right: int) -> int:
+        """Add an equation and return its result."""
+        self.equations.append(Equation(left, operator, right))
+        return self.equations[-1].result
+
+    def operand(self, value: int, operators: Sequence[Operator]) -> tuple[Operator, int]:
+        """Draw an operator among ``operators`` (with "+" among them) and a number so that the result is in range."""
+        for operator in self.rng.sample(operators, len(operators)):
+            if operator == "-" and value > 2:
+                return "-", min(self.number(), self.rng.randint(1, value - 1))
+            if operator == "*" and value * 2 <= LARGEST_VALUE:
+                return "*", self.rng.randint(2, min(9, LARGEST_VALUE // value))
+            divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
+            if operator == "/" and divisors:
+                return "/", self.rng.choice(divisors)
+            if operator == "+":
+                break
+        return "+", min(self.number(), max(1, LARGEST_VALUE - value))
+
+
+def write_chain(draft: Draft) -> None:
+    """Somebody's pile grows, shrinks, multiplies and is divided."""
+    (name, pronoun), (other, _) = draft.rng.sample(PEOPLE, 2)
+    things = draft.rng.choice(THINGS)
+    words = {"name": name, "pronoun": pronoun, "other": other, "things": things}
+    value = draft.number()
+    draft.say("{name} has {n} {things}.", n=value, **words)
+    wordings: dict[Operator, tuple[str, ...]] = {
+        "+": ("{pronoun} buys {n} more.", "{pronoun} finds {n} more.", "{other} gives {name} {n} more."),
+        "-": ("{pronoun} gives {n} to {other}.", "{pronoun} loses {n}.", "{pronoun} sells {n}."),
+        "*": ("The pile grows to {n} times its size.", "{pronoun} trades each one for {n} new ones."),
+        "/": ("{pronoun} splits them into {n} equal bags and keeps one bag.",),
+    }
+    while draft.steps_left > 0:
+        operator, number = draft.operand(value, ("+", "+", "-", "-", "*", "/"))
+        draft.say(*wordings[operator], n=number, **words)
+        value = draft.compute(value, operator, number)
+    draft.say("How many {things} does {name} have now?", "How many {things} are left for {name}?", **words)
+
+
+def write_comparison(draft: Draft) -> None:
+    """Each person has more, fewer or several times as many as the one before; sometimes all are added up."""
+    add_up = draft.steps in (2, 4) and draft.rng.random() < 0.6
+    relations = draft.steps // 2 if add_up else min(draft.steps, 3)
+    names = [name for name, _ in draft.rng.sample(PEOPLE, relations + 1)]
+    things = draft.rng.choice(THINGS)
+    values = [draft.number()]
+    draft.say("{name} has {n} {things}.", name=names[0], n=values[0], things=things)
+    wordings: dict[Operator, str] = {
+        "+": "{name} has {n} more than {other}.",
+        "-": "{name} has {n} fewer than {other}.",
+        "*": "{name} has {n} times as many as {other}.",
+    }
+    for other, name in pairwise(names):
+        operator, number = draft.operand(values[-1], ("+", "-", "*"))
+        draft.say(wordings[operator], name=name, other=other, n=number)
+        values.append(draft.compute(values[-1], operator, number))
+    if not add_up or sum(values) > LARGEST_VALUE:
+        draft.say("How many {things} does {name} have?", things=things, name=names[-1])
+        return
+    total = values[0]
+    for value in values[1:]:
+        total = draft.compute(total, "+", value)
+    draft.say("How many {things} do they have together?", things=things)
+
+
+def write_shop(draft: Draft) -> None:
+    """One or two kinds of things are bought, sometimes with a note that leaves change."""
+    name, pronoun = draft.rng.choice(PEOPLE)
+    kinds = draft.rng.sample(THINGS, 1 if draft.steps <= 2 else 2)
+    prices = [draft.number() for _ in kinds]
+    counts = [draft.factor(price) for price in prices]
+    orders = zip(counts, kinds, prices, strict=True)
+    listed = " and ".join(f"{count} {kind} for {price} dollars each" for count, kind, price in orders)
+    draft.say("{name} buys {listed}.", name=name, listed=listed)
+    costs = [draft.compute(price, "*", count) for price, count in zip(prices, counts, strict=True)]
+    total = costs[0]
+    for cost in costs[1:]:
+        total = draft.compute(total, "+", cost)
+    if draft.steps in (2, 4) and total < LARGEST_GIVEN:
+        paid = draft.rng.randint(total + 1, min(LARGEST_GIVEN, total + 20 * draft.level**2))
+        draft.say("{pronoun} pays with {n} dollars.", pronoun=pronoun, n=paid)
+        draft.say("How much change does {name} get?", name=name)
+        draft.compute(paid, "-", total)
+    else:
+        draft.say("How much does {name} pay?", "What is the total price?", name=name)
+
+
+def write_work(draft: Draft) -> None:
+    """A machine makes things by the hour; some break, some are added, at the end they may be packed."""
+    things = draft.rng.choice(THINGS)
+    rate = draft.number()
+    hours = draft.factor(rate)
+    draft.say("A machine makes {n} {things} an hour. It runs {hours} hours.", n=rate, things=things, hours=hours)
+    value = draft.compute(rate, "*", hours)
+    wordings: dict[Operator, tuple[str, ...]] = {
+        "+": ("A second machine makes {n} more.", "Then {n} more come from a store."),
+        "-": ("{n} of them are broken.", "{n} of them are sold."),
+        "*": ("The same happens on {n} days.",),
+    }
+    operators: tuple[Operator, ...] = ("+", "-", "*")
+    while draft.steps_left > 0:
+        divisors = [divisor for divisor in range(2, 10) if value % divisor == 0]
+        if draft.steps_left == 1 and divisors and draft.rng.random() < 0.3:
+            box = draft.rng.choice(divisors)
+            draft.compute(value, "/", box)
+            draft.say("They are packed in boxes of {n}. How many boxes are there?", n=box)
+            return
+        operator, number = draft.operand(value, operators)
+        operators = ("+", "-")
+        draft.say(*wordings[operator], n=number)
+        value = draft.compute(value, operator, number)
+    draft.say("How many {things} are there in the end?", "How many {things} are left?", things=things)
+
+
+def write_trip(draft: Draft) -> None:
+    """One or two legs at a steady speed, a piece on foot, and perhaps what is left of the whole way."""
+    name, pronoun = draft.rng.choice(PEOPLE)
+    speed = draft.number()
+    hours = draft.factor(speed)
+    draft.say("{name} travels {n} miles an hour for {hours} hours.", name=name, n=speed, hours=hours)
+    value = draft.compute(speed, "*", hours)
+    if draft.steps_left >= 2:
+        speed = draft.number()
+        hours = draft.factor(speed)
+        draft.say("Then {name} travels {n} miles an hour for {hours} hours.", name=name, n=speed, hours=hours)
+        value = draft.compute(value, "+", draft.compute(speed, "*", hours))
+    while draft.steps_left > 0:
+        whole = draft.steps_left == 1 and value < LARGEST_GIVEN and draft.rng.random() < 0.6
+        if whole:
+            length = draft.rng.randint(value + 1, min(LARGEST_GIVEN, value + 20 * draft.level**2))
+            draft.say("The whole way is {n} miles. How many miles are left?", n=length)
+            draft.compute(length, "-", value)
+            return
+        operator, number = draft.operand(value, ("+",))
+        draft.say("{pronoun} walks {n} miles more.", pronoun=pronoun, n=number)
+        value = draft.compute(value, operator, number)
+    draft.say("How many miles is that?", "How far does {name} get?", name=name)
+
+
+def write_bus(draft: Draft) -> None:
+    """People get on and off."""
+    vehicle = draft.rng.choice(VEHICLES)
+    value = draft.number()
+    draft.say("A {vehicle} starts with {n} people.", vehicle=vehicle, n=value)
+    for ordinal in ORDINALS[: draft.steps]:
+        operator, number = draft.operand(value, ("+", "-"))
+        verb = "get on" if operator == "+" else "get off"
+        draft.say("At the {ordinal} stop {n} {verb}.", ordinal=ordinal, n=number, verb=verb)
+        value = draft.compute(value, operator, number)
+    draft.say("How many people are on the {vehicle} now?", vehicle=vehicle)
+
+
+def write_reading(draft: Draft) -> None:
+    """Pages are read day by day; asked is how many were read, or how many of the book are left."""
+    name, pronoun = draft.rng.choice(PEOPLE)
+    pages = draft.number()
+    draft.say("{name} reads {n} pages on {day}.", name=name, n=pages, day=DAYS[0])
+    total = pages
+    for before, day in pairwise(DAYS):
+        if draft.steps_left == 0 or (draft.steps_left == 1 and draft.rng.random() < 0.5):
+            break
+        if draft.steps_left >= 2 and pages <= LARGEST_GIVEN and draft.rng.random() < 0.4:
+            factor = draft.rng.randint(2, 4)
+            draft.say(
+                "On {day} {name} reads {n} times as many as on {before}.", day=day, name=name, n=factor, before=before
+            )
+            pages = draft.compute(pages, "*", factor)
+        else:
+            pages = draft.number()
+            draft.say("On {day} {name} reads {n} pages.", day=day, name=name, n=pages)
+        total = draft.compute(total, "+", pages)
+    if draft.steps_left > 0 and total < LARGEST_GIVEN:
+        length = draft.rng.randint(total + 1, min(LARGEST_GIVEN, total + 20 * draft.level**2))
+        draft.say("The book has {n} pages. How many pages are left?", n=length)
+        draft.compute(length, "-", total)
+    elif not draft.equations:
+        pages = draft.number()
+        draft.say("Then {pronoun} reads {n} more. How many pages is that?", pronoun=pronoun.lower(), n=pages)
+        draft.compute(total, "+", pages)
+    else:
+        draft.say("How many pages does {name} read in all?", name=name)
+
+
+FAMILIES: dict[str, Callable[[Draft], None]] = {
+    "chain": write_chain,
+    "comparison": write_comparison,
+    "shop": write_shop,
+    "work": write_work,
+    "trip": write_trip,
+    "bus": write_bus,
+    "reading": write_reading,
+}
+
+
+def draw_problem(rng: random.Random, family: str, *, level: int, steps: int) -> Problem:
+    """Draw a problem of a family; ``steps`` is a wish that some families can meet only nearly."""
+    draft = Draft(rng, level, steps)
+    FAMILIES[family](draft)
+    return Problem(family, level, " ".join(draft.sentences), tuple(draft.equations))
+
+
+Split = Literal["pretrain", "train", "validation", "calibration", "test_id", "test_ood"]
+
+OUT_OF_DOMAIN_FAMILIES = ("bus", "reading")
+IN_DOMAIN_FAMILIES = tuple(family for family in FAMILIES if family not in OUT_OF_DOMAIN_FAMILIES)
+CONNECTIVES = ("First", "Then", "Next", "So", "After that")
+
+_NUM_BUCKETS = 100
+_ANSWER = re.compile(r"answer is:?\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![0-9.,])-?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Difficulty:
+    """How hard the problems of a stream are.
+
+    Attributes:
+        level_weights: Weights of the number sizes 1 (to 20), 2 (two digits) and 3 (three digits).
+        step_weights: Weights of 1 to 5 steps.
+    """
+
+    level_weights: tuple[float, float, float] = (0.25, 0.4, 0.35)
+    step_weights: tuple[float, float, float, float, float] = (0.1, 0.25, 0.3, 0.2, 0.15)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """What a split holds: hash buckets of programs, families, and the number of questions given by default."""
+
+    buckets: range
+    families: tuple[str, ...]
+    size: int
+
+
+SPLITS: dict[Split, SplitPlan] = {
+    "pretrain": SplitPlan(range(0, 60), tuple(FAMILIES), 10_000),
+    "train": SplitPlan(range(60, 80), IN_DOMAIN_FAMILIES, 2_000),
+    "validation": SplitPlan(range(80, 85), IN_DOMAIN_FAMILIES, 500),
+    "calibration": SplitPlan(range(85, 90), IN_DOMAIN_FAMILIES, 500),
+    "test_id": SplitPlan(range(90, 95), IN_DOMAIN_FAMILIES, 1_000),
+    "test_ood": SplitPlan(range(95, 100), OUT_OF_DOMAIN_FAMILIES, 1_000),
+}
+
+
+def program_bucket(problem: Problem) -> int:
+    """Return the bucket in [0, 100) of a problem: a hash of its program, hence the same for every wording of it."""
+    return question_hash(problem.program) % _NUM_BUCKETS
+
+
+def sample_problem(rng: random.Random, split: Split, *, difficulty: Difficulty | None = None) -> Problem:
+    """Draw a problem of ``split``: draws whose program lies in another split's buckets are rejected."""
+    plan = _split_plan(split)
+    difficulty = difficulty or Difficulty()
+    levels = tuple(accumulate(difficulty.level_weights))
+    steps = tuple(accumulate(difficulty.step_weights))
+    while True:
+        (level,) = rng.choices((1, 2, 3), cum_weights=levels)
+        (num_steps,) = rng.choices((1, 2, 3, 4, 5), cum_weights=steps)
+        problem = draw_problem(rng, rng.choice(plan.families), level=level, steps=num_steps)
+        if program_bucket(problem) in plan.buckets:
+            return problem
+
+
+def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | None = None) -> Iterator[Problem]:
+    """Yield the problems of ``split`` without end and without repeating a program, in an order fixed by ``seed``."""
+    rng = random.Random(f"word_problems/{split}/{seed}")
+    seen: set[str] = set()
+    while True:
+        problem = sample_problem(rng, split, difficulty=difficulty)
+        if problem.program not in seen:
+            seen.add(problem.program)
+            yield problem
+
+
+def write_solution(problem: Problem, rng: random.Random) -> str:
+    """Write the worked solution of a problem: one equation a step after a random connective, then the answer.
+
+    Example:
+        >>> from selfcal_lightning.data.tasks.word_problems import Equation
+        >>> problem = Problem("trip", 1, "", (Equation(4, "*", 3), Equation(12, "+", 5)))
+        >>> solution = write_solution(problem, random.Random(0))
+        >>> solution.startswith("First 4*3=12.") and solution.endswith("12+5=17. The answer is 17.")
+        True
+    """
+    steps = []
+    for index, equation in enumerate(problem.equations):
+        connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
+        steps.append(f"{connective} {equation}.")
+    return " ".join([*steps, f"The answer is {problem.answer}."])
+
+
+class WordProblems:
+    """Templated arithmetic word problems of one to five steps, with given numbers of one to three digits.
+
+    The split of a problem is a function of the hash of its program (the family and its computations, without wording
+    and order), so that no problem stands in two splits, whatever the seed. Within a split no program repeats.
+    ``train``, ``validation``, ``calibration`` and ``test_id`` hold the families of ``IN_DOMAIN_FAMILIES``; ``test_ood``
+    holds those of ``OUT_OF_DOMAIN_FAMILIES``, which calibration never sees. ``pretrain`` is for making the bundled
+    model alone and has all families (a tiny model could not answer the others at all): out-of-domain is meant with
+    respect to calibration.
+
+    ``load(split, limit=n)`` gives the first ``n`` questions of an unbounded stream; without ``limit`` the sizes in
+    ``SPLITS``: 10000, 2000, 500, 500, 1000 and 1000 in the order above. With ``path`` the questions are those of a
+    file with the columns ``question`` and ``answer`` (and ``id``, where it has one), asked in the same way; that they
+    are in no other split is then up to whoever wrote it.
+
+    Args:
+        seed: Seed of the streams; another seed gives other questions of the same splits, under other ids.
+
+    Example:
+        >>> question = WordProblems().load("test_id", limit=1)[0]
+        >>> question.id
+        'word_problems/test_id/000000'
+        >>> WordProblems().extract("First 4*3=12. The answer is 12.")
+        '12'
+    """
+
+    name = "word_problems"
+    answer_type: AnswerType = "number"
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self.seed = seed
+
+    def load(
+        self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
+    ) -> list[Question]:
+        """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn.
+
+        Raises:
+            InputError: If ``split`` is unknown, ``limit`` is negative, ``chain_of_thought`` is False (the bundled model
+                only ever answers in steps), or the file ``path`` is broken or empty.
+            FileNotFoundError: If ``path`` does not exist.
+        """
+        if not chain_of_thought:
+            raise InputError(
+                "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "
+                "steps only, but got False. For other models ask the questions of a file by the task `local_number`."
+            )
+        if path is not None:
+            questions = DatasetTask(LocalQuestions(self.name, NumberAnswers())).load(split, path=path, limit=limit)
+            return [replace(question, messages=(Message("user", question.text),)) for question in questions]
+        prefix = self.name if self.seed == 0 else f"{self.name}@{self.seed}"
+        return [
+            Question(
+                id=f"{prefix}/{split}/{index:06d}",
+                task=self.name,
+                messages=(Message("user", problem.question),),
+                reference=str(problem.answer),
+                text=problem.question,
+            )
+            for index, problem in enumerate(self.load_problems(split, limit=limit))
+        ]
+
+    def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
+        """Return the problems behind ``load``, in the same order, with their solutions.
+
+        Raises:
+            InputError: If ``split`` is unknown or ``limit`` is negative.
+        """
+        plan = _split_plan(split)
+        if limit is not None and limit < 0:
+            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+        stream = stream_problems(split, seed=self.seed)  # type: ignore[arg-type]
+        return list(islice(stream, plan.size if limit is None else limit))
+
+    def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that is not there; nothing is made or read."""
+        if path is None:
+            _split_plan(split)
+        else:
+            check_question_file(path, option="path")
+
+    def is_remote(self, *, path: str | None = None) -> bool:
+        """Return False: problems are made here, or read from a file."""
+        return False
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the number after the last "answer is", else the last number of a finished text, else None.
+
+        Example:
+            >>> task = WordProblems()
+            >>> task.extract("The answer is 1,204.0. No, the answer is 0017."), task.extract("I am not sure.")
+            ('17', None)
+            >>> task.extract("First 4*3=12. Then", finished=False) is None
+            True
+        """
+        matches = _ANSWER.findall(text)
+        if not matches and finished:
+            matches = _NUMBER.findall(text)
+        return _canonical_number(matches[-1]) if matches else None
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the canonical ``answer`` is the ``reference``; None is never correct."""
+        return answer is not None and answer == reference
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers as they are: canonical numbers are equal only when their text is."""
+        return list(answers)
+
+
+def _split_plan(split: str) -> SplitPlan:
+    for name, plan in SPLITS.items():
+        if name == split:
+            return plan
+    raise unknown_name("split", split, SPLITS)
+
+
+def _canonical_number(number: str) -> str:
+    """Return a number without separators, leading zeros and an empty fraction; "-0" is "0"."""
+    whole, _, fraction = number.replace(",", "").partition(".")
+    sign = "-" if whole.startswith("-") else ""
+    whole = whole.lstrip("-").lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
+    if fraction:
+        return f"{sign}{whole}.{fraction}"
+    return "0" if whole == "0" else sign + whole

@@ -1,0 +1,1 @@
+"""Sampling questions into a store, on any number of devices."""

@@ -1,0 +1,113 @@
+"""A plan: how many responses each question gets, in a file that names its questions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import (
+    check_replaceable,
+    json_object_or_none,
+    read_json_object,
+    to_json,
+    write_atomically,
+)
+from selfcal_lightning.records import Question
+
+FORMAT, VERSION = "selfcal_lightning.plan", 1
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """How many responses each question gets.
+
+    Attributes:
+        samples: Responses by the id of the question; 0 leaves a question out.
+        details: How the plan was made; recorded, not compared.
+
+    Raises:
+        InputError: A number is negative or not whole, or all are 0.
+    """
+
+    samples: Mapping[str, int]
+    details: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, count in self.samples.items() if type(count) is not int or count < 0]
+        if wrong:
+            raise InputError(
+                f"Expected `samples` of a plan to be whole numbers of at least 0, but got {self.samples[wrong[0]]!r} "
+                f"for question {wrong[0]!r}."
+            )
+        if not any(self.samples.values()):
+            raise InputError(f"Expected a plan to give a question a response, but got none for {len(self.samples):,}.")
+
+    @property
+    def digest(self) -> str:
+        """What tells plans apart: the numbers of all questions."""
+        return hashlib.sha256(json.dumps(sorted(self.samples.items())).encode()).hexdigest()[:16]
+
+    def chosen(self, questions: Sequence[Question]) -> list[Question]:
+        """Return the questions that get a response.
+
+        Raises:
+            InputError: The plan and the questions are not the same ones.
+        """
+        ids = {question.id for question in questions}
+        absent, unknown = sorted(ids - self.samples.keys()), sorted(self.samples.keys() - ids)
+        if absent or unknown:
+            missing = f"{len(absent):,} questions that it does not name, such as {absent[0]!r}" if absent else ""
+            further = f"{len(unknown):,} that are not asked, such as {unknown[0]!r}" if unknown else ""
+            found = " and ".join(filter(None, [missing, further]))
+            raise InputError(
+                f"Expected `plan` to name the questions of the run, but got {found}. Give `task`, `split`, `limit` and "
+                "`offset` as where the plan was made, or make it anew."
+            )
+        return [question for question in questions if self.samples[question.id]]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan; a file that is there must be an earlier one."""
+        check_plan_target(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "format": FORMAT, "version": VERSION, "details": dict(self.details), "samples": dict(self.samples),
+        }  # fmt: skip
+        write_atomically(Path(path), to_json(record))
+
+
+def check_plan_target(path: str | Path) -> None:
+    """Raise InputError unless a plan may be written to ``path``."""
+
+    def is_own(file: Path) -> bool:
+        return (json_object_or_none(file) or {}).get("format") == FORMAT
+
+    check_replaceable(path, is_own, option="output", kind="an earlier plan")
+
+
+def load_plan(path: str | Path) -> SamplePlan:
+    """Read a plan that :meth:`SamplePlan.save` wrote.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: It is no plan.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"Expected `plan` to be a file, but there is none at {path}. `selfcal allocate` writes one."
+        )
+    record = read_json_object(path)
+    if (
+        record.get("format") != FORMAT
+        or record.get("version") != VERSION
+        or not isinstance(record.get("samples"), dict)
+    ):
+        raise InputError(
+            f"Expected {path} to be a plan of version {VERSION}, as `selfcal allocate` writes it, but got the format "
+            f"{record.get('format')!r} of version {record.get('version')!r}."
+        )
+    return SamplePlan(record["samples"], record.get("details", {}))

@@ -1,0 +1,224 @@
+"""Which prefixes of stored responses are continued, as questions of their own: equal ones are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import (
+    Rate,
+    Steps,
+    check_marker,
+    check_steps,
+    prefix_after,
+    prefix_id,
+    token_step_ends,
+)
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.records import Question
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+
+class Prefix(NamedTuple):
+    """The first steps of a response.
+
+    Attributes:
+        question: The question, under the id of the prefix.
+        parent_id: Id of the question itself.
+        prefix_ids: Token ids of the steps.
+        steps: How many there are.
+        of: How many steps the response has, the first one that begins with them.
+    """
+
+    question: Question
+    parent_id: str
+    prefix_ids: tuple[int, ...]
+    steps: int
+    of: int
+
+
+class StepsOfResponse(NamedTuple):
+    """A response.
+
+    Attributes:
+        question: Its question.
+        ids: Its token ids.
+        ends: How many of them stand up to the end of each step.
+        correct: Whether it is right; None where nobody knows.
+    """
+
+    question: Question
+    ids: tuple[int, ...]
+    ends: tuple[int, ...]
+    correct: bool | None
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """Stored responses, and which of their prefixes are continued.
+
+    Attributes:
+        samples_dir: The store.
+        split: Split of the store.
+        limit: Take the first so many questions, by id; None takes all.
+        responses: Take the first so many responses to each.
+        prefixes: Prefixes of a response, spread evenly over its inner steps; None takes all of these.
+        steps: Where steps end.
+        at: After which numbers of steps there is a prefix, where the response has more; None leaves it to ``prefixes``.
+    """
+
+    samples_dir: str
+    split: str
+    limit: int | None
+    responses: int
+    prefixes: int | None
+    steps: Steps
+    at: tuple[int, ...] | None = None
+
+    def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
+        """Return the distinct prefixes, by question.
+
+        Args:
+            chat: The policy's chat format.
+            longest: Tokens of a response at most; a prefix that fills them has no continuation and is left out.
+
+        Raises:
+            InputError: The store has no responses of the split, or they have no steps.
+        """
+        found: dict[str, Prefix] = {}
+        response: StepsOfResponse | None = None
+        for response in self._responses(chat):
+            for prefix in self._of(response):
+                if len(prefix.prefix_ids) < longest:
+                    found.setdefault(prefix.question.id, prefix)
+        if response is None:
+            raise InputError(
+                f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
+                f"{self.samples_dir}. Name another `split`, or sample some by `selfcal generate`."
+            )
+        if not found:
+            raise InputError(
+                f"Expected responses of more than one step in {self.samples_dir}, but got none by the rule "
+                f"{self.steps!r}. Name another `steps`: sentence, line, blank_line, heading or marker:TEXT."
+            )
+        return list(found.values())
+
+    def labelled(
+        self, chat: ChatFormat, rates: Mapping[str, Rate]
+    ) -> Iterator[tuple[str, list[str], list[float]] | None]:
+        """Yield the question, the steps, and how often each turned out right, of every response.
+
+        None stands for one without steps, or of which a step was not rolled out or nobody knows how it ended.
+
+        Args:
+            chat: The policy's chat format.
+            rates: How rollouts ended, by ``prefix_id``.
+        """
+        for one in self._responses(chat):
+            inner = [rates.get(prefix_id(one.question.id, one.ids[:end])) for end in one.ends[:-1]]
+            known = [rate.share for rate in inner if rate is not None]
+            if not one.ends or one.correct is None or len(known) < len(inner):
+                yield None
+                continue
+            steps = [chat.decode(one.ids[start:end]) for start, end in pairwise((0, *one.ends))]
+            yield text_of(one.question), steps, [*known, float(one.correct)]
+
+    def outer_rates(self, chat: ChatFormat) -> Iterator[tuple[str, str, float]]:
+        """Yield question, prefix and success rate where no rollout is needed: of no step and of whole responses.
+
+        From no step on, the responses are the rollouts: the share of them that is right. A whole response is right or
+        not; equal ones are one. What nobody can tell is left out.
+
+        Args:
+            chat: The policy's chat format.
+        """
+        for _, group in groupby(self._responses(chat), key=lambda one: one.question.id):
+            known = [(one, float(one.correct)) for one in group if one.correct is not None]
+            if known:
+                question = text_of(known[0][0].question)
+                yield question, "", sum(right for _, right in known) / len(known)
+                whole = {one.ids: right for one, right in known if one.ends}
+                yield from ((question, chat.decode(ids), right) for ids, right in whole.items())
+
+    def _responses(self, chat: ChatFormat) -> Iterator[StepsOfResponse]:
+        check_marker(chat.tokenizer, self.steps)
+        store = SampleStore(self.samples_dir, num_samples=self.responses)
+        for entry in islice(store.samples(split=self.split), self.limit):
+            labelled = any(sample.correct is not None for sample in entry.samples)
+            for sample in entry.samples:
+                ids = chat.response_ids(sample.text) if sample.token_ids is None else tuple(sample.token_ids)
+                ends = tuple(token_step_ends(chat.tokenizer, ids, self.steps))
+                unreadable = labelled and sample.correct is None and sample.answer is None
+                yield StepsOfResponse(entry.question, ids, ends, False if unreadable else sample.correct)
+
+    def _of(self, one: StepsOfResponse) -> Iterator[Prefix]:
+        inner = len(one.ends) - 1
+        for k in spread(inner, self.prefixes) if self.at is None else [k for k in sorted(set(self.at)) if k <= inner]:
+            stop = prefix_after(one.ends, k)
+            prefix = one.ids[:stop]
+            own = replace(one.question, id=prefix_id(one.question.id, prefix))
+            yield Prefix(own, one.question.id, prefix, k, len(one.ends))
+
+
+def spread(inner: int, number: int | None) -> list[int]:
+    """Return which of the inner steps 1 to ``inner`` are taken, at most ``number`` of them, evenly spread.
+
+    Example:
+        >>> spread(5, None), spread(5, 2), spread(5, 3), spread(0, 4)
+        ([1, 2, 3, 4, 5], [1, 5], [1, 3, 5], [])
+    """
+    if number is None or number >= inner:
+        return list(range(1, inner + 1))
+    if number == 1:
+        return [(inner + 1) // 2]
+    return np.round(np.linspace(1, inner, number)).astype(int).tolist()
+
+
+def text_of(question: Question) -> str:
+    """Return the text of a question; where only its chat is known, the last turn."""
+    return question.text or question.messages[-1].content
+
+
+def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
+    """Yield what a file beside the rollouts says of each prefix, JSON-able."""
+    for one in prefixes:
+        yield {
+            "id": one.question.id,
+            "question_id": one.parent_id,
+            "question": text_of(one.question),
+            "reasoning_prefix": chat.decode(one.prefix_ids),
+            "prefix_ids": list(one.prefix_ids),
+            "steps": one.steps,
+            "of": one.of,
+        }
+
+
+def check_source(source: RolloutSource) -> None:
+    """Raise InputError for numbers that cannot be, and a store that is not there."""
+    for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
+        if value is not None and value < 1:
+            raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
+    check_steps("steps", source.steps)
+    if source.at is not None and source.prefixes is not None:
+        raise InputError(
+            f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}: the numbers of "
+            "steps, or how many of them."
+        )
+    if source.at is not None and (not source.at or min(source.at) < 1):
+        raise InputError(
+            f"Expected `at` to be numbers of steps from 1, but got {list(source.at)}. After none a rollout is a "
+            "response, of which `samples_dir` has some."
+        )
+    if not (Path(source.samples_dir) / "rounds").is_dir():
+        raise InputError(
+            f"Expected `samples_dir` to be a sample store, but got {source.samples_dir!r}. `selfcal generate` makes "
+            "one."
+        )

@@ -1,0 +1,501 @@
+"""A run that samples: its plan, its share of the questions on this machine's devices, and the joining of its parts."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.core.last_resort import FAILED, explain, wants_traceback
+from selfcal_lightning.core.plan import Place, Plan, check_places
+from selfcal_lightning.core.plugins import load_plugins_of_parent, loaded_plugins
+from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.core.signals import INTERRUPTION, keeping
+from selfcal_lightning.data.store.manifest import check_place
+from selfcal_lightning.data.store.overview import plan_sampling
+from selfcal_lightning.data.store.parts import part_entries
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.base import Part
+from selfcal_lightning.data.tasks.registry import check_source, count_source, get_task, load_source
+from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
+from selfcal_lightning.engines.sampling.plan import SamplePlan, load_plan
+from selfcal_lightning.engines.sampling.rollouts import Prefix, RolloutSource
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.shares import (
+    check_questions,
+    is_complete,
+    missing_questions,
+    open_existing,
+    select_share,
+)
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.models.folders import BUNDLED_NAME, resolve_model
+from selfcal_lightning.records import Question, SamplingSettings
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What every process of a run has in common: the arguments of ``selfcal generate``, resolved.
+
+    With ``rollouts``, prefixes of stored responses stand in the place of the questions of tasks.
+    """
+
+    model: str
+    store_dir: str
+    task: list[str]
+    split: str
+    path: str | None
+    part: Part | None
+    limit: int | None
+    offset: int
+    store_split: str
+    chain_of_thought: bool
+    prompt: Prompt | None
+    num_samples: int
+    engine: EngineOptions
+    sampling: SamplingSettings
+    seed: int
+    query: str
+    questions_per_shard: int
+    max_failures: int
+    plan: str | None = None
+    top_up: bool = False
+    rollouts: RolloutSource | None = None
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
+        """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
+        records = {
+            "engine": EngineOptions(**content["engine"]),
+            "sampling": SamplingSettings(**content["sampling"]),
+            "prompt": None if content["prompt"] is None else Prompt.from_json(content["prompt"]),
+        }
+        rollouts = content.get("rollouts")
+        return cls(**{**content, **records, "rollouts": None if rollouts is None else RolloutSource(**rollouts)})
+
+    def chat(self) -> ChatFormat:
+        """Load the tokenizer and return the chat format of the model."""
+        return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
+
+    def check(self) -> None:
+        """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
+        for name in ("num_samples", "questions_per_shard", "max_failures"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
+        if self.top_up and self.plan is not None:
+            raise InputError("Expected `top_up` without a `plan`, which says how many responses each question gets.")
+        if not self.task and self.rollouts is None:
+            raise InputError("Expected `task` to name at least one task, but got none.")
+        if self.path is not None and len(self.task) > 1:
+            raise InputError(f"Expected one `task` when `path` is given, but got {self.task}. Run them one by one.")
+        for name in self.task:
+            check_source(self, name)
+        check_place(Path(self.store_dir))
+        self.sample_plan()
+        check_engine(self.engine, self.model)
+
+    def questions(self) -> list[Question]:
+        """Load the questions of all tasks, or prefixes as questions of their own."""
+        if self.rollouts is not None:
+            return [prefix.question for prefix in self._prefixes(self.rollouts)]
+        questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
+        check_questions(questions)
+        plan = self.sample_plan()
+        return questions if plan is None else plan.chosen(questions)
+
+    def prefixes(self) -> dict[str, tuple[int, ...]]:
+        """Return what responses begin with, by the id of the question; empty without rollouts."""
+        return (
+            {} if self.rollouts is None else {one.question.id: one.prefix_ids for one in self._prefixes(self.rollouts)}
+        )
+
+    def _prefixes(self, source: RolloutSource) -> list[Prefix]:
+        return source.read(self.chat(), longest=self.sampling.max_new_tokens)
+
+    def sample_plan(self) -> SamplePlan | None:
+        """Read the plan that says how many responses each question gets; None where all get ``num_samples``."""
+        return None if self.plan is None else load_plan(self.plan)
+
+
+def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
+    """Load the model and sample one share into its own part of the store.
+
+    Args:
+        settings: The run.
+        shard: (i, n), this process's share.
+        progress: Whether to show how far it is.
+    """
+    questions, chat, plan = settings.questions(), settings.chat(), settings.sample_plan()
+    digest = None if plan is None else plan.digest
+    engine = open_engine(settings.engine, settings.model, chat=chat)
+    try:
+        store = SampleStore.create_or_open(
+            settings.store_dir,
+            store_fingerprint(engine, chat, settings.sampling, settings.seed, plan=digest),
+            num_samples=settings.num_samples if plan is None else None,
+            engine=engine.describe(),
+            splits=(settings.store_split,),
+            top_up=settings.top_up,
+        )
+        return generate_samples(
+            questions,
+            split=settings.store_split,
+            engine=engine,
+            chat=chat,
+            store=store,
+            num_samples=settings.num_samples,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            part=part_name(shard),
+            shard=shard,
+            questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
+            progress=progress,
+            planned=None if plan is None else plan.samples,
+            prefixes=settings.prefixes(),
+        )
+    finally:
+        engine.close()
+
+
+def part_name(shard: tuple[int, int]) -> str:
+    """Return the name of the part that share (i, n) is written to."""
+    return f"rank-{shard[0]}-of-{shard[1]}"
+
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 20.0
+
+
+def run_workers(
+    settings: Mapping[str, Any], shards: Sequence[tuple[int, int]], *, gpus: int = 1, on_tick: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Run one worker for each of ``shards`` to the end and return their reports.
+
+    When a worker fails the others go on, since what they commit is kept.
+
+    Args:
+        settings: Fields of ``pipelines.shares.GenerationSettings``, plain.
+        shards: (number, total) of each worker's share.
+        gpus: GPUs that each worker's engine takes, where there are any.
+        on_tick: Called about twice a second.
+
+    Raises:
+        RunError: Workers failed; their own messages stand above.
+    """
+    environments = [worker_environment(position, len(shards), gpus=gpus) for position in range(len(shards))]
+    with tempfile.TemporaryDirectory(prefix="selfcal-") as folder:
+        reports = [Path(folder) / f"{position}.json" for position in range(len(shards))]
+        workers: list[subprocess.Popen[str]] = []
+        try:
+            for shard, report, environment in zip(shards, reports, environments, strict=True):
+                job = {"settings": dict(settings), "shard": list(shard), "report": str(report)}
+                workers.append(_start(job, environment))
+            while any([worker.poll() is None for worker in workers]):  # polls all of them
+                on_tick()
+                time.sleep(POLL_SECONDS)
+            on_tick()
+        finally:
+            _end(workers)
+        failed = [position for position, worker in enumerate(workers) if worker.returncode != 0]
+        if failed:
+            raise RunError(
+                f"Expected {len(workers)} workers to finish, but worker {failed[0]} ended with status "
+                f"{workers[failed[0]].returncode} ({len(failed)} failed in all; their messages stand above). What was "
+                "committed is kept: start the same command again to go on."
+            )
+        return [json.loads(report.read_text()) for report in reports]
+
+
+def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[str, str]:
+    """Return the environment of a worker: its GPUs of those that this process sees, or a share of the CPU cores.
+
+    Args:
+        position: Number of the worker; it gets the GPUs from ``position * gpus`` on.
+        workers: Number of workers.
+        gpus: GPUs for each.
+
+    Raises:
+        InputError: There are GPUs, but fewer than the workers take.
+    """
+    import torch
+
+    environment = dict(os.environ)
+    count = torch.cuda.device_count()
+    if count == 0:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+        return environment
+    if count < workers * gpus:
+        each = "" if gpus == 1 else f", each of which takes {gpus} (`tensor_parallel_size`)"
+        raise InputError(
+            f"Expected `devices` to be at most {count // gpus} with {count} GPUs in sight, but got {workers}{each}."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(device) for device in range(count)]
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[position * gpus : (position + 1) * gpus])
+    return environment
+
+
+def _start(job: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "selfcal_lightning.engines.sampling.running"]
+    worker = subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, env=dict(environment), text=True, process_group=0
+    )
+    if worker.stdin is not None:
+        worker.stdin.write(json.dumps(job) + "\n")
+        worker.stdin.flush()
+    return worker
+
+
+def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Cut the lifelines and wait; a worker that does not end by itself is killed."""
+    for worker in workers:
+        if worker.stdin is not None:
+            worker.stdin.close()
+    deadline = time.monotonic() + GRACE_SECONDS + 5.0
+    for worker in workers:
+        try:
+            worker.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _watch_parent() -> None:
+    """Wait for the end of standard input, then interrupt the work, then end the process whatever it does."""
+    # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    _thread.interrupt_main()
+    time.sleep(GRACE_SECONDS)
+    os._exit(1)
+
+
+def work() -> int:
+    """Run the job that stands on standard input. Returns the exit status."""
+    keep_bitsandbytes_quiet()
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    number, total = job["shard"]
+    try:
+        load_plugins_of_parent()
+
+        report = sample_share(GenerationSettings.from_plain(job["settings"]), shard=(number, total), progress=False)
+    except KeyboardInterrupt:  # the parent, which was asked to stop, says so for all
+        return INTERRUPTION.status
+    except Exception as error:
+        if wants_traceback():
+            raise
+        say(explain(error, who=f"worker {number} of {total}"))
+        return FAILED
+    Path(job["report"]).write_text(json.dumps(asdict(report)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work())
+
+
+COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_out")
+
+
+def parse_shard(shard: str) -> tuple[int, int]:
+    """Return (i, n) of "i/n".
+
+    Example:
+        >>> parse_shard("1/4")
+        (1, 4)
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
+    return int(match[1]), int(match[2])
+
+
+def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1") -> tuple[int, int]:
+    """Refuse what can be refused before anything is loaded, and return (i, n) of ``shard``.
+
+    Raises:
+        InputError: A setting cannot be.
+    """
+    check_place(Path(settings.store_dir))
+    place = parse_shard(shard)
+    if devices < 1:
+        raise InputError(f"Expected `devices` to be at least 1, but got {devices}.")
+    settings.check()
+    return place
+
+
+def sample_questions(
+    settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1", repair: bool = False
+) -> GenerationReport:
+    """Sample this machine's share of the questions into the store, and join its parts when all are there.
+
+    Args:
+        settings: The run.
+        devices: Worker processes on this machine.
+        shard: "i/n", this machine's share.
+        repair: First move damaged files of the store aside, and drop questions of which responses are empty.
+
+    Returns:
+        Counts of what this machine did.
+
+    Raises:
+        EngineStoppedError: The engine cannot go on, or too many requests failed in a row.
+        RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
+        InputError: A setting cannot be, or is not that of the store.
+    """
+    number, total = check_run(settings, devices=devices, shard=shard)
+    folder = Path(settings.store_dir)
+    say(f"Looking at the questions, the model {settings.model} and {folder}")
+    questions = settings.questions()
+    if repair and (folder / "rounds").exists():
+        say(f"Repair of {folder}: {SampleStore(folder).repair()}")
+    share = select_share(questions, (number, total))
+    here = f" (share {shard} here)" if total > 1 else ""
+    if _has_all(settings, share):
+        report = GenerationReport(settings.store_dir, len(share), len(share), 0, 0, 0, 0, 0, 0.0)
+        say(f"All {len(share):,} questions{here} are in {folder} already: nothing is sampled.")
+    else:
+        check_places(plan_run(settings, share))
+        _keep_configuration(
+            {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}, folder, number
+        )
+        number_each = (
+            f"{settings.num_samples} samples to each of" if settings.plan is None else "the samples planned for"
+        )
+        say(f"Writing {number_each} {len(questions):,} questions{here} to {folder}")
+        # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: `select_share`.
+        shares = [(number + total * device, total * devices) for device in range(devices)]
+        with keeping(lambda: _what_is_kept(folder)):
+            if devices == 1:
+                report = sample_share(settings, shard=shares[0], progress=True)
+            else:
+                report = _sample_on_devices(settings, share, shares)
+        say(str(report))
+        report.check_complete()
+    _join_when_complete(SampleStore(folder), {question.id for question in questions}, total=total)
+    return report
+
+
+def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None = None) -> Plan:
+    """Return what a run will do.
+
+    Args:
+        settings: The run.
+        questions: Its questions; None counts those of the hub by the limit that was set, without asking it.
+    """
+    counts = [count_source(settings, name, role=settings.store_split) for name in settings.task]
+    known = questions
+    if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):
+        known = settings.questions()
+    numbers = [count.number for count in counts]
+    plan = settings.sample_plan()
+    sampling = plan_sampling(
+        settings.store_dir,
+        None if known is None else {question.id for question in known},
+        num_samples=settings.num_samples,
+        planned=None if plan is None else plan.samples,
+        most_tokens=settings.sampling.max_new_tokens,
+        most_questions=None if None in numbers else sum(number or 0 for number in numbers),
+    )
+    name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
+    model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
+    places = (Place("samples", settings.store_dir),)
+    return Plan((f"{model}, engine {settings.engine.name}",), tuple(counts), (sampling,), places=places)
+
+
+def _what_is_kept(store_dir: Path) -> str:
+    store = SampleStore(store_dir)
+    number = len(store.question_ids(include_parts=True)) if part_entries(store_dir) else 0
+    return f"{number:,} questions with all their samples are in {store_dir}; the same command goes on from there."
+
+
+def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
+    """Return whether the store has the whole share; settings that are not the store's are refused at once."""
+    check_can_draw(settings.engine, settings.sampling)
+    if settings.engine.is_remote:
+        return False
+    plan = settings.sample_plan()
+    store = open_existing(
+        settings.store_dir,
+        model=settings.model,
+        revision=settings.engine.revision,
+        adapter=settings.engine.adapter,
+        chat=settings.chat(),
+        sampling=settings.sampling,
+        seed=settings.seed,
+        num_samples=settings.num_samples if plan is None else None,
+        plan=None if plan is None else plan.digest,
+        splits=(settings.store_split,),
+        top_up=settings.top_up,
+    )
+    return is_complete(store, {settings.store_split: share})
+
+
+def _sample_on_devices(
+    settings: GenerationSettings, share: list[Question], shards: list[tuple[int, int]]
+) -> GenerationReport:
+    """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
+    started = time.monotonic()
+    wanted = settings.num_samples if settings.plan is None else None
+    store, parts = SampleStore(settings.store_dir, num_samples=wanted), {part_name(shard) for shard in shards}
+    new = not (store.path / "rounds").exists()
+    missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
+    before = store.committed_questions(parts=parts)
+    busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
+    # Of a plan, or of what is topped up, nobody sees from here which questions are done, and how many responses.
+    each, unit = (settings.num_samples, "responses")
+    if settings.plan is not None or settings.top_up:
+        each, unit = 1, "questions"
+    with Progress(len(missing) * each, label=f"Sampling {settings.store_split}", unit=unit) as bar:
+
+        def tick() -> None:
+            done = (store.committed_questions(parts=parts) - before) * each
+            bar.update(done - bar.done)
+
+        reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)
+    return GenerationReport(
+        store_dir=settings.store_dir,
+        questions=len(share),
+        reused=len(share) - len(missing),
+        seconds=time.monotonic() - started,
+        **{name: sum(report[name] for report in reports) for name in COUNTS},
+    )
+
+
+def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:
+    """Join the parts when every question of the run is there: of ``total`` machines, the one that finishes last."""
+    missing = len(wanted - store.question_ids(include_parts=True))
+    if missing:
+        say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")
+        return
+    manifest = store.join()
+    if total > 1:
+        say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
+
+
+def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:
+    """Leave the resolved arguments beside the samples."""
+    folder = store_dir / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"
+    write_atomically(folder / name, to_json(json.loads(json.dumps(arguments))))

@@ -1,0 +1,313 @@
+"""The sampling state of the transformers engine: a slot for each request, a row of a few tensors for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.records import Request
+
+_GREEDY_BELOW = 1e-5
+
+
+def dynamic_temperature(
+    logits: Tensor, *, base: float | Tensor = 0.8, scale: float | Tensor = 0.8, theta: float | Tensor = 1.0
+) -> Tensor:
+    """Return the entropy-based dynamic temperature (EDT) of each next-token distribution.
+
+    ``T = base * scale ** (theta / H)`` with ``H = -sum_v p_v log p_v`` the Shannon entropy in nats of
+    ``p = softmax(logits)``, at temperature 1. A confident model samples near its mode and an uncertain one near
+    ``base``; ``H = 0`` gives 0, which is greedy.
+
+    Args:
+        logits: [..., vocabulary]; tokens may be masked with -inf.
+        base: T0, at least 0; a number or [...].
+        scale: N0 in (0, 1]; 1 gives the fixed temperature ``base`` wherever H > 0.
+        theta: Exponent, at least 0.
+
+    Returns:
+        Temperatures [...], float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: When ``scale`` is a number outside (0, 1].
+
+    Example:
+        >>> dynamic_temperature(torch.zeros(2, 4)).round(decimals=4)  # H = log 4 = 1.386, 0.8 * 0.8 ** (1 / 1.386)
+        tensor([0.6811, 0.6811])
+        >>> dynamic_temperature(torch.tensor([0.0, -torch.inf]))
+        tensor(0.)
+
+    Reference:
+        Self-Calibration (arXiv 2503.00031), section 3.1; EDT (arXiv 2403.14541).
+    """
+    if not isinstance(scale, Tensor) and not 0.0 < scale <= 1.0:
+        raise InputError(f"Expected `scale` to lie in (0, 1], but got {scale}.")
+    log_p = _at_least_float32(logits).log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p.clamp_min(torch.finfo(p.dtype).min)).sum(-1)
+    log_scale = torch.as_tensor(scale, dtype=p.dtype, device=p.device).log()
+    exponent = theta * log_scale / entropy.clamp_min(torch.finfo(p.dtype).tiny)
+    return torch.where(entropy > 0.0, base * exponent.exp(), 0.0)
+
+
+def tempered_probabilities(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return ``softmax(logits / temperature)``; below 1e-5 all mass lies on the first of the largest logits.
+
+    Args:
+        logits: [..., vocabulary]; tokens may be masked with -inf.
+        temperature: At least 0; a number or [...].
+
+    Returns:
+        Probabilities [..., vocabulary], float32 (float64 for float64 logits).
+
+    Example:
+        >>> tempered_probabilities(torch.tensor([0.0, 3.0, 3.0]), 0.0)
+        tensor([0., 1., 0.])
+    """
+    logits = _at_least_float32(logits)
+    temperature = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device)
+    greedy = (temperature < _GREEDY_BELOW).expand(logits.shape[:-1])
+    shifted = logits - logits.amax(-1, keepdim=True)
+    p = (shifted / temperature.clamp_min(_GREEDY_BELOW).unsqueeze(-1)).softmax(-1)
+    one_hot = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy.unsqueeze(-1), one_hot, p)
+
+
+def nucleus(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
+    """Return the probabilities restricted to the smallest set of most probable tokens whose mass reaches ``top_p``.
+
+    Args:
+        probabilities: [..., vocabulary].
+        top_p: In (0, 1]; a number or [...]. 1 keeps every token.
+
+    Returns:
+        Probabilities [..., vocabulary] that add up to 1.
+
+    Example:
+        >>> nucleus(torch.tensor([0.125, 0.5, 0.25, 0.125]), 0.75)
+        tensor([0.0000, 0.6667, 0.3333, 0.0000])
+    """
+    top_p = torch.as_tensor(top_p, dtype=probabilities.dtype, device=probabilities.device)
+    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    mass_before = ranked.cumsum(-1) - ranked
+    dropped = (mass_before >= top_p.unsqueeze(-1)) & (top_p < 1.0).unsqueeze(-1)
+    kept = torch.zeros_like(probabilities).scatter_(-1, order, ranked.masked_fill(dropped, 0.0))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def sampling_probabilities(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor,
+    edt_scale: float | Tensor | None,
+    edt_theta: float | Tensor = 1.0,
+    top_p: float | Tensor = 1.0,
+) -> Tensor:
+    """Return the distribution that a token is drawn from: temperature, fixed or dynamic, then the nucleus.
+
+    Settings are numbers, or [...] with one value a row. The names are those of ``records.SamplingSettings``.
+
+    Args:
+        logits: [..., vocabulary].
+        temperature: Fixed temperature, or T0 of EDT.
+        edt_scale: N0 of EDT; None or 1 draws at the fixed temperature.
+        edt_theta: Exponent of EDT.
+        top_p: Mass of the nucleus.
+
+    Example:
+        >>> sampling_probabilities(torch.tensor([0.0, 1.0]).log(), temperature=0.5, edt_scale=None)
+        tensor([0., 1.])
+    """
+    if edt_scale is not None:
+        temperature = dynamic_temperature(logits, base=temperature, scale=edt_scale, theta=edt_theta)
+    p = tempered_probabilities(logits, temperature)
+    if isinstance(top_p, Tensor) or top_p < 1.0:
+        p = nucleus(p, top_p)
+    return p
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the token where the cumulative probability first exceeds ``uniforms``, in float64.
+
+    Two engines that agree on the probabilities to 1e-7 draw the same token from the same uniform number, except with a
+    chance of that order.
+
+    Args:
+        probabilities: [..., vocabulary]; they need not add up to exactly 1.
+        uniforms: [...] in [0, 1).
+
+    Returns:
+        Token ids [...], int64. A token of zero probability is never drawn.
+
+    Example:
+        >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).expand(3, 3), torch.tensor([0.0, 0.49, 0.5]))
+        tensor([0, 0, 2])
+    """
+    cumulative = probabilities.double().cumsum(-1)
+    threshold = uniforms.double().unsqueeze(-1) * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class SlotRows:
+    """Which request holds which slot, and how far each has come.
+
+    A row's ``pending`` token is the last one known; it is to be fed at ``position``, which is also the number of the
+    row's tokens in the cache. A row that is done stands still: feeding it again rewrites the same column.
+
+    Attributes:
+        requests: The request in each slot; None where free.
+        prompts: The prompt whose encoding, all but its last token, a slot holds, also after its request has left.
+        pending: [slots] int64.
+        position: [slots] int64.
+        count: [slots] int64, tokens of the response so far, its prefix included, without end-of-turn.
+        stopped: [slots] bool, whether the model ended its turn.
+        stepped: [slots] bool, whether the last token ended a step and more may follow.
+        done: [slots] bool; True where free.
+        logprob: [slots] float64, of the tokens drawn under the untempered model, in nats.
+        tokens: [slots, longest limit + 1] int64, the response, its prefix included; the last column is spare.
+    """
+
+    def __init__(self, num_slots: int, end_ids: Tensor) -> None:
+        self.requests: list[Request | None] = [None] * num_slots
+        self.prompts: list[tuple[int, ...] | None] = [None] * num_slots
+        self._end_ids = end_ids
+        whole = {"dtype": torch.long, "device": end_ids.device}
+        self.pending, self.position, self.count, self._limit = (torch.zeros(num_slots, **whole) for _ in range(4))
+        self.tokens = torch.zeros(num_slots, 1, **whole)
+        self.stopped = torch.zeros(num_slots, dtype=torch.bool, device=end_ids.device)
+        self.stepped = torch.zeros_like(self.stopped)
+        self._step_ids = torch.full((num_slots, 1), -1, **whole)
+        self.done = torch.ones(num_slots, dtype=torch.bool, device=end_ids.device)
+        self.logprob = torch.zeros(num_slots, dtype=torch.float64, device=end_ids.device)
+        self._uniforms = torch.zeros(num_slots, 1, dtype=torch.float64, device=end_ids.device)
+        self._settings = torch.zeros(num_slots, 4, device=end_ids.device)
+        self._any_edt = self._any_top_p = self._any_step = False
+
+    def live(self) -> list[int]:
+        """Return the slots that hold a request, in order."""
+        return [slot for slot, request in enumerate(self.requests) if request is not None]
+
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        """Return a free slot for each request, one that holds its prompt if there is one, else the lowest."""
+        free = [slot for slot, request in enumerate(self.requests) if request is None]
+        holding = {self.prompts[slot]: slot for slot in reversed(free)}
+        chosen = {i: holding.pop(r.prompt_ids) for i, r in enumerate(requests) if r.prompt_ids in holding}
+        taken = set(chosen.values())
+        rest = iter([slot for slot in free if slot not in taken])
+        return [chosen[i] if i in chosen else next(rest) for i in range(len(requests))]
+
+    def admit(self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]) -> None:
+        """Start ``requests`` in ``slots``; a response has at most its limit of tokens.
+
+        Token i of a response, counted from the beginning of its prefix, is drawn with number i of its own uniform ones.
+        """
+        longest = max(limits)
+        uniforms = torch.zeros(len(slots), longest + 1, dtype=torch.float64)
+        for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            stream = torch.Generator().manual_seed(request.seed)
+            uniforms[row, :limit] = torch.rand(limit, generator=stream, dtype=torch.float64)
+        if longest >= self.tokens.shape[1]:
+            more = longest + 1 - self.tokens.shape[1]
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
+            self._uniforms = torch.nn.functional.pad(self._uniforms, (0, more))
+        settings = [
+            (s.temperature, 1.0 if s.edt_scale is None else s.edt_scale, s.edt_theta, s.top_p)
+            for s in (request.sampling for request in requests)
+        ]
+        device = self.done.device
+        where = torch.tensor(slots, device=device)
+        contexts = [request.context_ids for request in requests]
+        self.pending[where] = torch.tensor([ids[-1] for ids in contexts], device=device)
+        self.position[where] = torch.tensor([len(ids) - 1 for ids in contexts], device=device)
+        self._limit[where] = torch.tensor(limits, device=device)
+        self._settings[where] = torch.tensor(settings, device=device)
+        self._uniforms[where, : longest + 1] = uniforms.to(device)
+        self._put_prefixes(where, requests)
+        self.logprob[where] = 0.0
+        self.stopped[where] = self.stepped[where] = False
+        self.done[where] = False
+        for slot, request in zip(slots, requests, strict=True):
+            self.requests[slot], self.prompts[slot] = request, request.prompt_ids
+        sampling = [request.sampling for request in self.requests if request is not None]
+        self._any_edt = any(s.edt_scale is not None for s in sampling)
+        self._any_top_p = any(s.top_p < 1.0 for s in sampling)
+        self._any_step = any(request.step_ids for request in self.requests if request is not None)
+
+    def _put_prefixes(self, where: Tensor, requests: Sequence[Request]) -> None:
+        """Begin behind the prefixes of ``requests``, and note what ends a step of each."""
+        device = self.done.device
+        self.count[where] = torch.tensor([len(request.prefix_ids) for request in requests], device=device)
+        if (longest := max(len(request.prefix_ids) for request in requests)) > 0:
+            rows = [[*request.prefix_ids, *[0] * (longest - len(request.prefix_ids))] for request in requests]
+            self.tokens[where, :longest] = torch.tensor(rows, device=device)
+        width = max(len(request.step_ids) for request in requests)
+        if width > self._step_ids.shape[1]:
+            self._step_ids = torch.nn.functional.pad(self._step_ids, (0, width - self._step_ids.shape[1]), value=-1)
+        self._step_ids[where] = -1
+        if width:
+            rows = [[*request.step_ids, *[-1] * (width - len(request.step_ids))] for request in requests]
+            self._step_ids[where, :width] = torch.tensor(rows, device=device)
+
+    def drawn(self, slots: Sequence[int]) -> list[int]:
+        """Return how many tokens were drawn for the requests in ``slots``, without their prefixes."""
+        counts = self.count[list(slots)].tolist() if slots else []
+        return [count - len(self.requests[slot].prefix_ids) for slot, count in zip(slots, counts, strict=True)]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Free slots. The prompts that they hold stay readable until other requests overwrite them."""
+        for slot in slots:
+            self.requests[slot] = None
+        where = torch.tensor(slots, dtype=torch.long, device=self.done.device)
+        self.done[where] = True
+        # A free row is still fed along with the others: it now writes just right of its prompt.
+        ends = [max(len(self.prompts[slot] or ()) - 1, 0) for slot in slots]
+        self.position[where] = torch.tensor(ends, dtype=torch.long, device=self.done.device)
+
+    def gather(self, sources: Sequence[int]) -> None:
+        """Move the rows ``sources``, in ascending order and all that are live, to the slots 0, 1, 2, ...."""
+        num = len(sources)
+        read = torch.tensor(sources, device=self.done.device)
+        progress = (self.pending, self.position, self.count, self.tokens, self.stopped, self.stepped, self.done)
+        for tensor in (*progress, self.logprob, self._limit, self._uniforms, self._settings, self._step_ids):
+            tensor[:num] = tensor[read]
+        self.requests[:num] = [self.requests[slot] for slot in sources]
+        self.prompts[:num] = [self.prompts[slot] for slot in sources]
+        self.release(range(num, len(self.requests)))
+
+    def advance(self, logits: Tensor) -> None:
+        """Draw a token for each of the first slots from ``logits`` [slots in use, vocabulary]."""
+        n = len(logits)
+        logits = logits.float()
+        temperature, edt_scale, edt_theta, top_p = self._settings[:n].unbind(1)
+        probabilities = sampling_probabilities(
+            logits,
+            temperature=temperature,
+            edt_scale=edt_scale if self._any_edt else None,
+            edt_theta=edt_theta,
+            top_p=top_p if self._any_top_p else 1.0,
+        )
+        count = self.count[:n]
+        token = draw(probabilities, self._uniforms[:n].gather(1, count[:, None]).squeeze(1))
+        running = ~self.done[:n]
+        ended = torch.isin(token, self._end_ids) & running
+        grows = running & ~ended
+        gain = logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(1)
+        self.logprob[:n] += gain.double().masked_fill(~grows, 0.0)
+        self.tokens[:n].scatter_(1, count[:, None], token[:, None])
+        self.pending[:n] = torch.where(running, token, self.pending[:n])
+        self.position[:n] += running
+        self.stopped[:n] |= ended
+        count += grows
+        cut = count >= self._limit[:n]
+        if self._any_step:
+            ends_step = (token[:, None] == self._step_ids[:n]).any(1) & grows & ~cut
+            self.stepped[:n] |= ends_step
+            cut = cut | ends_step
+        self.done[:n] |= ended | cut

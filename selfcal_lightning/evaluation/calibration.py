@@ -1,0 +1,382 @@
+"""Calibration before and after on each side's own samples: the table, the figure and the fixed keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from selfcal_lightning.confidence.base import P_TRUE, confidence_of
+from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.curves import Reshuffles
+from selfcal_lightning.evaluation.figures import reliability_comparison, save_figure
+from selfcal_lightning.evaluation.inputs import Inputs
+from selfcal_lightning.evaluation.metrics import (
+    SHORT_NAMES,
+    SIDES,
+    PoolSummary,
+    compare_pools,
+    debiased_error,
+    debiased_key,
+    result_keys,
+    scored_responses,
+    summarise,
+    summary_keys,
+)
+from selfcal_lightning.evaluation.tables import (
+    comparison_csv,
+    comparison_markdown,
+    comparison_rows,
+    comparison_table,
+    format_estimate,
+)
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
+from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
+from selfcal_lightning.metrics.bootstrap import Estimate, bootstrap_interval, estimate_of, resample_weights
+from selfcal_lightning.metrics.drawing import AFTER, BEFORE
+from selfcal_lightning.records import QuestionSamples
+
+Pool = Sequence[QuestionSamples]
+
+
+def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> dict[str, Any]:
+    """Compare the first two sides of every test set by their own confidence, print it and write it.
+
+    That is P(True), or where it was not asked the first probability that the samples of all sides carry. With one side
+    its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
+
+    Args:
+        inputs: Samples by test set, then by side.
+        folder: Where results.csv, results.md and reliability.png go.
+        num_resamples: Bootstrap resamples of the questions.
+
+    Returns:
+        The keys ``own.{test}.{metric}.{part}`` of results.json; the first side is "before", the second "after", and a
+        single one keeps its name.
+    """
+    keys: dict[str, Any] = {}
+    pairs: dict[str, _Pair] = {}
+    for test, sides in inputs.tests.items():
+        name = own_confidence(list(sides.values()))
+        if len(sides) == len(SIDES) and name is not None and num_resamples:
+            first, second = (pool.entries for pool in sides.values())
+            pairs[test] = _Pair(first, second, name)
+            continue
+        for side, pool in sides.items():
+            keys |= summary_keys(test, side, pool.entries, name=name)
+            if name is None or not num_resamples:
+                keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
+            else:
+                keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
+    return keys | (_compare(pairs, inputs.same_texts, folder, num_resamples=num_resamples) if pairs else {})
+
+
+def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
+    """Return the confidence by which pools are compared: P(True), else the first probability that all carry."""
+    if all(any(_asked(entry) for entry in pool.entries) for pool in pools):
+        return P_TRUE
+    shared = [name for name in carried_confidences(pools[0]) if all(is_probability(pool, name) for pool in pools)]
+    return next((name for name in shared if all(name in carried_confidences(pool) for pool in pools)), None)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Samples of the same questions before and after, and the confidence that they are compared by."""
+
+    before: Pool
+    after: Pool
+    name: str
+
+
+def _asked(entry: QuestionSamples) -> bool:
+    return any(confidence_of(sample, P_TRUE) is not None for sample in entry.samples)
+
+
+def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
+    scored = scored_responses(pool, name=name)
+    columns = scored.confidence, scored.correct, scored.question_index
+    estimates = bootstrap_interval(*columns, metrics=list(SHORT_NAMES), num_resamples=num_resamples)
+    flat: dict[str, Any] = {}
+    for metric, found in estimates.items():
+        key = f"own.{test}.{SHORT_NAMES[metric]}.{side}"
+        flat |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+    return flat | {debiased_key(test, side): debiased_error(pool, name)}
+
+
+def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
+    """Return the accuracy of a single response alone, where there is no P(True) to hold against it."""
+    shares = np.array([[sum(bool(s.correct) for s in entry.samples) / len(entry.samples) for entry in pool]])
+    found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
+    key = f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}"
+    return {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+
+
+def _compare(
+    pairs: Mapping[str, _Pair], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
+) -> dict[str, Any]:
+    changes = {
+        test: compare_pools(pair.before, pair.after, name=pair.name, num_resamples=num_resamples)
+        for test, pair in pairs.items()
+    }
+    names = {test: pair.name for test, pair in pairs.items()}
+    by_side = {
+        "before": {test: pair.before for test, pair in pairs.items()},
+        "after": {test: pair.after for test, pair in pairs.items()},
+    }
+    scored = [
+        {test: scored_responses(pool, name=names[test]) for test, pool in by_side[side].items()} for side in SIDES
+    ]
+    save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
+    rows = comparison_rows(changes)
+    for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
+        write_atomically(folder / file, text.encode())
+    console = Console()
+    on = (
+        "The same responses, scored by both"
+        if all(same_texts.get(test, False) for test in pairs)
+        else "Each model on its own samples"
+    )
+    console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
+    for test, pair in pairs.items():
+        pools = pair.before, pair.after
+        console.print(_sample_line(test, *(summarise(pool, name=pair.name) for pool in pools)))
+        errors = (debiased_error(pool, pair.name) for pool in pools)
+        console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
+    return result_keys(changes, by_side, names=names)
+
+
+def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
+    """Say what stands behind a test set's numbers: sizes, mean confidence, unreadable and left-out responses."""
+    return (
+        f"{name}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
+        f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
+        f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
+        f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
+    )
+
+
+COLOURS = {"before": BEFORE, "after": AFTER}
+_WIDTH, _HEIGHT = 4.2, 3.4
+_SHIFT = 1.03  # intervals of several lines would lie on one another
+
+
+@dataclass(frozen=True)
+class VoteRow:
+    """The votes of one side of a test set.
+
+    Attributes:
+        test: Name of the test set.
+        side: "before" or "after", or in tables "change": what the second differs by from the first.
+        is_weighted: Whether votes are weighed by the side's confidence.
+        widths: Numbers of samples that vote.
+        accuracy: Share of the questions that each of them answers rightly, over random orders.
+    """
+
+    test: str
+    side: str
+    is_weighted: bool
+    widths: tuple[int, ...]
+    accuracy: tuple[Estimate, ...]
+
+    @property
+    def label(self) -> str:
+        """What the row is called, such as "after, weighted"."""
+        return f"{self.side}, {'weighted' if self.is_weighted else 'counted'}"
+
+
+def votes_table(rows: Sequence[VoteRow]) -> Table:
+    """Return the rows for the terminal: a line for each number of samples, a column for each side and weighing."""
+    table = Table(
+        title="Accuracy of votes; 95 % bootstrap over questions", title_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
+    labels, lines = _cells(rows)
+    for name in ("samples", "split", *labels):
+        table.add_column(name, justify="left" if name == "split" else "right", overflow="fold")
+    for cells in lines:
+        table.add_row(*(cell.replace(", ", ",") for cell in cells))
+    return table
+
+
+def votes_markdown(rows: Sequence[VoteRow]) -> str:
+    """Return the rows as a Markdown table.
+
+    Example:
+        >>> print(votes_markdown([VoteRow("id", "before", False, (1, 2), (Estimate(0.5, 0.4, 0.6),) * 2)]))
+        | samples | split | before, counted |
+        |---:|---|---:|
+        | 1 | id | 0.500 [0.400, 0.600] |
+        | 2 | id | 0.500 [0.400, 0.600] |
+    """
+    labels, lines = _cells(rows)
+    header = [f"| {' | '.join(('samples', 'split', *labels))} |", f"|---:|---|{'---:|' * len(labels)}"]
+    return "\n".join([*header, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def votes_figure(rows: Sequence[VoteRow]) -> Figure:
+    """Draw accuracy over the number of samples, one panel a test set: solid lines are weighted, dashed ones counted.
+
+    Raises:
+        ValueError: There is no row.
+    """
+    if not rows:
+        raise InputError("Expected at least one row to draw, but got none.")
+    tests = list(dict.fromkeys(row.test for row in rows))
+    figure = Figure(figsize=(0.4 + _WIDTH * len(tests), 0.7 + _HEIGHT), layout="constrained")
+    panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
+    for axes, test in zip(panels, tests, strict=True):
+        _draw(axes, [row for row in rows if row.test == test])
+        axes.set_title(test, fontsize=11)
+        axes.set_xlabel("samples a question")
+    panels[0].set_ylabel("accuracy of the vote")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
+
+
+def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
+    for place, row in enumerate(rows):
+        ends = [(one.value, one.low, one.high) for one in row.accuracy]
+        values = [float(value or 0.0) for value, _, _ in ends]
+        below = [0.0 if low is None else value - low for value, (_, low, _) in zip(values, ends, strict=True)]
+        above = [0.0 if high is None else high - value for value, (_, _, high) in zip(values, ends, strict=True)]
+        shift = _SHIFT ** (place - (len(rows) - 1) / 2)
+        axes.errorbar(
+            [width * shift for width in row.widths], values, yerr=[below, above], label=row.label, capsize=2,
+            color=COLOURS.get(row.side), linestyle="-" if row.is_weighted else "--", marker="o", markersize=3,
+            linewidth=1.4, elinewidth=0.7, alpha=1.0 if row.is_weighted else 0.8,
+        )  # fmt: skip
+    widths = sorted({width for row in rows for width in row.widths})
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(widths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(True, color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for edge in ("top", "right"):
+        axes.spines[edge].set_visible(False)
+
+
+def _cells(rows: Sequence[VoteRow]) -> tuple[list[str], list[list[str]]]:
+    """Return the labels of the columns, and the cells of every line."""
+    labels = list(dict.fromkeys(row.label for row in rows))
+    lines = []
+    for test in dict.fromkeys(row.test for row in rows):
+        here = {row.label: row for row in rows if row.test == test}
+        for place, width in enumerate(next(iter(here.values())).widths):
+            found = [format_estimate(here[label].accuracy[place]) if label in here else "–" for label in labels]
+            lines.append([str(width), test, *found])
+    return labels, lines
+
+
+KEYS = {False: "votes", True: "weighted_votes"}
+CHANGE = "change"
+
+
+def compare_votes(
+    inputs: Inputs,
+    folder: Path,
+    *,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    num_resamples: int = 1000,
+    seed: int = SEED,
+) -> dict[str, Any]:
+    """Compare the votes of the first two sides of every test set, print them, and write votes.md and votes.png.
+
+    Weights are P(True), or where it was not asked the first probability that the samples of both sides carry; without
+    any, and with one side alone, there is nothing to compare.
+
+    Args:
+        inputs: Samples by test set, then by side; the sides have the same questions in one order.
+        folder: Where the files go.
+        num_reshuffles: Random orders of each question's samples; 0 takes the recorded order alone.
+        num_resamples: Bootstrap resamples of the questions.
+        seed: Of the orders.
+
+    Returns:
+        ``own.{test}.votes_{k}.{before|after|change}`` and ``own.{test}.weighted_votes_{k}.{before|after|change}`` with
+        ``.low`` and ``.high``, for k = 1, 2, 4 ..., and ``own.{test}.same_texts``. The change is that of the same
+        questions, after minus before.
+    """
+    keys: dict[str, Any] = {}
+    rows: list[VoteRow] = []
+    changes: list[VoteRow] = []
+    for test, sides in inputs.tests.items():
+        name = own_confidence(list(sides.values()))
+        if len(sides) != len(SIDES) or name is None:
+            continue
+        pools = list(sides.values())
+        keys[f"own.{test}.same_texts"] = inputs.same_texts.get(test, False)
+        widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
+        means = []
+        for pool in pools:
+            orders = Reshuffles(pool, [None, name], width=widths[-1], num_reshuffles=num_reshuffles, seed=seed)
+            hits = vote_hits(orders, name, widths)
+            weights = resample_weights(orders.num_questions, num_resamples=num_resamples)
+            means.append({is_weighted: found @ weights for is_weighted, found in hits.items()})
+        means.append({is_weighted: means[1][is_weighted] - means[0][is_weighted] for is_weighted in KEYS})
+        found = [
+            VoteRow(test, side, is_weighted, tuple(widths), tuple(map(estimate_of, columns)))
+            for side, by_weighing in zip((*SIDES, CHANGE), means, strict=True)
+            for is_weighted, columns in by_weighing.items()
+        ]
+        keys |= {key: value for row in found for key, value in _row_keys(row).items()}
+        rows += [row for row in found if row.side != CHANGE]
+        changes += [row for row in found if row.side == CHANGE and row.is_weighted]
+    if rows:
+        Console().print(votes_table([*rows, *changes]))
+        write_atomically(folder / "votes.md", (votes_markdown([*rows, *changes]) + "\n").encode())
+        save_figure(votes_figure(rows), folder / "votes.png", dpi=120)
+    return keys
+
+
+def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dict[bool, Floats]:
+    """Return how often the winner among the first k samples of a random order is right [widths, Q], by weighing.
+
+    Args:
+        orders: The pool, with the confidence and with None.
+        confidence: What weighs the votes where they are weighed.
+        widths: k.
+    """
+    budgets: Integers = np.asarray(widths, dtype=np.int64)
+    sums = {is_weighted: np.zeros((len(budgets), orders.num_questions)) for is_weighted in (False, True)}
+    for block in orders.blocks():
+        rows = np.arange(len(block.right))
+        for is_weighted, total in sums.items():
+            votes = votes_of(block.pools[confidence if is_weighted else None], weighted=is_weighted)
+            # -1, no answer, takes the last column of `right`, which never is.
+            is_right = block.right[rows, leaders_at(votes, budgets)]
+            questions = block.questions
+            number = questions.stop - questions.start
+            total[:, questions] += is_right.reshape(len(budgets), -1, number).sum(axis=1)
+    return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 ... up to ``most``.
+
+    Example:
+        >>> powers_of_two(9)
+        [1, 2, 4, 8]
+    """
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _row_keys(row: VoteRow) -> dict[str, float | None]:
+    keys: dict[str, float | None] = {}
+    for width, found in zip(row.widths, row.accuracy, strict=True):
+        key = f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}"
+        keys |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+    return keys

@@ -1,0 +1,477 @@
+"""Which strategies an evaluation runs: by label, with every confidence that they can read, over whole grids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.fusion import FusionTarget
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
+from selfcal_lightning.inference.stopping import CGES, fit_evidence
+from selfcal_lightning.inference.threshold_fitting import (
+    THRESHOLDS,
+    GridOutcome,
+    GridSums,
+    as_gridded,
+    grid_of,
+    grid_outcome,
+)
+from selfcal_lightning.inference.vectorised import (
+    NUM_RESHUFFLES,
+    SEED,
+    CurveStrategy,
+    GridStrategy,
+    OrderBlock,
+    Orders,
+    PoolArrays,
+    right_codes,
+)
+from selfcal_lightning.inference.voting import CISC
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.records import QuestionSamples
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some orders of a pool, one below the other.
+
+    Attributes:
+        questions: Which questions, q of them.
+        num_finished: Orders of the whole pool that end with this block.
+        pools: The samples of r * q questions in their new order, by the confidence that they carry.
+        right: Whether the answer of a code is right [r * q, K + 1]; the last column is "no answer", which never is.
+        spent: Tokens of the first n samples [r * q, N + 1], by confidence; None where lengths are unknown.
+    """
+
+    questions: slice
+    num_finished: int
+    pools: Mapping[str | None, PoolArrays]
+    right: NDArray[np.bool_]
+    spent: Mapping[str | None, Floats] | None
+
+
+class Reshuffles:
+    """Hands out the samples of a pool in random orders (``strategies.orders``), cut to a budget.
+
+    Args:
+        pool: The samples.
+        confidences: The confidences to carry; None is the pool without one.
+        width: Samples of each question in an order, at most as many as the shortest question has.
+        num_reshuffles: Orders; 0 takes the recorded order alone.
+        seed: Of the orders.
+        query_tokens: Tokens that reading a confidence costs a sample, by confidence; absent is 0.
+    """
+
+    def __init__(
+        self,
+        pool: RecordedPool,
+        confidences: Sequence[str | None],
+        *,
+        width: int,
+        num_reshuffles: int = NUM_RESHUFFLES,
+        seed: int = SEED,
+        query_tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        costs = query_tokens or {}
+        entries = pool.entries
+        self.num_questions = len(entries)
+        plain = PoolArrays.from_samples(entries)
+        self._arrays = {
+            name: plain if name is None else plain.with_confidence(entries, name, query_tokens=costs.get(name, 0))
+            for name in dict.fromkeys(confidences)
+        }
+        self._orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
+        self._has_lengths = pool.has_lengths
+
+    @property
+    def width(self) -> int:
+        """Samples of each question in an order."""
+        return self._orders.width
+
+    @property
+    def num_orders(self) -> int:
+        """Orders in all, at least one."""
+        return self._orders.num_orders
+
+    def most_tokens(self, confidence: str | None) -> float | None:
+        """Return the most that all samples of a question cost with a confidence; None where lengths are unknown."""
+        return float(self._arrays[confidence].tokens.sum(axis=1).max()) if self._has_lengths else None
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the orders, some at a time."""
+        for block in self._orders.blocks():
+            yield self._block(block)
+
+    def _block(self, block: OrderBlock) -> Block:
+        order, questions = block.position, block.questions
+        rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
+        common = next(iter(self._arrays.values())).in_orders(order, questions)
+        pools = {
+            name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
+            for name, arrays in self._arrays.items()
+        }
+        spent = None
+        if self._has_lengths:
+            spent = {name: _cumulated(arrays.tokens) for name, arrays in pools.items()}
+        right = right_codes(common.answer, common.correct)
+        return Block(questions, block.num_finished, pools, right, spent)
+
+
+def _cumulated(tokens: Floats) -> Floats:
+    return np.concatenate([np.zeros((len(tokens), 1)), np.cumsum(tokens, axis=1)], axis=1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A strategy to evaluate.
+
+    Attributes:
+        label: What it is called in the results; the strategy's name, or more where it is run in several ways.
+        strategy: The strategy; its budget is at most the width of the evaluation.
+        grid: Values of its grid parameter.
+        is_oracle: Whether it looks at the reference, so that nobody can run it.
+    """
+
+    label: str
+    strategy: GridStrategy
+    grid: tuple[float, ...]
+    is_oracle: bool = False
+
+
+@dataclass(frozen=True)
+class StrategyCurve:
+    """A strategy at every setting of its grid on a pool.
+
+    Attributes:
+        strategy: Label of the job.
+        confidence: Name of the confidence that it reads, or None.
+        parameter: What the grid sets.
+        outcome: What it costs and reaches at each setting; tokens are those of the confidence query too.
+        solver: The strategy itself, its budget set; its grid parameter is at the default.
+        is_oracle: Whether it looks at the reference.
+    """
+
+    strategy: str
+    confidence: str | None
+    parameter: str
+    outcome: GridOutcome
+    solver: GridStrategy = field(repr=False)
+    is_oracle: bool = False
+
+
+def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None) -> int:
+    """Return the budget that every question of a pool can pay: ``max_samples``, or what the shortest one has.
+
+    Args:
+        pool: The samples.
+        name: What the pool is called in messages.
+        max_samples: Budget asked for, or None.
+
+    Raises:
+        ValueError: The budget is larger than a question's samples, a question has no reference, or not one answer can
+            be read.
+    """
+    shortest = pool.shortest
+    fewest = len(shortest.samples)
+    if max_samples is not None and not 1 <= max_samples <= fewest:
+        raise InputError(
+            f"Expected `max_samples` to lie between 1 and {fewest}, the fewest responses that a question of {name} has "
+            f"({shortest.question.id!r}), but got {max_samples}. Lower it, or sample more."
+        )
+    samples = [sample for entry in pool.entries for sample in entry.samples]
+    unknown = next((s.question_id for s in samples if s.correct is None and s.answer is not None), None)
+    if unknown is not None:
+        raise InputError(f"Expected every question of {name} to have a reference answer, but {unknown!r} has none.")
+    if all(sample.answer is None for sample in samples):
+        raise InputError(
+            f"Expected at least one readable answer in {name}, but got none in {len(samples)} responses. Check that "
+            f"{pool.entries[0].question.task!r} is the task that these responses were written for."
+        )
+    return fewest if max_samples is None else max_samples
+
+
+def evaluate_jobs(
+    reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
+) -> list[StrategyCurve]:
+    """Run every job on every order of the pool.
+
+    Args:
+        reshuffles: The orders, which carry the confidences of the jobs.
+        jobs: What to run; budgets must not exceed the width of the orders.
+        progress: Called again and again with the number of (job, order) pairs that were finished since.
+
+    Returns:
+        One curve a job, in their order.
+    """
+    for job in jobs:
+        if job.strategy.max_samples > reshuffles.width:
+            raise InputError(
+                f"Expected the budget of {job.strategy.name!r} to be at most the {reshuffles.width} samples that every "
+                f"question has, but got {job.strategy.max_samples}."
+            )
+    sums = [
+        GridSums(
+            job.strategy,
+            job.grid,
+            reshuffles.num_questions,
+            num_orders=reshuffles.num_orders,
+            width=reshuffles.width,
+            most_tokens=reshuffles.most_tokens(job.strategy.confidence),
+        )
+        for job in jobs
+    ]
+    for block in reshuffles.blocks():
+        for job, total in zip(jobs, sums, strict=True):
+            name = job.strategy.confidence
+            spent = None if block.spent is None else block.spent[name]
+            total.add(block.pools[name], block.right, spent, block.questions)
+            if progress is not None:
+                progress(block.num_finished)
+    return [_curve(job, total.outcome()) for job, total in zip(jobs, sums, strict=True)]
+
+
+def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
+    strategy = job.strategy
+    return StrategyCurve(job.label, strategy.confidence, strategy.grid_parameter, outcome, strategy, job.is_oracle)
+
+
+CONFIDENCE = "confidence"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy under a label, with fixed settings.
+
+    Attributes:
+        name: The strategy's name in the registry.
+        plain: Fields that differ from their defaults in the run without a confidence; None where there is none.
+        weighted: Likewise in the runs with each confidence.
+    """
+
+    name: str
+    plain: Mapping[str, Any] | None = None
+    weighted: Mapping[str, Any] | None = None
+
+
+PLANS: dict[str, Plan] = {
+    "self_consistency": Plan("self_consistency", plain={}, weighted={}),
+    "adaptive_consistency": Plan(
+        "adaptive_consistency", plain={"criterion": "count_ratio"}, weighted={"criterion": "confidence_ratio"}
+    ),
+    "adaptive_beta": Plan("adaptive_consistency", plain={"criterion": "beta"}),
+    "adaptive_dirichlet": Plan("adaptive_consistency", plain={"criterion": "dirichlet"}),
+    "adaptive_entropy": Plan("adaptive_consistency", plain={"criterion": "entropy"}),
+    "window_stopping": Plan("window_stopping", plain={"mode": "disjoint"}),
+    "window_sliding": Plan("window_stopping", plain={"mode": "sliding"}),
+    "early_stopping": Plan("early_stopping", weighted={}),
+    "best_of_n": Plan("best_of_n", weighted={}),
+    "cisc": Plan("cisc", weighted={}),
+    "borda": Plan("borda", weighted={}),
+    "standardised": Plan("standardised", weighted={}),
+    "cges": Plan("cges", weighted={}),
+    "pass_at_n": Plan("pass_at_n", plain={}),
+}
+
+
+def plan_of(label: str) -> Plan:
+    """Return the plan of a label; any other strategy by its name in the registry runs plainly, and with confidences.
+
+    Raises:
+        InputError: There is no such label or strategy.
+    """
+    if label in PLANS:
+        return PLANS[label]
+    if label not in STRATEGIES:
+        raise unknown_strategy("strategies", label, [*PLANS, *STRATEGIES])
+    if CONFIDENCE not in setting_names(label):
+        return Plan(label, plain={})
+    return Plan(label, plain={} if make_strategy(label).confidence is None else None, weighted={})
+
+
+def known_labels() -> list[str]:
+    """Return all labels: those above, and the names of the strategies that plug-ins registered."""
+    names = {plan.name for plan in PLANS.values()}
+    return [*PLANS, *(name for name in STRATEGIES if name not in names)]
+
+
+def check_labels(labels: Sequence[str]) -> None:
+    """Raise InputError unless every label is known and none occurs twice."""
+    for label in labels:
+        plan_of(label)
+    if len(set(labels)) < len(labels):
+        raise InputError(f"Expected `strategies` to be different ones, but got {list(labels)}.")
+
+
+def check_thresholds(thresholds: Sequence[float]) -> None:
+    """Raise InputError unless every threshold lies in [0, 1] and there is one."""
+    if not thresholds or not all(0.0 <= value <= 1.0 for value in thresholds):
+        raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(thresholds)}.")
+
+
+def reads_texts(labels: Sequence[str]) -> bool:
+    """Whether a strategy may look at texts: one without a vectorised form is replayed on whole samples."""
+    return not all(isinstance(make_strategy(plan_of(label).name), CurveStrategy) for label in labels)
+
+
+def needs_confidence(label: str) -> bool:
+    """Whether a strategy cannot run without a confidence."""
+    return plan_of(label).plain is None
+
+
+def make_jobs(
+    labels: Sequence[str],
+    confidences: Sequence[str],
+    *,
+    width: int,
+    thresholds: Sequence[float] = THRESHOLDS,
+    tuned: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+    values: Mapping[str, Sequence[float]] | None = None,
+) -> list[Job]:
+    """Return the jobs of an evaluation: each strategy plain, with each confidence, or both.
+
+    Args:
+        labels: Keys of ``PLANS``, or names of strategies.
+        confidences: Names of confidences; without any, the strategies that need one are left out.
+        width: Budget in samples.
+        thresholds: Grid of the strategies whose parameter is a threshold.
+        tuned: Further fields by label and confidence.
+        values: Values that each confidence takes: further thresholds of the strategies that compare it with one.
+
+    Raises:
+        InputError: A label is unknown, or a threshold lies outside [0, 1].
+    """
+    check_labels(labels)
+    check_thresholds(thresholds)
+    jobs = []
+    for label in labels:
+        plan = plan_of(label)
+        runs: list[tuple[str | None, Mapping[str, Any]]] = [] if plan.plain is None else [(None, plan.plain)]
+        extra = tuned or {}
+        if plan.weighted is not None:
+            runs += [(name, {**plan.weighted, **extra.get((label, name), {})}) for name in confidences]
+        for name, settings in runs:
+            strategy = _strategy(plan.name, name, {**settings, "max_samples": width})
+            grid = grid_of(strategy, thresholds=thresholds, values=(values or {}).get(name or "", ()))
+            jobs.append(Job(label, strategy, grid, is_oracle=plan.name in ORACLES))
+    return jobs
+
+
+def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) -> GridStrategy:
+    reads = {CONFIDENCE: confidence} if CONFIDENCE in setting_names(name) else {}
+    return as_gridded(make_strategy(name, **settings, **reads))
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """How strategies are evaluated; every field is an option of ``selfcal evaluate``.
+
+    Attributes:
+        strategies: Labels of strategies; self-consistency is always among them.
+        confidences: What to weigh by; None takes the pool's probabilities and, with calibration questions, scaled
+            scores and the fusion.
+        max_samples: Budget of a question; None takes what every question has.
+        budgets: Mean numbers of samples at which accuracy is stated; None takes 1, 2, 4, 8 ... up to the budget.
+        targets: Samples of self-consistency whose accuracy the others are to reach; None takes 4, 8 and 16 where the
+            budget allows, or the budget itself.
+        thresholds: Grid of the strategies whose parameter is a threshold.
+        fusion_target: What the fusion is fitted to.
+        num_reshuffles: Orders of the pool; 0 takes the recorded one.
+        num_resamples: Bootstrap resamples of the questions.
+        cost_tokens: What generating and training cost, in generated tokens; None leaves the break-even out.
+        seed: Of orders, halves and resamples.
+    """
+
+    strategies: Sequence[str] = tuple(PLANS)
+    confidences: Sequence[str] | None = None
+    max_samples: int | None = None
+    budgets: Sequence[int] | None = None
+    targets: Sequence[int] | None = None
+    thresholds: Sequence[float] = THRESHOLDS
+    fusion_target: FusionTarget = "label"
+    num_reshuffles: int = NUM_RESHUFFLES
+    num_resamples: int = 1000
+    cost_tokens: float | None = None
+    seed: int = SEED
+
+    def __post_init__(self) -> None:
+        check_labels(self.strategies)
+        check_thresholds(self.thresholds)
+        for name in ("num_reshuffles", "num_resamples"):
+            if getattr(self, name) < 0:
+                raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
+        _check_counts(budgets=self.budgets, targets=self.targets)
+        if self.confidences is not None and len(set(self.confidences)) < len(self.confidences):
+            raise InputError(f"Expected `confidences` to be different ones, but got {list(self.confidences)}.")
+
+
+def _check_counts(**counts: Sequence[int] | None) -> None:
+    """Raise ValueError unless every list is None or holds whole numbers from 1; keywords are the options' names."""
+    for name, values in counts.items():
+        if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
+            raise InputError(
+                f"Expected `{name}` to be null or numbers of samples from 1, at least one, but got {list(values)}."
+            )
+
+
+def settings_json(settings: StrategySettings) -> dict[str, Any]:
+    """Return the settings as plain JSON types."""
+    return {name: list(value) if isinstance(value, tuple | list) else value for name, value in vars(settings).items()}
+
+
+# Fields by (label of the strategy, confidence).
+Tuned = Mapping[tuple[str, str], Mapping[str, Any]]
+
+TEMPERATURES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def tune(
+    pool: Sequence[QuestionSamples],
+    labels: Sequence[str],
+    confidences: Sequence[str],
+    *,
+    max_samples: int,
+    seed: int = SEED,
+) -> Tuned:
+    """Fit the temperature of CISC and the evidence of CGES for every confidence.
+
+    Args:
+        pool: Calibration questions with references and the confidences.
+        labels: Strategies that will be run.
+        confidences: Names of confidences.
+        max_samples: Budget of the strategies.
+        seed: Of the orders of the samples.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in confidences:
+        if "cisc" in labels:
+            strategy = CISC(confidence=name, max_samples=max_samples)
+            found["cisc", name] = {"temperature": _temperature(pool, strategy, seed)}
+        if "cges" in labels and _is_probability(pool, name):
+            arrays = PoolArrays.from_samples(pool, confidence=name)
+            evidence = fit_evidence(arrays, CGES(confidence=name, max_samples=max_samples))
+            found["cges", name] = {"evidence": round(evidence, 4)}
+    return found
+
+
+def _temperature(pool: Sequence[QuestionSamples], strategy: CISC, seed: int) -> float:
+    """Return the temperature of the best accuracy over budgets of 2, 4, 8 ... samples, the first on ties."""
+    budgets = sorted({min(2**power, strategy.max_samples) for power in range(1, 11)})
+    accuracies = [
+        grid_outcome(replace(strategy, temperature=value), pool, budgets, num_reshuffles=10, seed=seed).accuracy.mean()
+        for value in TEMPERATURES
+    ]
+    return TEMPERATURES[int(np.argmax(accuracies))]
+
+
+def _is_probability(pool: Sequence[QuestionSamples], name: str) -> bool:
+    values = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
+    return all(value is None or 0.0 <= value <= 1.0 for value in values)

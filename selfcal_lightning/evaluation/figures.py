@@ -1,0 +1,431 @@
+"""Figures as ``matplotlib.figure.Figure``: no pyplot, no global state, safe in threads and on servers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.evaluation.strategy_tables import ConsensusRow, CurveRow
+from selfcal_lightning.metrics.arrays import Array, Floats, as_labels, as_probabilities
+from selfcal_lightning.metrics.bootstrap import ScoredResponses
+from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
+from selfcal_lightning.metrics.discrimination import auroc, roc_curve
+from selfcal_lightning.metrics.drawing import (
+    AFTER,
+    BEFORE,
+    GREY,
+    RIGHT,
+    WRONG,
+    centres,
+    draw_histogram,
+    draw_reliability,
+    frame,
+    histogram_limit,
+    number,
+    shares,
+    widths,
+)
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+MARK = "selfcal_lightning"
+_HEAD = 1024  # texts of a PNG stand at its beginning, as matplotlib writes them
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Write ``figure`` to a PNG file, which appears when it is complete; its folder must exist."""
+    sink = io.BytesIO()
+    figure.savefig(sink, format="png", dpi=dpi, metadata={"Software": MARK})
+    write_atomically(path, sink.getvalue())
+
+
+def is_own_figure(path: Path) -> bool:
+    """Return whether :func:`save_figure` wrote the file."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    return head.startswith(PNG_START) and MARK.encode() in head
+
+
+# Longer headings than this need smaller letters over a panel.
+_LONG_HEADING = 34
+
+
+def reliability_diagram(
+    confidence: Array,
+    correct: Array,
+    *,
+    before: tuple[Array, Array] | None = None,
+    num_bins: int = 10,
+    title: str = "",
+) -> Figure:
+    """Draw accuracy over confidence as bars, with a histogram of confidence beneath and ECE in the title.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        before: Confidences and labels of an earlier model, drawn as a line over the bars; or None.
+        num_bins: Number of bins of equal width.
+        title: What the responses are; ECE follows it.
+
+    Raises:
+        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
+
+    Example:
+        >>> figure = reliability_diagram([0.1, 0.9, 1.0], [False, True, False], title="arithmetic")
+        >>> [axes.get_ylabel() for axes in figure.axes]
+        ['accuracy', 'share']
+    """
+    figure = Figure(figsize=(4.2, 5.0), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1.0))
+    bins = reliability_bins(confidence, correct, num_bins=num_bins)
+    error = f"ECE {number(bins.expected_error)}"
+    if before is None:
+        draw_reliability(upper, bins, colour=BEFORE, label="accuracy")
+        draw_histogram(lower, bins, colour=BEFORE)
+    else:
+        earlier = reliability_bins(*before, num_bins=num_bins)
+        error = f"ECE {number(earlier.expected_error)} → {number(bins.expected_error)}"
+        draw_reliability(upper, bins, colour=AFTER, label="after")
+        _draw_line(upper, earlier)
+        draw_histogram(lower, bins, colour=AFTER)
+        lower.stairs(shares(earlier.count), np.append(earlier.lower, 1.0), color=BEFORE, linewidth=1.6)
+        lower.set_ylim(0.0, histogram_limit(bins, earlier))
+    upper.set_title(f"{title}: {error}" if title else error, fontsize=11)
+    upper.set_ylabel("accuracy")
+    upper.legend(loc="upper left", fontsize=8, frameon=False)
+    lower.set_ylabel("share")
+    lower.set_xlabel("confidence")
+    return figure
+
+
+def reliability_comparison(
+    before: Mapping[str, ScoredResponses], after: Mapping[str, ScoredResponses], *, num_bins: int = 10, title: str = ""
+) -> Figure:
+    """Draw before and after side by side: one row per model, one column per split.
+
+    Args:
+        before: Responses of the model before, by the name of the split.
+        after: Responses of the model after, by the same names.
+        num_bins: Number of bins of equal width.
+        title: Over the whole figure; empty for none.
+
+    Raises:
+        ValueError: If the splits differ or there is none.
+
+    Example:
+        >>> pool = ScoredResponses([0.2, 0.9], [False, True], [0, 1])
+        >>> len(reliability_comparison({"in-domain": pool}, {"in-domain": pool}).axes)
+        4
+    """
+    if not before or list(before) != list(after):
+        raise InputError(
+            f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
+        )
+    sides = {"before": before, "after": after}
+    diagrams = {
+        side: {name: reliability_bins(part.confidence, part.correct, num_bins=num_bins) for name, part in pools.items()}
+        for side, pools in sides.items()
+    }
+    return reliability_grid(diagrams, title=title)
+
+
+def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, title: str = "") -> Figure:
+    """Draw reliability diagrams side by side: one row per model, one column per split or confidence.
+
+    Args:
+        diagrams: Bins by the name of the row, then by the name of the column; every row has the same columns.
+        title: Over the whole figure; empty for none.
+
+    Raises:
+        ValueError: If the columns of the rows differ or there is none.
+
+    Example:
+        >>> bins = reliability_bins([0.2, 0.9], [False, True])
+        >>> len(reliability_grid({"base": {"p_true": bins, "fused": bins}}).axes)
+        4
+    """
+    columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
+    if not columns or any(list(row) != columns for row in diagrams.values()):
+        raise InputError(
+            f"Expected every row of `diagrams` to hold the same columns, but got {[*map(list, diagrams.values())]}."
+        )
+    figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * rows), layout="constrained")
+    grid = figure.subplots(
+        2 * rows, len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * rows
+    )
+    for row, (name, by_column) in enumerate(diagrams.items()):
+        all_bins = list(by_column.values())
+        for column, (label, bins) in enumerate(zip(columns, all_bins, strict=True)):
+            upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
+            colour = BEFORE if row % 2 == 0 else AFTER
+            draw_reliability(upper, bins, colour=colour, label="accuracy")
+            draw_histogram(lower, bins, colour=colour)
+            heading = f"{label}, {name}: ECE {number(bins.expected_error)}"
+            upper.set_title(heading, fontsize=10.5 if len(heading) < _LONG_HEADING else 8.5)
+        grid[2 * row + 1, 0].set_ylim(0.0, histogram_limit(*all_bins))
+        grid[2 * row, 0].set_ylabel("accuracy")
+        grid[2 * row + 1, 0].set_ylabel("share")
+    grid[0, 0].legend(loc="upper left", fontsize=8, frameon=False)
+    for axes in grid[-1]:
+        axes.set_xlabel("confidence")
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") -> Figure:
+    """Draw ROC curves with their areas in the legend.
+
+    Args:
+        curves: Confidences [N] and labels [N] by name. One without both classes has no curve; its name stays.
+        title: Over the axes; empty for none.
+
+    Example:
+        >>> figure = roc_figure({"after": ([0.9, 0.1], [True, False])})
+        >>> figure.axes[0].get_legend().get_texts()[0].get_text()
+        'after: AUROC 1.000'
+    """
+    figure = Figure(figsize=(4.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
+    for position, (name, (confidence, correct)) in enumerate(curves.items()):
+        curve = roc_curve(confidence, correct)
+        x, y = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
+        label = f"{name}: AUROC {number(auroc(confidence, correct))}"
+        style = "-" if position < len(colours) else "--"
+        axes.plot(x, y, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    frame(axes)
+    axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
+    axes.set(xlabel="share of wrong responses accepted", ylabel="share of right responses accepted")
+    if title:
+        axes.set_title(title, fontsize=11)
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
+    return figure
+
+
+def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int = 20, title: str = "") -> Figure:
+    """Draw how confidence is distributed over right (upwards) and over wrong responses (downwards).
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N].
+        num_bins: Number of bins of equal width.
+        title: Over the axes; empty for none.
+
+    Raises:
+        ValueError: If a confidence lies outside [0, 1], a label is not 0 or 1, or the lengths differ.
+
+    Example:
+        >>> figure = confidence_distribution([0.9, 0.8, 0.1], [True, True, False])
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['2 right, mean .850', '1 wrong, mean .100']
+    """
+    probabilities, labels = as_probabilities(confidence), as_labels(correct)
+    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
+    axes = figure.subplots()
+    highest = 0.0
+    for sign, name, colour, mask in ((1, "right", RIGHT, labels), (-1, "wrong", WRONG, ~labels)):
+        bins = reliability_bins(probabilities[mask], labels[mask], num_bins=num_bins)
+        share = shares(bins.count)
+        highest = max(highest, float(share.max()))
+        mean = float(probabilities[mask].mean()) if mask.any() else None
+        label = f"{mask.sum()} {name}, mean {number(mean).lstrip('0')}"
+        axes.bar(centres(bins), sign * share, width=widths(bins), color=colour, label=label)
+        if mean is not None:
+            axes.plot([mean, mean], [0.0, sign * 1.12 * max(share.max(), 0.02)], color="black", linewidth=1.1)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    frame(axes)
+    limit = 1.25 * highest or 1.0
+    axes.set(xlim=(0.0, 1.0), ylim=(-limit, limit), xlabel="confidence", ylabel="share of responses")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
+    if title:
+        axes.set_title(title, fontsize=11)
+    return figure
+
+
+def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
+    """Draw accuracy over mean confidence of an earlier model as a line with markers."""
+    filled = bins.count > 0
+    axes.plot(
+        bins.confidence[filled],
+        bins.accuracy[filled],
+        "o-",
+        color=BEFORE,
+        markeredgecolor="white",
+        linewidth=1.6,
+        markersize=6,
+        label="before",
+        zorder=5,
+    )
+
+
+Cost = Literal["samples", "tokens"]
+# One look for each strategy, in every panel; lightness and marks differ too, so that grey prints can be read.
+LOOKS: dict[str, tuple[str, str]] = {
+    "self_consistency": ("#000000", "-"),
+    "adaptive_consistency": ("#4878a8", "-"),
+    "adaptive_beta": ("#4878a8", "--"),
+    "adaptive_dirichlet": ("#4878a8", ":"),
+    "adaptive_entropy": ("#86b0d8", "-."),
+    "window_stopping": ("#3d8f5f", "-"),
+    "window_sliding": ("#3d8f5f", "--"),
+    "early_stopping": ("#e0813a", "-"),
+    "best_of_n": ("#c2504a", "-"),
+    "cisc": ("#7b5ea7", "-"),
+    "borda": ("#7b5ea7", "--"),
+    "standardised": ("#7b5ea7", ":"),
+    "cges": ("#d4a72c", "-"),
+}
+_OTHER = ("#8a8a8a", "-")
+_GREY = "#b0b0b0"
+_WIDTH, _HEIGHT = 3.3, 2.9
+
+
+def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: str = "") -> Figure:
+    """Draw accuracy over mean cost: one row of panels for each side, one column for each confidence.
+
+    A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Points of a curve
+    are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
+
+    Args:
+        rows: The curves.
+        cost: What the x axis shows, on a logarithmic scale; curves whose tokens are unknown are left out.
+        title: Over the figure; empty for none.
+
+    Raises:
+        ValueError: There is no curve to draw.
+    """
+    drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
+    if not drawn:
+        raise InputError(f"Expected at least one curve whose {cost} are known, but got none.")
+    sides = list(dict.fromkeys(row.contender.side for row in drawn))
+    names = list(dict.fromkeys(row.contender.confidence for row in drawn))
+    figure = Figure(figsize=(0.7 + _WIDTH * len(names), 1.1 + _HEIGHT * len(sides)), layout="constrained")
+    grid = figure.subplots(len(sides), len(names), sharex=True, sharey=True, squeeze=False)
+    reference = next((row for row in drawn if row.contender.strategy == "self_consistency"), None)
+    for line, side in zip(grid, sides, strict=True):
+        for axes, name in zip(line, names, strict=True):
+            here = [row for row in drawn if (row.contender.side, row.contender.confidence) == (side, name)]
+            _draw_panel(axes, here, reference, cost)
+            weighted = "by votes alone" if name is None else f"by {name}"
+            axes.set_title(weighted if len(sides) == 1 else f"{side}: {weighted}", fontsize=10)
+        line[0].set_ylabel("accuracy")
+    for axes in grid[-1]:
+        axes.set_xlabel(f"mean {cost} a question")
+    _legend(figure, [row.contender.strategy for row in drawn], has_reference=reference is not None)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Figure:
+    """Draw the share of wrong answers among the most confident questions; one panel a side.
+
+    The confidence of a question is the winner's share of the weight over all samples.
+
+    Args:
+        rows: The curves.
+        title: Over the figure; empty for none.
+
+    Raises:
+        ValueError: There is no curve to draw.
+    """
+    if not rows:
+        raise InputError("Expected at least one curve, but got none.")
+    sides = list(dict.fromkeys(row.side for row in rows))
+    figure = Figure(figsize=(0.7 + 4.0 * len(sides), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(sides), sharex=True, sharey=True, squeeze=False)[0]
+    palette = ["#000000", "#4878a8", "#e0813a", "#3d8f5f", "#7b5ea7", "#c2504a", "#d4a72c"]
+    for axes, side in zip(panels, sides, strict=True):
+        for position, row in enumerate(row for row in rows if row.side == side):
+            label = f"{row.confidence or 'votes alone'}: AURC {'–' if row.aurc is None else f'{row.aurc:.3f}'}"
+            style = "-" if position < len(palette) else "--"
+            axes.plot(
+                row.curve.coverage, row.curve.risk, style, marker=".", markersize=3, linewidth=1.4,
+                color=palette[position % len(palette)], label=label,
+            )  # fmt: skip
+        _frame(axes)
+        axes.set(xlim=(0.0, 1.0), xlabel="share of the questions answered")
+        axes.set_title(side, fontsize=10)
+        axes.legend(loc="upper left", fontsize=7.5, frameon=False)
+    panels[0].set_ylabel("share of wrong answers among them")
+    panels[0].set_ylim(bottom=0.0)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None, cost: Cost) -> None:
+    if reference is not None:
+        x, y = _points(reference, cost)
+        axes.plot(x, y, color=_GREY, linewidth=3.2, alpha=0.6, zorder=1)
+    for row in rows:
+        colour, style = LOOKS.get(row.contender.strategy, _OTHER)
+        x, y = _points(row, cost)
+        # A setting a sample shows as points; a hundred thresholds show as a line.
+        marker = "." if len(x) <= 24 else ""
+        axes.plot(x, y, style, color=colour, marker=marker, markersize=4, linewidth=1.4, zorder=2)
+        low, high = _ends(row, cost)
+        axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=1)
+    axes.set_xscale("log")
+    # Panels share their axis, so the ticks hold for all of them.
+    low, high = axes.get_xlim()
+    if cost == "samples":
+        ticks = [2**power for power in range(12)]
+    else:
+        ticks = [base * 10**power for power in range(7) for base in (1, 2, 5)]
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * low <= tick <= 1.1 * high]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _frame(axes)
+
+
+def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
+    """Return the points in the order of their cost."""
+    x = _cost(row, cost)
+    if x is None:
+        return np.zeros(0), np.zeros(0)
+    order = np.argsort(x, kind="stable")
+    return x[order], row.accuracy[order]
+
+
+def _ends(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
+    """Return the ends of the intervals in the order of the cost; nan, which is not drawn, where there are none."""
+    x = _cost(row, cost)
+    if x is None:
+        return np.zeros(0), np.zeros(0)
+    order = np.argsort(x, kind="stable")
+    return row.accuracy_low[order], row.accuracy_high[order]
+
+
+def _cost(row: CurveRow, cost: Cost) -> Floats | None:
+    return row.samples if cost == "samples" else row.tokens
+
+
+def _legend(figure: Figure, strategies: Sequence[str], *, has_reference: bool) -> None:
+    handles = [
+        Line2D([], [], color=LOOKS.get(name, _OTHER)[0], linestyle=LOOKS.get(name, _OTHER)[1], label=name)
+        for name in dict.fromkeys(strategies)
+    ]
+    if has_reference:
+        handles.append(Line2D([], [], color=_GREY, linewidth=3.2, alpha=0.6, label="self_consistency by votes alone"))
+    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] // 1.9)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+
+
+def _frame(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)

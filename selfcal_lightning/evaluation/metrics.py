@@ -1,0 +1,169 @@
+"""Two models' responses to the same questions, side by side: metrics, intervals, and the keys of ``results.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.records import QuestionSamples
+
+if TYPE_CHECKING:
+    from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses
+
+SIDES = ("before", "after")
+SHORT_NAMES = {
+    "calibration/ECE": "ece",
+    "discrimination/AUROC": "auroc",
+    "calibration/Brier": "brier",
+    "accuracy/PassAt1": "pass_at_1",
+    "discrimination/WithinQuestionAUROC": "within_question_auroc",
+}
+
+
+@dataclass(frozen=True)
+class PoolSummary:
+    """What one model's responses to one test set are like.
+
+    Attributes:
+        num_questions: Questions.
+        num_responses: Responses.
+        unreadable: Share of responses without a readable answer; they count as wrong.
+        truncated: Share of responses cut at the length limit.
+        confidence: Name of the confidence that the metrics are about; None where the pool has no probability.
+        without_confidence: Responses without it, left out of the metrics; without P(True), Yes and No had no mass.
+        mean_confidence: Its mean over the others, or None where there are none.
+    """
+
+    num_questions: int
+    num_responses: int
+    unreadable: float
+    truncated: float
+    confidence: str | None
+    without_confidence: int
+    mean_confidence: float | None
+
+
+def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> ScoredResponses:
+    """Return confidence, verdict and question of each response that has the confidence ``name``; unreadable is wrong.
+
+    Raises:
+        ValueError: No response has a confidence, or one has no verdict because its question has no reference.
+    """
+    import numpy as np
+
+    from selfcal_lightning.metrics.bootstrap import ScoredResponses
+
+    found = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
+    confidence = np.fromiter((math.nan if value is None else value for value in found), dtype=np.float64)
+    is_there = ~np.isnan(confidence)
+    if not is_there.any():
+        raise InputError(
+            f"Expected at least one response with the confidence {name!r}, but got none. {how_to_get(name)}"
+        )
+    verdicts = (sample.correct for entry in pool for sample in entry.samples)
+    correct = np.fromiter((-1 if verdict is None else verdict for verdict in verdicts), dtype=np.int8)[is_there]
+    ids = np.asarray([entry.question.id for entry in pool])
+    questions = np.repeat(ids, [len(entry.samples) for entry in pool])[is_there]
+    if (correct < 0).any():
+        unknown = str(questions[correct < 0][0])
+        raise InputError(f"Expected every test question to have a reference answer, but {unknown!r} has none.")
+    return ScoredResponses(confidence[is_there], correct.astype(bool), questions)
+
+
+def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> PoolSummary:
+    """Count what is in a pool whose metrics are about the confidence ``name``."""
+    samples = [sample for entry in pool for sample in entry.samples]
+    found = (None if name is None else confidence_of(sample, name) for sample in samples)
+    confidences = [value for value in found if value is not None]
+    return PoolSummary(
+        num_questions=len(pool),
+        num_responses=len(samples),
+        unreadable=sum(sample.answer is None for sample in samples) / max(len(samples), 1),
+        truncated=sum(sample.finish == "length" for sample in samples) / max(len(samples), 1),
+        confidence=name if confidences else None,
+        without_confidence=len(samples) - len(confidences),
+        mean_confidence=math.fsum(confidences) / len(confidences) if confidences else None,
+    )
+
+
+def compare_pools(
+    before: Sequence[QuestionSamples],
+    after: Sequence[QuestionSamples],
+    *,
+    name: str = P_TRUE,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, MetricChange]:
+    """Return each metric, by its key, before and after with paired bootstrap intervals over questions.
+
+    A question whose responses all lack a confidence on one side is left out on both, so that the pairs hold.
+    """
+    from selfcal_lightning.metrics.bootstrap import paired_bootstrap
+
+    kept = _with_confidence(before, name) & _with_confidence(after, name)
+    sides = [
+        scored_responses([entry for entry in pool if entry.question.id in kept], name=name) for pool in (before, after)
+    ]
+    return paired_bootstrap(*sides, metrics=list(SHORT_NAMES), num_resamples=num_resamples, seed=seed)
+
+
+def result_keys(
+    changes: Mapping[str, Mapping[str, MetricChange]],
+    pools: Mapping[str, Mapping[str, Sequence[QuestionSamples]]],
+    *,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, float | int | str | None]:
+    """Flatten a comparison to the fixed keys of ``results.json``.
+
+    Keys are ``own.{test}.{metric}.{before|after|change|ratio}`` with ``.low`` and ``.high`` for the ends of the 95 %
+    interval, ``own.{test}.ece_debiased.{before|after}``, and ``own.{test}.{count}.{before|after}`` for what the pools
+    hold. "own" says that each model is scored on samples of its own.
+
+    Args:
+        changes: By name of the test set, then by metric.
+        pools: By side ("before", "after"), then by name of the test set.
+        names: Name of the confidence by name of the test set; None is P(True) for all.
+    """
+    flat: dict[str, float | int | str | None] = {}
+    for test, rows in changes.items():
+        for row in rows.values():
+            for part in (*SIDES, "change", "ratio"):
+                estimate: Estimate = getattr(row, part)
+                key = f"own.{test}.{SHORT_NAMES[row.metric]}.{part}"
+                flat |= {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
+        name = (names or {}).get(test, P_TRUE)
+        for side in SIDES:
+            flat |= summary_keys(test, side, pools[side][test], name=name)
+            flat[debiased_key(test, side)] = debiased_error(pools[side][test], name)
+    return flat
+
+
+def debiased_key(test: str, side: str) -> str:
+    """Return the key under which results.json has :func:`debiased_error`."""
+    return f"own.{test}.ece_debiased.{side}"
+
+
+def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
+    """Return the calibration error of the confidence ``name`` less what chance adds to it."""
+    from selfcal_lightning.metrics.calibration import debiased_calibration_error
+
+    scored = scored_responses(pool, name=name)
+    return debiased_calibration_error(scored.confidence, scored.correct, scored.question_index)
+
+
+def summary_keys(
+    test: str, side: str, pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE
+) -> dict[str, float | int | str | None]:
+    """Return what a pool holds under the keys ``own.{test}.{count}.{side}``; ``confidence`` is a name."""
+    summary: dict[str, Any] = asdict(summarise(pool, name=name))
+    return {f"own.{test}.{key}.{side}": value for key, value in summary.items()}
+
+
+def _with_confidence(pool: Sequence[QuestionSamples], name: str) -> set[str]:
+    return {
+        entry.question.id for entry in pool if any(confidence_of(sample, name) is not None for sample in entry.samples)
+    }

@@ -1,0 +1,223 @@
+"""The arithmetic of the published comparison, for numbers that can be held against the paper's.
+
+It differs from ours in that unreadable responses are dropped before anything is counted, as if they had cost nothing,
+questions without a readable response are left out, and there is one order, that of the file. Use it to compare with
+published figures, never to judge a method.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from selfcal_lightning.confidence.base import check_confidence
+from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
+from selfcal_lightning.inference.vectorised import CurveStrategy, PoolArrays, right_codes
+from selfcal_lightning.inference.voting import BestOfN, PassAtN, SelfConsistency
+from selfcal_lightning.metrics.arrays import Floats
+
+THRESHOLDS = tuple(step / 100 for step in range(101))
+SIZES = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1024)
+LEVELS = (2, 4, 16, 64, 256, 1024)
+ORACLE = "pass@N"
+
+
+@dataclass(frozen=True)
+class PaperCurve:
+    """One method at all its settings.
+
+    Attributes:
+        method: Its name in the published tables.
+        settings: Thresholds, numbers of samples or windows [G], as they were run.
+        accuracy: Share of right answers [G] in [0, 1].
+        used: Mean readable responses used [G].
+    """
+
+    method: str
+    settings: tuple[float, ...]
+    accuracy: Floats
+    used: Floats
+
+
+def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]:
+    """Run the eight published methods on a pool, in the order of the file.
+
+    A window that never agrees falls back to the vote question by question. (The published code gives up the window, and
+    all larger ones, for all questions as soon as one question has none.)
+
+    Args:
+        pool: The samples.
+        confidence: What weighs and stops; None runs the methods that only count.
+
+    Raises:
+        ValueError: No response can be read.
+    """
+    arrays = PoolArrays.from_samples(_readable(pool), confidence=confidence)
+    longest = arrays.answer.shape[1]
+    sizes = tuple(size for size in SIZES if size <= longest)
+    windows = tuple(range(2, longest + 1))
+    runs: list[tuple[str, CurveStrategy, tuple[float, ...]]] = []
+    if confidence is not None:
+        weighted = {"max_samples": longest, "confidence": confidence}
+        runs += [
+            ("Early stopping", EarlyStopping(**weighted), THRESHOLDS),
+            ("ASC w/ conf.", AdaptiveConsistency("confidence_ratio", **weighted), THRESHOLDS),
+        ]
+    runs += [
+        ("ASC", AdaptiveConsistency("count_ratio", max_samples=longest), THRESHOLDS),
+        ("SC", SelfConsistency(longest), sizes),
+    ]
+    if confidence is not None:
+        runs += [
+            ("SC w/ conf.", SelfConsistency(longest, confidence), sizes),
+            ("Best-of-n", BestOfN(longest, confidence), sizes),
+        ]
+    runs += [
+        ("ESC", WindowStopping(max_samples=longest, mode="sliding"), windows),
+        (ORACLE, PassAtN(longest), sizes),
+    ]
+    return [_curve(method, strategy, arrays, grid) for method, strategy, grid in runs if grid]
+
+
+def aggregation_csv(curves: Sequence[PaperCurve]) -> str:
+    """Return the last point of each curve: accuracy in percent and mean responses used."""
+    rows = [[c.method, repr(100.0 * float(c.accuracy[-1])), repr(float(c.used[-1]))] for c in curves]
+    return _csv(["Method", "Accuracy(%)", "Avg_Responses_Used"], rows)
+
+
+def metric_csv(curves: Sequence[PaperCurve]) -> str:
+    """Return :func:`metric_rows` as CSV; empty where a curve has no point within the level."""
+    methods = [curve.method for curve in curves if curve.method != ORACLE]
+    rows = [
+        [str(level), *("" if row[name] is None else f"{row[name]:g}" for name in methods)]
+        for level, row in metric_rows(curves).items()
+    ]
+    return _csv(["X", *methods], rows)
+
+
+def metric_rows(curves: Sequence[PaperCurve]) -> dict[int, Mapping[str, float | None]]:
+    """Return, for each level X, each curve's accuracy in percent at its last point that uses X responses at most.
+
+    A curve is read from its first point and left at the first one that uses more, so that one that is not monotone is
+    cut short, as in the published tables, and percentages have two decimals. The oracle is not among them.
+    """
+    return {level: {c.method: _last_within(c, level) for c in curves if c.method != ORACLE} for level in LEVELS}
+
+
+def _last_within(curve: PaperCurve, level: int) -> float | None:
+    found = None
+    for accuracy, used in zip(curve.accuracy, curve.used, strict=True):
+        if used > level:
+            break
+        found = _percent(accuracy)
+    return found
+
+
+def _percent(share: float) -> float:
+    return round(100.0 * float(share), 2)
+
+
+def _readable(pool: RecordedPool) -> list:
+    """Return the questions with their readable responses only; those without any are left out."""
+    entries = [
+        replace(entry, samples=tuple(sample for sample in entry.samples if sample.answer)) for entry in pool.entries
+    ]
+    kept = [entry for entry in entries if entry.samples]
+    if not kept:
+        raise InputError("Expected at least one readable response, but got none. Check the task of the pool.")
+    return kept
+
+
+def _curve(method: str, strategy: CurveStrategy, arrays: PoolArrays, grid: tuple[float, ...]) -> PaperCurve:
+    outcome = strategy.curve(arrays, grid)
+    right = right_codes(arrays.answer, arrays.correct)
+    rows = range(len(arrays.length))
+    return PaperCurve(method, grid, right[rows, outcome.answer].mean(axis=1), outcome.used.mean(axis=1))
+
+
+def _csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def run_paper(
+    tests: Mapping[str, Mapping[str, RecordedPool]], confidences: Sequence[str] | None, folder: Path
+) -> dict[str, Any]:
+    """Run the published methods on every pool; print and write ``aggregation_results.csv`` and ``metric.csv``.
+
+    Args:
+        tests: Samples by test set, then by side.
+        confidences: The one confidence to use; None takes the first probability that a pool carries, if any.
+        folder: The files go under ``folder/paper/TEST/SIDE``.
+
+    Returns:
+        All curves as plain JSON types, by test set and side.
+    """
+    check_one_confidence(confidences)
+    found: dict[str, Any] = {}
+    for test, sides in tests.items():
+        for side, pool in sides.items():
+            name = confidences[0] if confidences else _first_probability(pool)
+            if name is not None:
+                check_confidence(pool.entries, name)
+            curves = paper_curves(pool, name)
+            target = folder / "paper" / test / side
+            target.mkdir(parents=True, exist_ok=True)
+            write_atomically(target / "aggregation_results.csv", aggregation_csv(curves).encode())
+            write_atomically(target / "metric.csv", metric_csv(curves).encode())
+            _show(f"{test}, {side}: published protocol, confidence {name}", curves)
+            found.setdefault(test, {})[side] = {"confidence": name, "curves": [_as_json(curve) for curve in curves]}
+    return found
+
+
+def check_one_confidence(confidences: Sequence[str] | None) -> None:
+    """Raise InputError where several confidences are named, or an empty list: the published protocol takes one."""
+    if confidences is not None and len(confidences) != 1:
+        raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
+
+
+def _first_probability(pool: RecordedPool) -> str | None:
+    return next((name for name in carried_confidences(pool) if is_probability(pool, name)), None)
+
+
+def _as_json(curve: PaperCurve) -> dict[str, Any]:
+    return {
+        "method": curve.method,
+        "settings": list(curve.settings),
+        "accuracy": curve.accuracy.tolist(),
+        "used": curve.used.tolist(),
+    }
+
+
+def _show(title: str, curves: Sequence[PaperCurve]) -> None:
+    """Print, for every method, the accuracy within each level and the end of its curve."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    rows = metric_rows(curves)
+    levels = [level for level in LEVELS if level == LEVELS[0] or level < 2 * max(curve.used[-1] for curve in curves)]
+    for name in ("method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for curve in curves:
+        cells = ["–"] * len(levels)
+        if curve.method != ORACLE:
+            values = [rows[level][curve.method] for level in levels]
+            cells = ["–" if value is None else f"{value:.2f}" for value in values]
+        table.add_row(curve.method, *cells, f"{100.0 * curve.accuracy[-1]:.2f}", f"{curve.used[-1]:.2f}")
+    console = Console()
+    console.print(table)
+    console.print("Unreadable responses are dropped here as if they had cost nothing: for comparison only.\n")

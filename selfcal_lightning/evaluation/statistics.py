@@ -1,0 +1,253 @@
+"""From curves to rows: accuracy at a budget, cost at an accuracy, with paired intervals over questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.evaluation.curves import StrategyCurve
+from selfcal_lightning.evaluation.strategy_tables import (
+    BreakEvenRow,
+    BudgetRow,
+    ChosenSetting,
+    Contender,
+    CurveRow,
+    SavingRow,
+)
+from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, estimate_or_never, resample_weights
+from selfcal_lightning.metrics.curves import (
+    best_setting_within,
+    break_even,
+    cheapest_setting_reaching,
+    cost_to_reach,
+    costs_to_reach,
+    setting_within,
+)
+
+# Self-consistency without weights: what everything is held against.
+REFERENCE = "self_consistency"
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A contender's curve on the questions as they are and on resamples of them.
+
+    Attributes:
+        contender: Who.
+        curve: The curve on the test questions.
+        accuracy: Accuracy [G, 1 + R]; the first column is the value.
+        samples: Mean samples [G, 1 + R].
+        tokens: Mean tokens [G, 1 + R], or None.
+        calibration: What the same contender costs and reaches on the calibration questions, or None.
+    """
+
+    contender: Contender
+    curve: StrategyCurve
+    accuracy: Floats
+    samples: Floats
+    tokens: Floats | None
+    calibration: GridOutcome | None
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The settings, G."""
+        return self.curve.outcome.grid
+
+    def row(self) -> CurveRow:
+        """Return the curve as a row."""
+        found, resamples = self.curve.outcome, self.accuracy[:, 1:]
+        nothing = np.full(len(self.grid), np.nan)
+        low, high = np.quantile(resamples, [0.025, 0.975], axis=1) if resamples.size else (nothing, nothing)
+        return CurveRow(
+            self.contender, self.curve.parameter, self.grid, found.accuracy, low, high, found.mean_samples,
+            found.mean_tokens,
+        )  # fmt: skip
+
+    def choosing(self) -> GridOutcome:
+        """Return the curve that settings are chosen on: of the calibration questions where there are any."""
+        return self.calibration or self.curve.outcome
+
+
+def resample_curves(
+    curves: Mapping[str, Sequence[StrategyCurve]],
+    calibration: Mapping[str, Sequence[StrategyCurve]] | None,
+    *,
+    num_resamples: int,
+    seed: int,
+) -> list[Resampled]:
+    """Resample the questions of all curves together.
+
+    Args:
+        curves: By side; all sides have the same questions in the same order.
+        calibration: The same jobs on the calibration questions, by side; None without them.
+        num_resamples: Bootstrap resamples.
+        seed: Of the draw.
+    """
+    found = []
+    num_questions = next(iter(curves.values()))[0].outcome.num_questions
+    weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
+    for side, rows in curves.items():
+        others: Sequence[StrategyCurve | None] = [None] * len(rows) if calibration is None else calibration[side]
+        for curve, other in zip(rows, others, strict=True):
+            contender = Contender(side, curve.strategy, curve.confidence, curve.is_oracle)
+            means = curve.outcome
+            tokens = None if (spent := means.tokens) is None else spent @ weights
+            chosen_on = None if other is None else other.outcome
+            found.append(
+                Resampled(contender, curve, means.correct @ weights, means.samples @ weights, tokens, chosen_on)
+            )
+    return found
+
+
+def reference_of(resampled: Sequence[Resampled]) -> Resampled:
+    """Return plain self-consistency of the first side.
+
+    Raises:
+        ValueError: It was not run.
+    """
+    side = resampled[0].contender.side
+    for row in resampled:
+        if row.contender == Contender(side, REFERENCE, None):
+            return row
+    raise InputError(
+        f"Expected {REFERENCE!r} without a confidence among the strategies, since all are held against it."
+    )
+
+
+def setting_for(row: Resampled, budget: int) -> int | None:
+    """Return the position of the setting that a contender takes at a budget; None where it cannot keep it.
+
+    A strategy whose setting is a number of samples takes the budget itself. On calibration questions the most accurate
+    setting within the budget is chosen; without them the dearest one, since a choice by the accuracy that is reported
+    would flatter it.
+    """
+    if row.curve.parameter == "max_samples":
+        return row.grid.index(budget) if budget in row.grid else None
+    if row.calibration is None:
+        return setting_within(row.curve.outcome.mean_samples, budget)
+    return best_setting_within(row.calibration.mean_samples, row.calibration.accuracy, budget)
+
+
+def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[BudgetRow]:
+    """Return every contender at every budget that it can keep; see :func:`setting_for`."""
+    reference = reference_of(resampled)
+    full = reference.accuracy[-1]
+    rows = []
+    for row in resampled:
+        for budget in budgets:
+            setting = setting_for(row, budget)
+            if setting is None:
+                continue
+            accuracy = row.accuracy[setting]
+            rows.append(
+                BudgetRow(
+                    row.contender,
+                    budget,
+                    row.grid[setting],
+                    accuracy=estimate_of(accuracy),
+                    samples=estimate_of(row.samples[setting]),
+                    tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
+                    change=estimate_of(accuracy - reference.accuracy[_at(reference, budget)]),
+                    change_to_full=estimate_of(accuracy - full),
+                )
+            )
+    return rows
+
+
+def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[SavingRow]:
+    """Return what every contender pays for the accuracy of self-consistency with each of ``targets`` samples.
+
+    The intervals take the target from the same resample, so that they hold the uncertainty of both curves.
+    """
+    reference = reference_of(resampled)
+    rows = []
+    wanted_positions = [_at(reference, target) for target in targets]
+    wanted = reference.accuracy[wanted_positions]
+    for row in resampled:
+        if row.contender.is_oracle:
+            continue
+        all_samples = costs_to_reach(row.samples.T, row.accuracy.T, wanted)
+        all_tokens = None if row.tokens is None else costs_to_reach(row.tokens.T, row.accuracy.T, wanted)
+        for position, (target, at) in enumerate(zip(targets, wanted_positions, strict=True)):
+            samples = all_samples[position]
+            tokens = saved_tokens = None
+            if all_tokens is not None and reference.tokens is not None:
+                found = all_tokens[position]
+                tokens = estimate_or_never(found, never=np.inf)
+                saved_tokens = estimate_or_never(reference.tokens[at] - found, never=-np.inf)
+            rows.append(
+                SavingRow(
+                    row.contender,
+                    target,
+                    float(wanted[position, 0]),
+                    samples=estimate_or_never(samples, never=np.inf),
+                    tokens=tokens,
+                    saving=estimate_or_never(1.0 - samples / target, never=-np.inf),
+                    saved_tokens=saved_tokens,
+                    rank=_saved(row.choosing(), reference.choosing(), at),
+                    chosen=_chosen(row, reference, target),
+                )
+            )
+    return rows
+
+
+def break_even_rows(savings: Sequence[SavingRow], cost: float) -> list[BreakEvenRow]:
+    """Return after how many questions each contender has earned back ``cost`` tokens, where tokens are known.
+
+    The cost is the calibration's, so where there are two sides only the last one's contenders have to earn it.
+    """
+    last = savings[-1].contender.side if savings else None
+    rows = []
+    for row in savings:
+        saved = row.saved_tokens
+        if saved is None or row.contender.side != last:
+            continue
+        counts = (break_even(cost, value) for value in (saved.value, saved.high, saved.low))
+        rows.append(BreakEvenRow(row.contender, row.target, cost, saved, row.rank, *counts))
+    return rows
+
+
+def difference(first: Resampled, first_setting: int, second: Resampled, second_setting: int) -> Estimate:
+    """Return the accuracy of one contender at a setting minus that of another, with its paired interval."""
+    return estimate_of(first.accuracy[first_setting] - second.accuracy[second_setting])
+
+
+def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting | None:
+    """Choose on the calibration questions the cheapest setting that is as good as the reference is there."""
+    if row.calibration is None or reference.calibration is None:
+        return None
+    wanted = float(reference.calibration.accuracy[_at(reference, target)])
+    setting = cheapest_setting_reaching(row.calibration.mean_samples, row.calibration.accuracy, wanted)
+    if setting is None:
+        return None
+    return ChosenSetting(
+        row.grid[setting],
+        change=estimate_of(row.accuracy[setting] - reference.accuracy[_at(reference, target)]),
+        samples=estimate_of(row.samples[setting]),
+        tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
+        saving=estimate_of(1.0 - row.samples[setting] / target),
+    )
+
+
+def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
+    """Return the tokens that a curve saves where it is as accurate as the reference is; None where it never is."""
+    costs, others = curve.mean_tokens, reference.mean_tokens
+    if costs is None or others is None:
+        return None
+    needed = cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
+    return None if needed is None else float(others[at]) - needed
+
+
+def _at(reference: Resampled, budget: int) -> int:
+    """Return the position of a budget in the grid of the reference."""
+    if budget not in reference.grid:
+        raise InputError(
+            f"Expected a budget between 1 and {int(max(reference.grid))}, the samples that every question has, "
+            f"but got {budget}."
+        )
+    return reference.grid.index(budget)

@@ -1,0 +1,526 @@
+"""Tables of strategies: for the terminal (100 columns), as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from selfcal_lightning.evaluation.tables import format_estimate
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import Estimate
+from selfcal_lightning.metrics.curves import Proportion, RiskCoverage
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy on the samples of a model, with the confidence that it reads.
+
+    Attributes:
+        side: Whose samples: "before", "after", or the name of a pool.
+        strategy: What it is called.
+        confidence: The confidence, or None.
+        is_oracle: Whether it looks at the reference, so that nobody can run it.
+    """
+
+    side: str
+    strategy: str
+    confidence: str | None
+    is_oracle: bool = False
+
+
+@dataclass(frozen=True)
+class CurveRow:
+    """A contender at all its settings.
+
+    Attributes:
+        contender: Who.
+        parameter: What the settings set.
+        settings: The settings [G].
+        accuracy: Accuracy at each [G].
+        accuracy_low: Lower end of its interval at each [G]; nan where there is none.
+        accuracy_high: Upper end.
+        samples: Mean samples at each [G].
+        tokens: Mean tokens at each [G], or None where lengths are unknown.
+    """
+
+    contender: Contender
+    parameter: str
+    settings: tuple[float, ...]
+    accuracy: Floats = field(repr=False)
+    accuracy_low: Floats = field(repr=False)
+    accuracy_high: Floats = field(repr=False)
+    samples: Floats = field(repr=False)
+    tokens: Floats | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """A contender at the setting that it takes at a budget.
+
+    Chosen on calibration questions it is the most accurate within the budget; without them the dearest, by cost alone.
+
+    Attributes:
+        contender: Who.
+        budget: Samples that it may use on average.
+        setting: The value of its parameter.
+        accuracy: Share of right verdicts.
+        samples: Mean samples used.
+        tokens: Mean tokens used, or None where lengths are unknown.
+        change: Accuracy minus that of self-consistency (of the first side) with exactly ``budget`` samples.
+        change_to_full: Accuracy minus that of self-consistency (of the first side) with all samples.
+    """
+
+    contender: Contender
+    budget: int
+    setting: float
+    accuracy: Estimate
+    samples: Estimate
+    tokens: Estimate | None
+    change: Estimate
+    change_to_full: Estimate
+
+    @property
+    def is_better(self) -> bool | None:
+        """Whether the whole interval of ``change`` lies above 0 (True) or below (False); None otherwise."""
+        low, high = self.change.low, self.change.high
+        if low is None or high is None or low <= 0.0 <= high:
+            return None
+        return low > 0.0
+
+
+@dataclass(frozen=True)
+class ChosenSetting:
+    """A setting chosen on the calibration split for an accuracy, and what it does on the test split.
+
+    Attributes:
+        setting: The value of the parameter.
+        change: Accuracy on the test split minus that of self-consistency with ``target`` samples.
+        samples: Mean samples used.
+        tokens: Mean tokens used, or None.
+        saving: ``1 - samples / target``.
+    """
+
+    setting: float
+    change: Estimate
+    samples: Estimate
+    tokens: Estimate | None
+    saving: Estimate
+
+
+@dataclass(frozen=True)
+class SavingRow:
+    """What a contender pays for the accuracy of self-consistency (of the first side) with ``target`` samples.
+
+    Attributes:
+        contender: Who.
+        target: Samples of self-consistency.
+        accuracy: What that reaches.
+        samples: Samples needed, read off the upper envelope of the test curve; None where it never gets there.
+        tokens: Tokens needed, likewise; None where lengths are unknown.
+        saving: ``1 - samples / target``.
+        saved_tokens: Tokens of self-consistency minus ``tokens``, a question.
+        rank: The same on the calibration questions where there are any, to choose by; None where never.
+        chosen: The setting chosen on the calibration split; None without one, or where the curve never gets there.
+    """
+
+    contender: Contender
+    target: int
+    accuracy: float
+    samples: Estimate
+    tokens: Estimate | None
+    saving: Estimate
+    saved_tokens: Estimate | None
+    rank: float | None
+    chosen: ChosenSetting | None
+
+
+@dataclass(frozen=True)
+class ConsensusRow:
+    """How often a near-unanimous answer is right: the errors that no vote can mend.
+
+    Attributes:
+        side: Whose samples.
+        confidence: What weighs the votes, or None.
+        threshold: The winner's share of the weight lies above it.
+        share: Share of the questions with such a winner.
+        correct: Share of right winners among them.
+        aurc: Area under the risk-coverage curve when the winner's share says which questions to answer; None without
+            questions.
+        curve: That curve.
+    """
+
+    side: str
+    confidence: str | None
+    threshold: float
+    share: Proportion
+    correct: Proportion
+    aurc: float | None
+    curve: RiskCoverage = field(repr=False)
+
+
+@dataclass(frozen=True)
+class BreakEvenRow:
+    """After how many questions a contender has earned back what calibration cost.
+
+    Attributes:
+        contender: Who.
+        target: Samples of self-consistency that it matches.
+        cost: What was spent once, in tokens.
+        saved: Tokens saved a question.
+        rank: What it saves on the questions to choose by; None where it never gets there.
+        questions: The number; None for never.
+        questions_low: With the upper end of what is saved; None for never.
+        questions_high: With the lower end of what is saved; None for never.
+    """
+
+    contender: Contender
+    target: int
+    cost: float
+    saved: Estimate
+    rank: float | None
+    questions: int | None
+    questions_low: int | None
+    questions_high: int | None
+
+
+Cells = list[str | Text]
+STYLES = {True: "green", False: "red", None: ""}
+DASH = "–"
+NEVER = "never"
+
+
+def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
+    """Return the accuracy of one side's contenders at every budget, grouped by confidence.
+
+    The last two columns belong to one budget: the samples really used there, which may be fewer than allowed, and the
+    change against self-consistency with its interval. Green is better than self-consistency with as many samples
+    beyond the paired interval, red worse.
+
+    Args:
+        rows: Rows of one side.
+        title: Over the table; empty for none.
+    """
+    budgets = sorted({row.budget for row in rows})
+    shown = headline(budgets)
+    heads = ["strategy", *(f"≤{budget}" for budget in budgets), f"used at ≤{shown}", f"change at ≤{shown}"]
+    table = _table(title, heads)
+    for name, strategies in _groups(rows):
+        _add_group(table, name)
+        for strategy, found in strategies:
+            at = {row.budget: row for row in found}
+            cells: Cells = [f"  {strategy}"]
+            cells += [
+                Text(_number(at[b].accuracy.value), style=STYLES[at[b].is_better]) if b in at else DASH for b in budgets
+            ]
+            used = f"{at[shown].samples.value:.1f}" if shown in at else DASH
+            change = format_estimate(at[shown].change, signed=True).replace(", ", ",") if shown in at else DASH
+            table.add_row(*cells, used, Text(change, style=STYLES[at[shown].is_better] if shown in at else ""))
+    return table
+
+
+def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
+    """Return one budget only, all sides beside each other: accuracy and, in brackets, the samples really used.
+
+    Args:
+        rows: Rows of one test set, all sides.
+        title: Over the table; empty for none.
+    """
+    shown = headline(sorted({row.budget for row in rows}))
+    rows = [row for row in rows if row.budget == shown]
+    sides = list(dict.fromkeys(row.contender.side for row in rows))
+    table = _table(title, ["strategy", *(f"{side}, ≤{shown} samples" for side in sides)])
+    for name, strategies in _groups(rows):
+        _add_group(table, name)
+        for strategy, found in strategies:
+            at = {row.contender.side: row for row in found}
+            cells = [
+                Text(f"{_number(at[s].accuracy.value)} ({at[s].samples.value:.1f})", style=STYLES[at[s].is_better])
+                if s in at
+                else DASH
+                for s in sides
+            ]
+            table.add_row(f"  {strategy}", *cells)
+    return table
+
+
+def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
+    """Return what one side's contenders pay for the accuracy of self-consistency at each target.
+
+    Each cell says samples and, in brackets, their change against the target. The last column belongs to the largest
+    target: with calibration questions, the samples that the setting chosen on them uses and its accuracy minus that of
+    the vote; without them, the saving with its interval.
+
+    Args:
+        rows: Rows of one side.
+        title: Over the table; empty for none.
+    """
+    targets = sorted({row.target for row in rows})
+    largest = targets[-1]
+    has_chosen = any(row.chosen is not None for row in rows)
+    last = f"chosen for {largest} votes" if has_chosen else f"saved at {largest}"
+    accuracies = {row.target: row.accuracy for row in rows}
+    names = [f"{target}: {_number(accuracies[target])}" for target in targets]
+    table = _table(title, ["strategy", *names, last])
+    for name, strategies in _groups(rows):
+        _add_group(table, name)
+        for strategy, found in strategies:
+            at = {row.target: row for row in found}
+            cells: Cells = [f"  {strategy}", *(_needed(at[target]) for target in targets)]
+            table.add_row(*cells, _chosen(at[largest]) if has_chosen else _percent(at[largest].saving))
+    return table
+
+
+def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]], *, title: str = "") -> Table:
+    """Return how often near-unanimous winners are right, beside what each confidence is worth on single responses.
+
+    Args:
+        rows: Rows of one side.
+        scores: By confidence: AUROC, AUROC within questions and ECE, as text.
+        title: Over the table; empty for none.
+    """
+    above = f"> {rows[0].threshold:g}" if rows else ""
+    heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
+    table = _table(title, heads)
+    for row in rows:
+        table.add_row(*_consensus_cells(row, scores))
+    return table
+
+
+def break_even_table(rows: Sequence[BreakEvenRow], *, title: str = "") -> Table:
+    """Return, for each target, the contender that saves most and the questions until the cost is earned back.
+
+    It is chosen on the calibration questions where there are any.
+    """
+    table = _table(title, ["as good as", "contender", "tokens saved a question", "questions"])
+    for target, found in groupby(sorted(rows, key=lambda row: row.target), key=lambda row: row.target):
+        best = max(found, key=lambda row: -math.inf if row.rank is None else row.rank)
+        table.add_row(f"{target} votes", contender_name(best.contender), _tokens(best.saved), _questions(best))
+    return table
+
+
+def strategies_markdown(
+    budgets: Sequence[BudgetRow],
+    savings: Sequence[SavingRow],
+    consensus: Sequence[ConsensusRow],
+    scores: Mapping[str, Mapping[str, Sequence[str]]],
+    break_even: Sequence[BreakEvenRow],
+) -> str:
+    """Return every row as Markdown tables, with intervals and tokens.
+
+    Args:
+        budgets: Accuracy at a budget.
+        savings: Cost at an accuracy.
+        consensus: Near-unanimous winners.
+        scores: By side and confidence: AUROC, AUROC within questions and ECE, as text.
+        break_even: Questions until the cost is earned back; may be empty.
+    """
+    parts = [
+        "### Accuracy at a budget",
+        "",
+        _markdown(
+            ["samples of", "strategy", "weighted by", "mean samples ≤", "setting", "accuracy", "samples", "tokens",
+             "change against that many votes", "change against all votes"],
+            (_budget_cells(row) for row in budgets),
+        ),
+        "",
+        "### Cost of the accuracy of self-consistency",
+        "",
+        _markdown(
+            ["samples of", "strategy", "weighted by", "votes", "their accuracy", "samples needed", "tokens needed",
+             "saved", "chosen setting", "its samples", "its change in accuracy"],
+            (_saving_cells(row) for row in savings),
+        ),
+        "",
+        "### Confidences, and near-unanimous winners",
+        "",
+        _markdown(
+            ["samples of", "confidence", "AUROC", "AUROC within questions", "ECE", "share of winners above .9",
+             "right among them", "AURC"],
+            ([row.side, *_consensus_cells(row, scores.get(row.side, {}))] for row in consensus),
+        ),
+    ]  # fmt: skip
+    if break_even:
+        heads = ["samples of", "strategy", "weighted by", "votes", "tokens saved a question", "questions to break even"]
+        cells = ([*_who(row.contender), str(row.target), _tokens(row.saved), _questions(row)] for row in break_even)
+        parts += ["", f"### Break-even of {break_even[0].cost:,.0f} tokens", "", _markdown(heads, cells)]
+    return "\n".join(parts)
+
+
+def curves_csv(rows: Mapping[str, Sequence[CurveRow]]) -> str:
+    """Return every point of every curve as CSV, full precision.
+
+    Args:
+        rows: By test set.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = ("accuracy", "accuracy_low", "accuracy_high", "samples", "tokens")
+    writer.writerow(["test", "side", "strategy", "confidence", "parameter", "setting", *numbers])
+    for test, curves in rows.items():
+        for row in curves:
+            who = row.contender
+            tokens = row.tokens if row.tokens is not None else [""] * len(row.settings)
+            columns = (row.accuracy, row.accuracy_low, row.accuracy_high, row.samples, tokens)
+            for setting, *values in zip(row.settings, *columns, strict=True):
+                known = ["" if value != value else value for value in values]
+                writer.writerow([test, who.side, who.strategy, who.confidence or "", row.parameter, setting, *known])
+    return text.getvalue()
+
+
+def headline(budgets: Sequence[int]) -> int:
+    """Return the budget whose change is shown in full: the largest up to 4.
+
+    Example:
+        >>> headline([1, 2, 4, 8]), headline([8, 16])
+        (4, 8)
+    """
+    return max((budget for budget in budgets if budget <= 4), default=min(budgets))
+
+
+def contender_name(contender: Contender) -> str:
+    """Return strategy and confidence in words.
+
+    Example:
+        >>> contender_name(Contender("after", "early_stopping", "fused"))
+        'early_stopping by fused'
+    """
+    return contender.strategy + (f" by {contender.confidence}" if contender.confidence else "")
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for position, name in enumerate(heads):
+        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold", no_wrap=position == 0)
+    return table
+
+
+def _groups(
+    rows: Sequence[BudgetRow] | Sequence[SavingRow],
+) -> Iterable[tuple[str | None, list[tuple[str, list]]]]:
+    """Group rows by confidence and then by strategy, each in the order of its first row."""
+    by_name: dict[str | None, dict[str, list]] = {}
+    for row in rows:
+        strategies = by_name.setdefault(row.contender.confidence, {})
+        strategies.setdefault(row.contender.strategy, []).append(row)
+    return [(name, list(strategies.items())) for name, strategies in by_name.items()]
+
+
+def _add_group(table: Table, name: str | None) -> None:
+    if table.row_count:
+        table.add_section()
+    table.add_row(Text("by votes alone" if name is None else f"by {name}", style="bold"))
+
+
+def _needed(row: SavingRow) -> str:
+    if row.samples.value is None or row.saving.value is None:
+        return NEVER
+    change = round(-100.0 * row.saving.value)
+    return f"{row.samples.value:.1f} ({change:+d}%)" if change else f"{row.samples.value:.1f}"
+
+
+def _chosen(row: SavingRow) -> Text:
+    if row.chosen is None:
+        return Text(NEVER)
+    change = row.chosen.change
+    low, high = change.low, change.high
+    is_better = None if low is None or high is None or low <= 0.0 <= high else low > 0.0
+    text = f"{row.chosen.samples.value:.1f}  {format_estimate(change, signed=True).replace(', ', ',')}"
+    return Text(text, style=STYLES[is_better])
+
+
+def _percent(saving: Estimate) -> str:
+    if saving.value is None:
+        return NEVER
+    if saving.low is None and saving.high is None:
+        return _whole(saving.value)
+    low = "-∞" if saving.low is None else _whole(saving.low)
+    high = DASH if saving.high is None else _whole(saving.high)
+    return f"{_whole(saving.value)} [{low},{high}]"
+
+
+def _whole(share: float) -> str:
+    """Return whole percent; rounding errors beside 0 have no sign."""
+    return f"{round(100.0 * share)}%"
+
+
+def _budget_cells(row: BudgetRow) -> list[str]:
+    change = format_estimate(row.change, signed=True)
+    return [
+        *_who(row.contender),
+        str(row.budget),
+        f"{row.setting:g}",
+        format_estimate(row.accuracy),
+        f"{row.samples.value:.2f}",
+        DASH if row.tokens is None else f"{row.tokens.value:.0f}",
+        change if row.is_better is None else f"**{change}**",
+        format_estimate(row.change_to_full, signed=True),
+    ]
+
+
+def _saving_cells(row: SavingRow) -> list[str]:
+    samples, tokens = row.samples.value, None if row.tokens is None else row.tokens.value
+    chosen = [DASH, DASH, DASH]
+    if row.chosen is not None:
+        used = row.chosen.samples.value
+        chosen = [f"{row.chosen.setting:g}", f"{used:.2f}", format_estimate(row.chosen.change, signed=True)]
+    return [
+        *_who(row.contender),
+        str(row.target),
+        f"{row.accuracy:.3f}",
+        NEVER if samples is None else f"{samples:.2f}",
+        DASH if row.tokens is None else NEVER if tokens is None else f"{tokens:.0f}",
+        _percent(row.saving),
+        *chosen,
+    ]
+
+
+def _consensus_cells(row: ConsensusRow, scores: Mapping[str, Sequence[str]]) -> list[str]:
+    name = row.confidence or ""
+    return [
+        row.confidence or "votes alone",
+        *(scores.get(name) or (DASH, DASH, DASH)),
+        f"{row.share.value:.1%}" if row.share.value is not None else DASH,
+        _proportion(row.correct),
+        _number(row.aurc),
+    ]
+
+
+def _who(contender: Contender) -> list[str]:
+    return [contender.side, contender.strategy, contender.confidence or DASH]
+
+
+def _proportion(found: Proportion) -> str:
+    if found.value is None:
+        return "none"
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}] of {found.count}"
+
+
+def _tokens(saved: Estimate) -> str:
+    if saved.value is None:
+        return NEVER
+    ends = [DASH if end is None else f"{end:+.0f}" for end in (saved.low, saved.high)]
+    return f"{saved.value:+.0f} [{ends[0]}, {ends[1]}]"
+
+
+def _questions(row: BreakEvenRow) -> str:
+    words = [
+        NEVER if count is None else f"{count:,}" for count in (row.questions, row.questions_low, row.questions_high)
+    ]
+    return words[0] if row.questions is None else f"{words[0]} [{words[1]}, {words[2]}]"
+
+
+def _number(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3f}"
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -1,0 +1,425 @@
+"""Adaptive consistency: sample one at a time until the answers agree enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import numpy as np
+from scipy.special import betainc, entr, gammainc, gammaln
+
+from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.inference.base import (
+    NEGATIVE_WEIGHT,
+    Ask,
+    Solving,
+    check_budget,
+    check_confidence_name,
+    check_threshold,
+    leader,
+    make_verdict,
+    vote_confidence,
+)
+from selfcal_lightning.inference.vectorised import (
+    UNREADABLE,
+    CurveOutcome,
+    PoolArrays,
+    Votes,
+    VoteStep,
+    as_thresholds,
+    first_crossing,
+    outcome_at,
+    votes_of,
+    walk_votes,
+)
+from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_array, check_positive
+from selfcal_lightning.records import Question, Sample
+
+# Integrals are exact to about as many decimals. Rounded, the same counts give the same number in every batch, and
+# counts that reach a threshold such as .75 exactly meet it.
+_DECIMALS = 12
+_LARGEST_KEY = 2**62
+
+
+def majority_ratio(counts: Array) -> Floats:
+    """Compute the share of the leading answer, in [0, 1]: ``max_k v_k / sum_k v_k``.
+
+    Args:
+        counts: Votes v of K answers, at least 0, shape [..., K]; weights (sums of confidences) are allowed.
+
+    Returns:
+        Shares [...]; 0 where there is no vote at all.
+
+    Raises:
+        ValueError: If a vote is negative or not finite, or there is no dimension of answers.
+
+    Example:
+        >>> majority_ratio([3, 1])
+        array(0.75)
+        >>> majority_ratio([[2, 2], [0, 0]])
+        array([0.5, 0. ])
+    """
+    votes = _as_votes(counts)
+    total = np.asarray(votes.sum(axis=-1))
+    share = np.zeros_like(total)
+    return np.divide(votes.max(axis=-1), total, out=share, where=total > 0.0)
+
+
+def normalised_entropy(counts: Array) -> Floats:
+    """Compute the entropy of the votes over its largest possible value, in [0, 1]; lower is more certain.
+
+    ``-sum_k p_k log(p_k) / log(D)`` with ``p_k = v_k / sum v`` and D the number of answers seen. A lone answer gets a
+    phantom rival with one vote, as in the reference; without it, one vote would be taken for full agreement.
+
+    Args:
+        counts: Votes v of K answers, at least 0, shape [..., K]; zeros are answers that were not seen.
+
+    Returns:
+        Entropies [...]; 1 where there is no vote at all.
+
+    Raises:
+        ValueError: If a vote is negative or not finite, or there is no dimension of answers.
+
+    Example:
+        >>> normalised_entropy([[2, 2, 0], [1, 0, 0]])
+        array([1., 1.])
+        >>> bool(normalised_entropy([9, 1]) < 0.5)
+        True
+
+    Reference:
+        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
+    """
+    votes = _as_votes(counts)
+    distinct = np.count_nonzero(votes, axis=-1)
+    phantom = (distinct == 1).astype(np.float64)
+    total = np.maximum(votes.sum(axis=-1) + phantom, 1.0)
+    # Added up one by one, so that zeros behind the counts change nothing, not even the last bit. Bits over bits, as in
+    # the reference: where exact arithmetic meets a threshold (8, 3, 1 has 3/4), the last bit decides as it does there.
+    shares = entr(votes / np.asarray(total)[..., None])
+    bits = (np.cumsum(shares, axis=-1)[..., -1] + entr(phantom / total)) / np.log(2.0)
+    return np.where(distinct == 0, 1.0, np.minimum(bits / np.log2(np.maximum(distinct, 2)), 1.0))
+
+
+def beta_leader_probability(counts: Array) -> Floats:
+    r"""Compute the probability that the leading answer is the likelier one of the first two.
+
+    ``P(p > 1/2)`` for ``p ~ Beta(v_1 + 1, v_2 + 1)``, which is ``1 - I_{1/2}(v_1 + 1, v_2 + 1)``; v_1 and v_2 are the
+    two largest counts and I is the regularised incomplete beta function.
+
+    Args:
+        counts: Votes of K answers, whole numbers of at least 0, shape [..., K]; a lone answer has a rival without.
+
+    Returns:
+        Probabilities [...]; 1/2 where there is no vote at all.
+
+    Raises:
+        ValueError: If a vote is negative or no whole number, or there is no dimension of answers.
+
+    Example:
+        >>> beta_leader_probability([[2, 0], [2, 2]])
+        array([0.875, 0.5  ])
+
+    Reference:
+        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
+    """
+    return _by_combination(_largest(_as_counts(counts), 2), _beta_integral)
+
+
+def dirichlet_leader_probability(counts: Array, *, top: int = 5) -> Floats:
+    r"""Compute the probability that the leading answer is the likeliest of the ``top`` most frequent ones.
+
+    ``P(p_1 = max_k p_k)`` for ``p ~ Dirichlet(v + 1)``. As p is a vector of independent Gamma(v_k + 1) variables over
+    their sum, this is ``integral f_1(x) prod_{k > 1} F_k(x) dx`` with the density f and the distribution function F of
+    these; it is integrated over ``log x`` by the trapezoidal rule, so nothing is sampled and nothing is seeded. With
+    two answers it is :func:`beta_leader_probability`.
+
+    Args:
+        counts: Votes v of K answers, whole numbers of at least 0, shape [..., K]; zeros were not seen.
+        top: Number of answers that are looked at, the most frequent ones.
+
+    Returns:
+        Probabilities [...]; 1/2 where there is no vote at all.
+
+    Raises:
+        ValueError: If a vote is negative or no whole number, or ``top`` is less than 2.
+
+    Example:
+        >>> dirichlet_leader_probability([[1, 1, 1], [3, 1, 0]]).round(4)
+        array([0.3333, 0.8125])
+
+    Reference:
+        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
+    """
+    if not isinstance(top, int) or isinstance(top, bool) or top < 2:
+        raise InputError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
+    return _by_combination(_largest(_as_counts(counts), top), _dirichlet_integral)
+
+
+def _as_votes(counts: Array) -> Floats:
+    votes = np.asarray(as_array(counts), dtype=np.float64)
+    if votes.ndim == 0 or votes.shape[-1] == 0:
+        raise InputError(f"Expected `counts` to be of shape [..., K] with K at least 1, but got shape {votes.shape}.")
+    if votes.size and not (np.isfinite(votes).all() and votes.min() >= 0.0):
+        raise InputError(f"Expected `counts` to be finite and at least 0, but got {votes.min()}.")
+    return votes
+
+
+def _as_counts(counts: Array) -> Floats:
+    """Return whole ``counts`` [..., K]."""
+    votes = _as_votes(counts)
+    if (votes != np.floor(votes)).any():
+        raise InputError("Expected `counts` to be whole numbers, but got fractions. Count answers; do not weigh them.")
+    return votes
+
+
+def _largest(votes: Floats, number: int) -> Floats:
+    """Return the ``number`` largest votes, largest first [..., number]; zeros where there are fewer answers."""
+    if votes.shape[-1] < number:
+        votes = np.pad(votes, [(0, 0)] * (votes.ndim - 1) + [(0, number - votes.shape[-1])])
+    return -np.sort(-votes, axis=-1)[..., :number]
+
+
+def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> Floats:
+    """Return ``function`` of rows of counts [R, top], largest first, for all rows [..., top], each combination once.
+
+    Many prefixes of many questions share few combinations.
+    """
+    rows = leading.reshape(-1, leading.shape[-1]).astype(np.int64)
+    base = int(rows.max(initial=0)) + 1
+    key, size = np.zeros(len(rows), dtype=np.int64), 1
+    for column in rows.T:
+        if size > _LARGEST_KEY // base:
+            # Renumber what was seen so far, so that keys stay within 64 bits.
+            distinct, key = np.unique(key, return_inverse=True)
+            size = len(distinct)
+        key, size = key + column * size, size * base
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return np.asarray(np.round(function(rows[first]), _DECIMALS)[inverse].reshape(leading.shape[:-1]))
+
+
+def _beta_integral(counts: Integers) -> Floats:
+    return np.asarray(betainc(counts[:, 1] + 1.0, counts[:, 0] + 1.0, 0.5))
+
+
+def _dirichlet_integral(counts: Integers) -> Floats:
+    """Return P(p_1 is the largest) for rows of counts [R, top], largest first; a second count of 0 takes part."""
+    values = np.zeros(len(counts))
+    for lead in np.unique(counts[:, 0]):
+        rows = np.flatnonzero(counts[:, 0] == lead)
+        weight, distribution = _gamma_tables(int(lead))
+        product = weight * distribution[counts[rows, 1]]
+        for rival in counts[rows, 2:].T:
+            seen = np.flatnonzero(rival)
+            product[seen] *= distribution[rival[seen]]
+        values[rows] = product.sum(axis=-1)
+    return values
+
+
+@lru_cache(maxsize=4096)
+def _gamma_tables(lead: int) -> tuple[Floats, Floats]:
+    """Return the weights of M nodes [M] for Gamma(lead + 1) and the distribution functions of its rivals [lead + 1, M].
+
+    Weights are density times step, over nodes that are evenly spaced in ``u = log(x / (lead + 1))``. The density falls
+    as ``exp((lead + 1) (u - e^u + 1))``; the ends are where this is below e^-37, and the
+    step is fine enough for twelve digits.
+    """
+    shape = lead + 1.0
+    reach = np.sqrt(74.0 / shape)
+    step = min(0.3 / np.sqrt(shape), 0.1)
+    x = shape * np.exp(np.arange(-37.0 / shape - reach, min(reach, 4.0), step))
+    weight = np.exp(shape * np.log(x) - x - gammaln(shape)) * step  # f(x) x, since dx = x du
+    return weight, gammainc(np.arange(1.0, shape + 1.0)[:, None], x)
+
+
+Criterion = Literal["count_ratio", "confidence_ratio", "beta", "dirichlet", "entropy", "majority"]
+
+# The thresholds of the reference systems; the two ratios have none of their own there.
+THRESHOLDS: dict[str, float] = {
+    "count_ratio": 0.8,
+    "confidence_ratio": 0.8,
+    "beta": 0.95,
+    "dirichlet": 0.95,
+    "entropy": 0.75,
+    "majority": 0.8,
+}
+_RATIOS = ("count_ratio", "confidence_ratio", "majority")
+# How many of the most frequent answers the probabilities look at.
+_FIRST = {"beta": 2, "dirichlet": 5}
+
+
+@dataclass(frozen=True)
+class AdaptiveConsistency:
+    """Stop as soon as the votes so far are clear; otherwise answer by the vote over the whole budget.
+
+    With the votes ``v_k`` of the answers so far, it stops once at least ``min_samples`` samples have voted and
+
+    - ``count_ratio``, ``majority``: ``max_k v_k / sum_k v_k >= threshold`` (one rule under the names of two papers);
+    - ``confidence_ratio``: the same with ``v_k`` the sum of the confidences; without any weight it goes on;
+    - ``beta``: ``P(the first is likelier than the second) >= threshold``;
+    - ``dirichlet``: ``P(the first is the likeliest of five) >= threshold``;
+    - ``entropy``: normalised entropy of the votes ``<= threshold``: here *less* is more certain.
+
+    Unreadable answers are counted as used but are no votes, and so are, for ``confidence_ratio``, samples without the
+    confidence. The verdict's confidence is the quantity compared, for the entropy one minus it.
+
+    Attributes:
+        criterion: The rule.
+        threshold: What the rule compares with, in [0, 1]; None takes .8 for the ratios, .95 for the two probabilities
+            and .75 for the entropy.
+        max_samples: Budget for a question.
+        confidence: What weighs the votes of ``confidence_ratio``, ``p_true`` when None; None for the others.
+        min_samples: Votes before the rule may stop. A single vote always agrees with itself.
+
+    Raises:
+        ValueError: If a field is out of range, or a confidence is given to a criterion that counts; while solving, if
+            a confidence is negative.
+
+    Example:
+        >>> AdaptiveConsistency("beta").threshold
+        0.95
+        >>> AdaptiveConsistency("confidence_ratio").confidence
+        'p_true'
+
+    Reference:
+        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860; with confidences, Huang et al., Efficient
+        Test-Time Scaling via Self-Calibration, arXiv 2503.00031.
+    """
+
+    name: ClassVar[str] = "adaptive_consistency"
+    grid_parameter: ClassVar[str] = "threshold"
+
+    criterion: Criterion = "count_ratio"
+    threshold: float | None = None
+    max_samples: int = 16
+    confidence: str | None = None
+    min_samples: int = 2
+
+    def __post_init__(self) -> None:
+        if self.criterion not in THRESHOLDS:
+            raise InputError(f"Expected `criterion` to be one of {', '.join(THRESHOLDS)}, but got {self.criterion!r}.")
+        is_weighted = self.criterion == "confidence_ratio"
+        if self.confidence is not None and not is_weighted:
+            raise InputError(
+                f"Expected `confidence` to be None for the criterion {self.criterion!r}, which counts answers, but got "
+                f"{self.confidence!r}. Take the criterion 'confidence_ratio' to weigh them."
+            )
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", THRESHOLDS[self.criterion])
+        if is_weighted and self.confidence is None:
+            object.__setattr__(self, "confidence", P_TRUE)
+        if is_weighted:
+            check_confidence_name(self.confidence)
+        check_threshold(self._threshold)
+        check_budget(self.max_samples)
+        check_positive(self.min_samples, "min_samples")
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for ``min_samples`` samples, then for one at a time until the votes are clear."""
+        samples: list[Sample] = []
+        votes: dict[str, float] = {}
+        total, num_votes, is_clear = 0.0, 0, False
+        while len(samples) < self.max_samples and not is_clear:
+            drawn = yield Ask(1 if samples else min(self.min_samples, self.max_samples))
+            if not drawn:
+                break
+            samples += drawn
+            for sample in drawn:
+                weight = self._weight_of(sample)
+                if sample.answer is not None and weight is not None:
+                    votes[sample.answer] = votes.get(sample.answer, 0.0) + weight
+                    total, num_votes = total + weight, num_votes + 1
+            is_clear = num_votes >= self.min_samples and self._certainty(votes, total) >= self._bound(self._threshold)
+        certainty = self._certainty(votes, total)
+        confidence = None if total <= 0.0 else 1.0 + certainty if self.criterion == "entropy" else certainty
+        return make_verdict(question, samples, leader(votes), confidence=confidence, stopped_early=is_clear)
+
+    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
+        bounds = np.array([self._bound(value) for value in as_thresholds(grid)])
+        votes = votes_of(pool, weighted=self.criterion == "confidence_ratio", width=self.max_samples)
+        scores, leaders = self._scores(votes)
+        fallback = leaders[:, -1] if leaders.shape[1] else np.full(len(leaders), UNREADABLE)
+        return outcome_at(first_crossing(scores, bounds), leaders, fallback=fallback, length=pool.length)
+
+    def _scores(self, votes: Votes) -> tuple[Floats, Integers]:
+        """Return the rule's score after every sample, -inf before it may stop, and the leader's code, both [Q, W]."""
+        num_questions, num_samples = votes.code.shape
+        leaders = np.full((num_questions, num_samples), UNREADABLE, dtype=np.int64)
+        scores = np.full((num_questions, num_samples), -np.inf)
+        # Entropy needs the counts of all answers, so it is taken at once; the probabilities those of the first few.
+        num_counts = _FIRST.get(self.criterion, max(int(votes.code.max(initial=0)) + 1, 1))
+        counts = np.zeros((num_questions, num_counts))
+        leading = np.zeros((num_questions, num_samples, _FIRST.get(self.criterion, 0)))
+        for step in walk_votes(votes):
+            column = step.num_samples - 1
+            leaders[:, column] = step.leader
+            if self.criterion in _RATIOS:
+                np.divide(step.lead_weight, step.total_weight, out=scores[:, column], where=step.total_weight > 0.0)
+                continue
+            _count_vote(counts, votes, step)
+            if self.criterion in _FIRST:
+                leading[:, column] = counts
+            else:
+                scores[:, column] = _count_score(self.criterion, counts[:, : step.num_samples])
+        if self.criterion in _FIRST:
+            scores = _count_score(self.criterion, leading)
+        return np.where(np.cumsum(votes.is_vote, axis=1) >= self.min_samples, scores, -np.inf), leaders
+
+    @property
+    def _threshold(self) -> float:
+        return THRESHOLDS[self.criterion] if self.threshold is None else self.threshold
+
+    def _bound(self, threshold: float) -> float:
+        """Return what a score must reach: scores rise with certainty, so entropies have their sign turned."""
+        return -threshold if self.criterion == "entropy" else threshold
+
+    def _weight_of(self, sample: Sample) -> float | None:
+        """Return the weight of the sample's vote; None where it is no vote."""
+        if self.confidence is None:
+            return None if sample.answer is None else 1.0
+        weight = vote_confidence(sample, self.confidence)
+        if weight is not None and weight < 0.0:
+            raise InputError(NEGATIVE_WEIGHT.format(value=weight))
+        return weight
+
+    def _certainty(self, votes: dict[str, float], total: float) -> float:
+        """Return the score of the votes so far; -inf without weight, which no threshold stops at."""
+        if total <= 0.0:
+            return -np.inf
+        if self.criterion in _RATIOS:
+            return max(votes.values()) / total
+        return _cached_score(self.criterion, tuple(sorted(votes.values(), reverse=True)))
+
+
+def _count_score(criterion: str, counts: Floats) -> Floats:
+    """Return the score of counts [..., K], largest first: higher is more certain."""
+    if criterion == "beta":
+        return beta_leader_probability(counts)
+    if criterion == "dirichlet":
+        return dirichlet_leader_probability(counts, top=_FIRST["dirichlet"])
+    return -normalised_entropy(counts)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cached_score(criterion: str, counts: tuple[float, ...]) -> float:
+    """Return the score of one list of counts, largest first; a live run meets the same few again and again."""
+    return float(_count_score(criterion, np.array(counts)))
+
+
+def _count_vote(counts: Floats, votes: Votes, step: VoteStep) -> None:
+    """Add the step's votes to the counts of every question, largest first [Q, C], in place.
+
+    A count that rises by one keeps the order if it is the first of its equals, so nothing is sorted. Where the list is
+    cut, a count below the last one can at most draw level with it, which changes nothing.
+    """
+    if not step.totals.shape[1]:
+        return
+    column = step.num_samples - 1
+    rows = np.arange(len(counts))
+    now = np.where(votes.is_vote[:, column], step.totals[rows, votes.code[:, column]], 0.0)
+    is_place = counts <= now[:, None] - 1.0
+    place = is_place.argmax(axis=1)
+    counts[rows, place] += is_place[rows, place]

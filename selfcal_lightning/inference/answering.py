@@ -1,0 +1,248 @@
+"""What ``selfcal answer`` prints: a few lines for people, or an object of JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.dataset import DatasetTask
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.rows import QuestionRow, parse_questions, read_question_file
+from selfcal_lightning.models.folders import is_bundled
+from selfcal_lightning.records import Finish, Message, Question, Sample, Verdict, duplicate_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a question.
+
+    Attributes:
+        question: The question.
+        verdict: What the strategy concluded, and what it cost.
+        max_samples: The strategy's budget.
+        response: Text of the most confident response that gave the answer; None where there is none.
+        withheld_by: Why the answer is withheld; None where it is given.
+        finish: "stop" where the model ended that response, "length" where the token limit cut it after the answer.
+        samples_cut: Samples used that the token limit cut; those that state no answer count as unreadable.
+    """
+
+    question: Question
+    verdict: Verdict
+    max_samples: int
+    response: str | None
+    withheld_by: str | None = None
+    finish: Finish | None = None
+    samples_cut: int = 0
+
+    @property
+    def answer(self) -> str | None:
+        """The answer in the task's canonical form; None where there is none, or it is withheld."""
+        return self.verdict.answer if self.withheld_by is None else None
+
+    @property
+    def confidence(self) -> float | None:
+        """How sure the strategy is of its answer, in [0, 1]; None where it cannot say."""
+        return self.verdict.confidence
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the answer is right; None where there is no reference or the answer is withheld."""
+        return self.verdict.correct if self.withheld_by is None else None
+
+    @property
+    def samples_used(self) -> int:
+        """Samples that the answer took."""
+        return self.verdict.samples_used
+
+    @property
+    def stopped(self) -> Literal["early", "budget"]:
+        """What ended the sampling: the strategy's rule, or its budget."""
+        return "early" if self.verdict.stopped_early else "budget"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON types; a withheld one is null."""
+        given = self.withheld_by is None
+        return {
+            "id": self.question.id,
+            "question": self.question.text,
+            "task": self.question.task,
+            "answer": self.answer,
+            "confidence": self.verdict.confidence,
+            "withheld": not given,
+            "correct": self.correct,
+            "stopped": self.stopped,
+            "samples_used": self.verdict.samples_used,
+            "samples_generated": self.verdict.samples_generated,
+            "tokens_used": self.verdict.tokens_used,
+            "tokens_generated": self.verdict.tokens_generated,
+            "samples_cut": self.samples_cut,
+            "response": self.response if given else None,
+            "finish": self.finish if given else None,
+        }
+
+    def as_text(self) -> str:
+        """Return the answer in three lines: question, answer, and how sure and how costly it is."""
+        verdict = self.verdict
+        if self.withheld_by is not None:
+            answer = f"(withheld: {self.withheld_by})"
+        elif verdict.answer is None:
+            kind = _article(get_task(self.question.task).answer_type)
+            answer = f"(none: no response could be read as {kind}{self._cut()})"
+        else:
+            judged = {True: "   (right)", False: "   (wrong)", None: ""}[verdict.correct]
+            answer = f"{verdict.answer}{judged}"
+        sure = "none" if verdict.confidence is None else f"{verdict.confidence:.3f}"
+        spent = "the whole budget" if verdict.samples_used >= self.max_samples else "no more were asked for"
+        why = "stopped early" if verdict.stopped_early else spent
+        used = f"{verdict.samples_used} of at most {self.max_samples} samples ({why})"
+        cost = f"{verdict.tokens_generated} tokens"
+        if (extra := verdict.samples_generated - verdict.samples_used) > 0:
+            cost += f", {extra} more samples begun"
+        return f"Q  {' '.join(self.question.text.split())}\nA  {answer}\n   confidence {sure}, {used}, {cost}"
+
+    def _cut(self) -> str:
+        """Return how many responses the token limit cut, for who wonders why none could be read."""
+        if not self.samples_cut:
+            return ""
+        return f"; the token limit cut {self.samples_cut} of {self.verdict.samples_used}: raise `max_new_tokens`"
+
+
+def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str | None) -> Sample | None:
+    """Return the sample used that gave the verdict's answer with the most confidence, the first on ties."""
+    agreeing = [s for s in samples[: verdict.samples_used] if s.answer is not None and s.answer == verdict.answer]
+    if not agreeing:
+        return None
+    values = [None if confidence is None else confidence_of(sample, confidence) for sample in agreeing]
+    ranks = [float("-inf") if value is None else value for value in values]
+    return agreeing[ranks.index(max(ranks))]
+
+
+def summarise(answers: Sequence[Answer], *, failed: int) -> str:
+    """Return what a run gave and cost in one line.
+
+    Args:
+        answers: The answers, at least one.
+        failed: Samples that the engine gave up.
+    """
+    verdicts = [answer.verdict for answer in answers]
+    parts = [
+        f"{len(answers):,} questions",
+        f"{fmean(v.samples_used for v in verdicts):.2f} samples used and "
+        f"{fmean(v.samples_generated for v in verdicts):.2f} generated on average",
+        f"{sum(v.tokens_generated or 0 for v in verdicts):,} tokens",  # live samples know their length
+        f"{sum(v.stopped_early for v in verdicts):,} stopped early",
+    ]
+    if unread := sum(v.answer is None for v in verdicts):
+        parts.append(f"{unread:,} without a readable answer")
+    if cut := sum(answer.samples_cut for answer in answers):
+        parts.append(f"{cut:,} samples cut by the token limit (`max_new_tokens`)")
+    if withheld := sum(answer.withheld_by is not None for answer in answers):
+        parts.append(f"{withheld:,} withheld")
+    judged = [a.verdict.correct for a in answers if a.withheld_by is None and a.verdict.correct is not None]
+    if judged:
+        parts.append(f"{sum(judged):,} right of {len(judged):,} given that have a reference")
+    if failed:
+        parts.append(f"{failed:,} samples failed in the engine and were taken as unreadable")
+    return "; ".join(parts)
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
+
+
+def default_task(model: str) -> str:
+    """Return the task that questions have where none is named.
+
+    Example:
+        >>> default_task("bundled"), default_task("Qwen/Qwen2.5-7B-Instruct")
+        ('word_problems', 'local_number')
+    """
+    return "word_problems" if is_bundled(model) else "local_number"
+
+
+def ask_question(
+    text: str,
+    *,
+    task: str,
+    question_id: str = "question",
+    reference: object = None,
+    chain_of_thought: bool = True,
+) -> Question:
+    """Return ``text`` as a question of ``task``: its prompt, its way to read answers, its form of the reference.
+
+    Raises:
+        ValueError: If the text is empty, the task unknown, or the reference no answer of the task's type.
+
+    Example:
+        >>> question = ask_question("What is 2+2?", task="local_number", reference="4.0")
+        >>> question.messages[-1].content, question.reference
+        ('Question: What is 2+2?', '4')
+    """
+    if not text.strip():
+        raise InputError(f"Expected `question` to hold text, but got {text!r}.")
+    row = QuestionRow(text, reference, question_id, task, "", 1)
+    return put_question(row, task=task, question_id=question_id, chain_of_thought=chain_of_thought)
+
+
+def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thought: bool = True) -> Question:
+    """Return a row as a question of the task that it names, or else of ``task``.
+
+    Raises:
+        InputError: The task is unknown, has no prompt without reasoning, or the answer is not of its type.
+    """
+    try:
+        reader = get_task(row.task or task)
+    except InputError as error:
+        raise InputError(f"{row.where}{error}") from error
+    if isinstance(reader, DatasetTask):
+        return reader.ask(row, question_id=question_id, chain_of_thought=chain_of_thought)
+    if not chain_of_thought:
+        raise InputError(f"Expected `chain_of_thought` to be true for task {reader.name!r}, which has no other prompt.")
+    gold = None if row.answer is None else reader.extract(str(row.answer))
+    if row.answer is not None and gold is None:
+        raise InputError(
+            f"{row.where}Expected `answer` to be an answer of task {reader.name!r} ({reader.answer_type}), but got "
+            f"{row.answer!r}."
+        )
+    return Question(question_id, reader.name, (Message("user", row.text),), gold, row.text)
+
+
+def read_questions(source: Questions, *, task: str, chain_of_thought: bool = True) -> list[Question]:
+    """Return the questions of a file or a list, in the one format (``tasks.question_rows``); ids default to ``line-N``.
+
+    Args:
+        source: A file, mappings with the fields of its lines, or questions, which are taken as they are.
+        task: Task of the questions that name none.
+        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        InputError: If it holds no question, or a row is not as described, with file and line.
+    """
+    if isinstance(source, str | Path):
+        rows = read_question_file(source)
+    elif all(isinstance(one, Question) for one in source) and source:
+        return _unique([one for one in source if isinstance(one, Question)], "`questions`")
+    else:
+        rows = parse_questions([one for one in source if not isinstance(one, Question)])
+        if len(rows) < len(source):
+            raise InputError("Expected `questions` to be mappings or Question records, but got both in one list.")
+    questions = [
+        put_question(row, task=task, question_id=row.id or f"line-{row.number}", chain_of_thought=chain_of_thought)
+        for row in rows
+    ]
+    return _unique(questions, str(source) if isinstance(source, str | Path) else "`questions`")
+
+
+def _unique(questions: list[Question], origin: str) -> list[Question]:
+    if repeated := duplicate_ids(questions):
+        raise InputError(f"Expected the ids in {origin} to be unique, but got {repeated[0]!r} again.")
+    return questions

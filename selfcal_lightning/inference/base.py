@@ -1,0 +1,232 @@
+"""The contract of a test-time strategy: it asks for samples and ends with a verdict. It has no engine inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import StepEnd
+from selfcal_lightning.metrics.arrays import check_positive
+from selfcal_lightning.records import Question, Sample, Verdict
+
+Solving = Generator["Ask", list[Sample], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for the next ``num_samples`` samples of the question, in index order.
+
+    They are sent back as a list, shorter (at last empty) only where the source has no more. Samples that continue a
+    prefix, or end with a step, are drawn anew: only live sources have them.
+
+    Attributes:
+        num_samples: How many.
+        prefix: Token ids of the response that they continue, such as those of an earlier sample; None begins anew.
+        to_step_end: Whether they end where their next step does; what ends a step is a setting of the source.
+    """
+
+    num_samples: int
+    prefix: tuple[int, ...] | None = None
+    to_step_end: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise InputError(f"Expected `num_samples` to be at least 1, but got {self.num_samples}.")
+        if self.prefix is not None and not self.prefix:
+            raise InputError("Expected `prefix` to be None or to hold token ids, but got none. Leave it out.")
+
+    @property
+    def kind(self) -> AskKind:
+        """What tells samples apart beside their number."""
+        return AskKind(self.prefix, self.to_step_end)
+
+
+@dataclass(frozen=True, slots=True)
+class AskKind:
+    """Where a sample begins and ends: see :class:`Ask`."""
+
+    prefix: tuple[int, ...] | None = None
+    to_step_end: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a response from its beginning to its end, as a recorded pool has them."""
+        return self.prefix is None and not self.to_step_end
+
+
+WHOLE = AskKind()
+
+
+class Stops(Protocol):
+    """Says where the steps of a response that is being drawn end."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens that may end one: the engine stops there."""
+        ...
+
+    def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
+        """Return the first end of a step behind the first ``after`` tokens; None without one.
+
+        Args:
+            token_ids: A response so far, without end-of-turn [T].
+            after: Tokens in which no end is looked for.
+        """
+        ...
+
+
+def refuse_parts(kind: AskKind) -> None:
+    """Raise InputError where a recorded pool is asked for anything but whole responses."""
+    if not kind.is_whole:
+        asked = "to continue a prefix" if kind.prefix is not None else "to end with a step"
+        raise InputError(
+            f"Expected a strategy that asks for whole responses on recorded samples, but got one that asks for some "
+            f"{asked}: nobody has drawn them. Run it live, with a model (`selfcal answer`, or `EngineSource`)."
+        )
+
+
+class Strategy(Protocol):
+    """Decides, question by question, when to stop sampling and which answer to give.
+
+    Live and recorded runs are the same code: the driver feeds either.
+
+    Attributes:
+        name: Short name, as on the command line and in tables.
+        max_samples: Budget for a question.
+        confidence: Name of the confidence that it reads (see ``confidence.base.confidence_of``), or None.
+    """
+
+    name: str
+    max_samples: int
+    confidence: str | None
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
+        ...
+
+
+def make_verdict(
+    question: Question,
+    samples: Sequence[Sample],
+    answer: str | None,
+    *,
+    confidence: float | None,
+    stopped_early: bool,
+) -> Verdict:
+    """Return the verdict ``answer`` after ``samples``; ``correct`` comes from the samples of its class.
+
+    Without an answer the verdict is wrong, unless nothing is known because the question has no reference.
+    """
+    if answer is None:
+        correct = None if question.reference is None and all(s.correct is None for s in samples) else False
+    else:
+        correct = next((sample.correct for sample in samples if sample.answer == answer), None)
+    return Verdict(question.id, answer, confidence, correct, len(samples), stopped_early)
+
+
+def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
+    """Return the weight of each answer in the order first seen; one vote a sample where ``confidence`` is None.
+
+    Unreadable answers, and samples that lack the confidence asked for, are no votes.
+    """
+    votes: dict[str, float] = {}
+    for sample in samples:
+        weight = 1.0 if confidence is None else confidence_of(sample, confidence)
+        if sample.answer is not None and weight is not None:
+            votes[sample.answer] = votes.get(sample.answer, 0.0) + weight
+    return votes
+
+
+def leader(votes: dict[str, float]) -> str | None:
+    """Return the answer of the largest weight, the first seen on ties; None without votes."""
+    return max(votes, key=votes.__getitem__) if votes else None
+
+
+NEGATIVE_WEIGHT = (
+    "Expected a confidence of at least 0 where it weighs votes, but got {value:g}. Scale it to a probability first, or "
+    "take a strategy that only compares confidences (best_of_n, borda, cisc, standardised)."
+)
+
+
+def check_budget(value: int, name: str = "max_samples") -> None:
+    """Raise ValueError unless ``value`` is a positive integer."""
+    check_positive(value, name)
+
+
+def check_threshold(value: float, name: str = "threshold") -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise InputError(f"Expected `{name}` to be a number in [0, 1], but got {value!r}.")
+
+
+def check_confidence_name(value: str | None) -> None:
+    """Raise ValueError unless ``value`` names a confidence, for the strategies that cannot do without one."""
+    if not isinstance(value, str) or not value:
+        raise InputError(
+            f"Expected `confidence` to be the name of a confidence such as 'p_true', but got {value!r}. "
+            "Plain votes are the strategy self_consistency."
+        )
+
+
+def check_optional_confidence_name(value: str | None) -> None:
+    """Raise ValueError unless ``value`` is None (plain votes) or names a confidence."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InputError(f"Expected `confidence` to be None or the name of a confidence, but got {value!r}.")
+
+
+def vote_confidence(sample: Sample, confidence: str) -> float | None:
+    """Return the confidence in a readable sample; None where it is unreadable or has none, and so is no vote."""
+    return None if sample.answer is None else confidence_of(sample, confidence)
+
+
+def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
+    """Return the weight of each answer in the order first seen, as ``weighted_votes`` does.
+
+    Raises:
+        ValueError: If a weight is negative: the answer with the fewest samples would win.
+    """
+    for sample in samples if confidence is not None else ():
+        value = vote_confidence(sample, str(confidence))
+        if value is not None and value < 0.0:
+            raise InputError(NEGATIVE_WEIGHT.format(value=value))
+    return weighted_votes(samples, confidence)
+
+
+def share_of(votes: dict[str, float], answer: str | None) -> float | None:
+    """Return the share of the weight that ``answer`` holds, in [0, 1]; None without an answer or without weight.
+
+    Example:
+        >>> share_of({"7": 1.5, "8": 0.5}, "7")
+        0.75
+        >>> share_of({"7": 0.0}, "7") is None
+        True
+    """
+    total = math.fsum(votes.values())
+    return None if answer is None or total <= 0.0 else min(votes[answer] / total, 1.0)
+
+
+def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the weight of each answer in the order first seen.
+
+    Example:
+        >>> add_up([("7", 0.5), ("8", 0.25), ("7", 1.0)])
+        {'7': 1.5, '8': 0.25}
+    """
+    total: dict[str, float] = {}
+    for answer, weight in votes:
+        total[answer] = total.get(answer, 0.0) + weight
+    return total
+
+
+def vote_at_once(
+    question: Question, max_samples: int, weigh: Callable[[Sequence[Sample]], dict[str, float]]
+) -> Solving:
+    """Ask for the whole budget at once and vote; the verdict's confidence is the winner's share of the weight."""
+    samples = yield Ask(max_samples)
+    votes = weigh(samples)
+    answer = leader(votes)
+    return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)

@@ -1,0 +1,295 @@
+"""The driver of strategies: many questions at once over one source of samples, live or recorded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.inference.base import WHOLE, Ask, AskKind, Solving, Strategy
+from selfcal_lightning.inference.sources import SampleSource, Waste
+from selfcal_lightning.records import Question, Sample, Verdict, duplicate_ids
+
+
+def run_strategy(
+    strategy: Strategy,
+    questions: Sequence[Question],
+    source: SampleSource,
+    *,
+    lookahead: int = 0,
+    on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Verdict]:
+    """Run ``strategy`` on every question and return the verdicts in the order of ``questions``.
+
+    It is a :class:`Driver` that gets all questions at once.
+
+    Args:
+        strategy: What decides.
+        questions: What to answer; ids must be unique.
+        source: Where samples come from.
+        lookahead: Samples beyond those asked for that may be started for a question while no other question can be
+            opened and the engine has room. They shorten the wait when there are few questions and cost samples.
+        on_verdict: Called with each verdict as it is reached and the samples that were delivered for it.
+        progress: Called with the number of samples that arrived, after each wait.
+
+    Raises:
+        MissingConfidenceError: Where the source cannot give the confidence that the strategy reads.
+        ValueError: Where an id occurs twice, or a question cannot be asked.
+
+    Example:
+        >>> from selfcal_lightning.records import QuestionSamples
+        >>> from selfcal_lightning.inference.base import make_verdict
+        >>> from selfcal_lightning.inference.sources import ReplaySource
+        >>> class First:
+        ...     name, max_samples, confidence = "first", 1, None
+        ...
+        ...     def solve(self, question):
+        ...         (sample,) = yield Ask(1)
+        ...         return make_verdict(question, [sample], sample.answer, confidence=None, stopped_early=False)
+        >>> question = Question("q", "local_number", (), reference="4")
+        >>> samples = tuple(Sample("q", i, 0, "4", (1, 2), "stop", "4", True) for i in range(3))
+        >>> (verdict,) = run_strategy(First(), [question], ReplaySource([QuestionSamples(question, samples, "test")]))
+        >>> verdict.answer, verdict.correct, verdict.samples_generated, verdict.tokens_generated
+        ('4', True, 1, 2)
+    """
+    if repeated := duplicate_ids(questions):
+        raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
+    verdicts: dict[str, Verdict] = {}
+    with Driver(strategy, source, lookahead=lookahead, on_verdict=on_verdict, progress=progress) as driver:
+        driver.add(*questions)
+        while not driver.is_idle:
+            verdicts |= {verdict.question_id: verdict for verdict in driver.work()}
+    return [verdicts[question.id] for question in questions]
+
+
+@dataclass(slots=True)
+class _OpenQuestion:
+    """A question in work.
+
+    Attributes:
+        question: The question.
+        solving: The strategy at work on it.
+        ask: What it asked for and has not got; None before its first.
+        started: Samples started of each kind.
+        order: Kinds of the samples that were started and have not come, in the order in which they come.
+        arrived: Samples that came and were not handed over, by kind.
+        handed: Samples that the strategy has seen.
+        exhausted: Whether the source has no more.
+    """
+
+    question: Question
+    solving: Solving
+    ask: Ask | None = None
+    started: Counter[AskKind] = field(default_factory=Counter)
+    order: deque[AskKind] = field(default_factory=deque)
+    arrived: dict[AskKind, deque[Sample]] = field(default_factory=dict)
+    handed: list[Sample] = field(default_factory=list)
+    exhausted: bool = False
+
+    def take_in(self, sample: Sample) -> None:
+        """Put a sample that came to those of its kind."""
+        self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
+
+    def missing(self, ask: Ask) -> int:
+        """Return how many samples have to be started for ``ask``, beside those of its kind that are there or come."""
+        return ask.num_samples - len(self.arrived.get(ask.kind, ())) - self.order.count(ask.kind)
+
+    def batch(self) -> list[Sample] | None:
+        """Return what was asked for, or all that there will be of it; None where it has to be waited for."""
+        if self.ask is None:
+            return None
+        here = self.arrived.get(self.ask.kind, deque())
+        if len(here) < self.ask.num_samples and not (self.exhausted and self.ask.kind not in self.order):
+            return None
+        return [here.popleft() for _ in range(min(self.ask.num_samples, len(here)))]
+
+    @property
+    def unseen(self) -> list[Sample]:
+        """Samples that came and that the strategy has not seen."""
+        return [sample for samples in self.arrived.values() for sample in samples]
+
+
+class Driver:
+    """The loop between a strategy and a source of samples. It takes questions while it runs.
+
+    A question is opened whenever fewer samples than ``source.target`` are in flight, so that the engine's batch stays
+    full while each question waits for its own samples. A strategy gets samples in index order and exactly as many as
+    it asked for, fewer only where the source has no more. When its verdict is there, all that is still in flight for
+    the question is cancelled.
+
+    The verdict's costs: ``samples_used`` is the strategy's own count, and ``tokens_used`` the tokens of these samples;
+    ``samples_generated`` and ``tokens_generated`` add what was begun and not used. A sample that was queued and not
+    begun is not counted. Tokens are those that were drawn and, where the source puts it, of the confidence query; None
+    where the length of a response is unknown.
+
+    It is for one thread. In a ``with`` block what is still in flight at its end is cancelled.
+
+    Args:
+        strategy: What decides.
+        source: Where samples come from; nothing else may ask it meanwhile.
+        lookahead: Samples beyond those asked for that may be started for a question while no other question can be
+            opened and the engine has room. They shorten the wait when there are few questions and cost samples.
+        on_verdict: Called with each verdict as it is reached and the samples that were delivered for it.
+        progress: Called with the number of samples that arrived, after each wait.
+
+    Example:
+        >>> from selfcal_lightning.records import QuestionSamples
+        >>> from selfcal_lightning.inference.voting import SelfConsistency
+        >>> from selfcal_lightning.inference.sources import ReplaySource
+        >>> pool = [
+        ...     QuestionSamples(
+        ...         Question(name, "local_number", ()), (Sample(name, 0, 0, name, (1,), "stop", name, None),), "test"
+        ...     )
+        ...     for name in ("3", "4")
+        ... ]
+        >>> with Driver(SelfConsistency(max_samples=1), ReplaySource(pool)) as driver:
+        ...     driver.add(pool[0].question)
+        ...     first = driver.work()
+        ...     driver.add(pool[1].question)
+        ...     second = driver.work()
+        >>> [verdict.answer for verdict in (*first, *second)], driver.is_idle
+        (['3', '4'], True)
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        source: SampleSource,
+        *,
+        lookahead: int = 0,
+        on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        if lookahead < 0:
+            raise InputError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
+        self.strategy, self.source, self.lookahead = strategy, source, lookahead
+        self.on_verdict, self.progress = on_verdict, progress
+        self._waiting: deque[Question] = deque()
+        self._open: dict[str, _OpenQuestion] = {}
+        self._reached: list[Verdict] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every question that was added has its verdict, and all of them were returned."""
+        return not (self._waiting or self._open or self._reached)
+
+    def add(self, *questions: Question) -> None:
+        """Queue questions; they are opened, in their order, as the engine has room.
+
+        Raises:
+            MissingConfidenceError: The source cannot give the confidence that the strategy reads.
+            InputError: An id is in work already, or a question cannot be asked; none of ``questions`` is queued then.
+        """
+        in_work = [*self._waiting, *(opened.question for opened in self._open.values())]
+        if repeated := duplicate_ids([*in_work, *questions]):
+            raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
+        self.source.prepare(questions, confidence=self.strategy.confidence)
+        self._waiting.extend(questions)
+
+    def work(self) -> list[Verdict]:
+        """Open what there is room for, wait once for samples, and return the verdicts that were reached.
+
+        The list may be empty while samples are awaited; where nothing was added there is nothing to wait for.
+        """
+        self._fill()
+        if self._open and not self._reached:
+            samples = self.source.poll()
+            if self.progress is not None:
+                self.progress(len(samples))
+            for sample in samples:
+                self._open[sample.question_id].take_in(sample)
+            touched = dict.fromkeys(sample.question_id for sample in samples)
+            self._advance([self._open[name] for name in touched])
+            self._fill()
+        reached, self._reached = self._reached, []
+        return reached
+
+    def cancel(self, *question_ids: str) -> None:
+        """Give up questions; they get no verdict. Ids that are not in work are passed."""
+        dropped = set(question_ids)
+        self._waiting = deque(question for question in self._waiting if question.id not in dropped)
+        self.source.cancel([name for name in dict.fromkeys(question_ids) if self._open.pop(name, None) is not None])
+
+    def close(self) -> None:
+        """Give up all questions. Closing twice is allowed, and new questions may be added after it."""
+        self.cancel(*self._open, *(question.id for question in self._waiting))
+
+    def _fill(self) -> None:
+        """Open questions while the engine has room; when none can be, look ahead in the open ones."""
+        while self.source.in_flight < self.source.target:
+            if not self._waiting:
+                self._look_ahead()
+                return
+            question = self._waiting.popleft()
+            opened = self._open[question.id] = _OpenQuestion(question, self.strategy.solve(question))
+            self._advance([opened])
+
+    def _look_ahead(self) -> None:
+        """Start samples that were not asked for yet, one a question in turn, within the budget."""
+        for ahead in range(1, self.lookahead + 1):
+            for opened in self._open.values():
+                if self.source.in_flight >= self.source.target:
+                    return
+                if opened.ask is None or not opened.ask.kind.is_whole:
+                    continue  # what comes after a part of a response, only the strategy knows
+                asked = len(opened.handed) + opened.ask.num_samples
+                if opened.started.total() < min(asked + ahead, self.strategy.max_samples):
+                    self._start(opened, 1, WHOLE)
+
+    def _start(self, opened: _OpenQuestion, count: int, kind: AskKind) -> None:
+        if count > 0 and not opened.exhausted:
+            started = self.source.submit(opened.question.id, count, kind)
+            opened.started[kind] += started
+            opened.order.extend([kind] * started)
+            opened.exhausted = started < count
+
+    def _advance(self, questions: Iterable[_OpenQuestion]) -> None:
+        """Hand over what has been asked for and arrived, as far as that goes, and close what has a verdict."""
+        ended = [(opened, verdict) for opened in questions if (verdict := self._step(opened)) is not None]
+        waste = self.source.cancel([opened.question.id for opened, _ in ended])
+        for opened, verdict in ended:
+            del self._open[opened.question.id]
+            verdict = self._with_costs(verdict, opened, waste[opened.question.id])
+            self._reached.append(verdict)
+            if self.on_verdict is not None:
+                self.on_verdict(verdict, tuple(opened.handed))
+
+    def _step(self, opened: _OpenQuestion) -> Verdict | None:
+        """Run the strategy on what has arrived until it waits for more (None) or ends."""
+        try:
+            if opened.ask is None:
+                opened.ask = next(opened.solving)
+                self._start(opened, opened.missing(opened.ask), opened.ask.kind)
+            while (batch := opened.batch()) is not None:
+                opened.handed += batch
+                opened.ask = opened.solving.send(batch)
+                self._start(opened, opened.missing(opened.ask), opened.ask.kind)
+        except StopIteration as stop:
+            verdict: Verdict = stop.value
+            return verdict
+        return None
+
+    def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
+        """Return the verdict with what it cost: samples used, and all that was generated."""
+        price = self.source.query_tokens
+        made = (*opened.handed, *opened.unseen)
+        delivered = total_tokens(made, price)
+        return replace(
+            verdict,
+            samples_generated=len(made) + waste.samples,
+            tokens_used=total_tokens(opened.handed[: verdict.samples_used], price),
+            tokens_generated=None if delivered is None or waste.tokens is None else delivered + waste.tokens,
+        )

@@ -1,0 +1,149 @@
+"""All strategies by name. A new one is a class like its neighbours and one line here, or a plug-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
+from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping
+from selfcal_lightning.inference.voting import CISC, BestOfN, BordaVoting, PassAtN, SelfConsistency, StandardisedVoting
+from selfcal_lightning.rewards.search import AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering
+
+# Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter`; one without `curve` is replayed.
+STRATEGIES: dict[str, type] = {
+    "best_of_n": BestOfN,
+    "self_consistency": SelfConsistency,
+    "early_stopping": EarlyStopping,
+    "adaptive_consistency": AdaptiveConsistency,
+    "cges": CGES,
+    "window_stopping": WindowStopping,
+    "cisc": CISC,
+    "borda": BordaVoting,
+    "standardised": StandardisedVoting,
+    "pass_at_n": PassAtN,
+}
+# A reward model steers them while responses are sampled, so that nothing recorded can be replayed by them.
+Search = AdaptiveBestOfN | BeamSearch | DiverseTreeSearch | ParticleFiltering
+SEARCHES: dict[str, type[Search]] = {
+    search.name: search for search in (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)
+}
+# They look at the reference: upper bounds for tables, no use for answering a question.
+ORACLES = ("pass_at_n",)
+_PARTS = ("name", "grid_parameter", "max_samples", "confidence", "solve")
+
+
+def register_strategy(strategy: type) -> type:
+    """Add a strategy under the ``name`` of its class, and return the class: it can stand as a decorator.
+
+    Args:
+        strategy: A frozen dataclass whose fields have defaults, with ``name``, ``grid_parameter``, ``max_samples``,
+            ``confidence`` and ``solve``; one without ``curve`` is replayed.
+
+    Raises:
+        InputError: The name is taken, or the class lacks something.
+    """
+    known = {*dir(strategy), *(one.name for one in fields(strategy))} if is_dataclass(strategy) else set(dir(strategy))
+    missing = [name for name in _PARTS if name not in known]
+    if missing:
+        raise InputError(
+            f"Expected the strategy {strategy.__name__} to have {', '.join(_PARTS)}, but {', '.join(missing)} is "
+            "missing."
+        )
+    if not is_dataclass(strategy) or not strategy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise InputError(f"Expected the strategy {strategy.__name__} to be a frozen dataclass, but it is not.")
+    if bare := [one.name for one in fields(strategy) if one.default is MISSING and one.default_factory is MISSING]:
+        raise InputError(f"Expected the fields of {strategy.__name__} to have defaults, but {bare[0]} has none.")
+    name = str(strategy.name)  # type: ignore[attr-defined]
+    if name in STRATEGIES or name in SEARCHES:
+        raise InputError(f"Expected the strategy's `name` to be new, but {name!r} is registered already.")
+    STRATEGIES[name] = strategy
+    return strategy
+
+
+def make_strategy(name: str, **settings: Any) -> Strategy:
+    """Return the strategy ``name`` with these fields; fields left out keep their defaults.
+
+    Raises:
+        InputError: If there is no such strategy or field, or a value is not allowed.
+
+    Example:
+        >>> make_strategy("early_stopping", threshold=0.8, max_samples=8)
+        EarlyStopping(threshold=0.8, max_samples=8, confidence='p_true', fallback='weighted_vote')
+    """
+    known = setting_names(name)
+    for setting in settings:
+        if setting not in known:
+            raise InputError(
+                f"Expected the settings of {name} to be among {', '.join(known)}, but got {setting!r}."
+                f"{did_you_mean(setting, known)}"
+            )
+    strategy: Strategy = STRATEGIES[name](**settings)
+    return strategy
+
+
+def check_can_answer(name: str) -> None:
+    """Raise ValueError where the strategy ``name`` looks at the reference, so that nobody can run it on a question.
+
+    Example:
+        >>> check_can_answer("pass_at_n")
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: Expected `strategy` to be one that can answer, but got ...
+    """
+    if name in ORACLES:
+        raise InputError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
+
+
+def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that is none of the strategies on recorded samples.
+
+    Args:
+        option: Where it was given.
+        name: What was given.
+        known: What is known there.
+
+    Example:
+        >>> print(unknown_strategy("strategies", "beam_search", ["cges"]))
+        Expected `strategies` to name strategies on recorded samples, but got 'beam_search', which a reward model ...
+    """
+    if name not in SEARCHES:
+        return unknown_name(option, name, list(known))
+    return InputError(
+        f"Expected `{option}` to name strategies on recorded samples, but got {name!r}, which a reward model steers "
+        f"while responses are sampled. Run it live: `selfcal answer --questions FILE --strategy {name} --reward.model "
+        "FOLDER` tells what is right, and what it cost."
+    )
+
+
+def setting_names(name: str) -> tuple[str, ...]:
+    """Return the names of the fields of the strategy ``name``.
+
+    Raises:
+        InputError: If there is no such strategy.
+
+    Example:
+        >>> setting_names("window_stopping")
+        ('window', 'max_samples', 'mode')
+    """
+    if name not in STRATEGIES:
+        raise unknown_strategy("strategy", name, STRATEGIES)
+    return tuple(field.name for field in fields(STRATEGIES[name]))
+
+
+def describe_strategy(strategy: Strategy) -> dict[str, Any]:
+    """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it.
+
+    Raises:
+        InputError: If its class stands under no name here.
+
+    Example:
+        >>> describe_strategy(SelfConsistency(max_samples=4))
+        {'name': 'self_consistency', 'max_samples': 4, 'confidence': None}
+    """
+    for name, cls in STRATEGIES.items():
+        if type(strategy) is cls:
+            return {"name": name, **{field: getattr(strategy, field) for field in setting_names(name)}}
+    raise InputError(f"Expected `strategy` to be one of {', '.join(STRATEGIES)}, but got {type(strategy).__name__}.")

@@ -1,0 +1,496 @@
+"""Where the samples of a strategy come from: an engine, live, or a recorded pool."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from selfcal_lightning.confidence.base import (
+    P_TRUE,
+    STORED,
+    MissingConfidenceError,
+    SampleScorer,
+    add_scores,
+    check_confidence,
+)
+from selfcal_lightning.confidence.registry import refuse_looking_ahead
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import Judge, continued, total_tokens
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
+from selfcal_lightning.inference.base import WHOLE, AskKind, Stops, Strategy, refuse_parts
+from selfcal_lightning.records import (
+    Question,
+    QuestionSamples,
+    RecordedResponse,
+    Request,
+    Response,
+    Sample,
+    SamplingSettings,
+    Verdict,
+    sample_seed,
+)
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """What was generated for a question and never delivered.
+
+    Attributes:
+        samples: Responses begun, finished or not; those that were only queued cost nothing.
+        tokens: Their response tokens, and the confidence query's of those that had finished, and what was drawn behind
+            the ends of steps; None where the length of one is unknown.
+    """
+
+    samples: int = 0
+    tokens: int | None = 0
+
+
+class SampleSource(Protocol):
+    """Gives the samples of questions, one after the other in index order.
+
+    Attributes:
+        query_tokens: Tokens that the confidence query costs a sample; 0 where none is asked.
+    """
+
+    query_tokens: int
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that are being made or wait to be."""
+        ...
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight, so that nothing stands idle."""
+        ...
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
+
+        To be called again for questions that come later, and before a question is begun anew.
+
+        Raises:
+            MissingConfidenceError: Where the source cannot give the confidence.
+            ValueError: Where a question cannot be asked.
+        """
+        ...
+
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+        """Start the next ``count`` samples of a question and return their number, fewer where there are no more.
+
+        Args:
+            question_id: The question.
+            count: How many samples.
+            kind: Where they begin and end.
+
+        Raises:
+            InputError: The source has no samples of this kind.
+        """
+        ...
+
+    def poll(self) -> list[Sample]:
+        """Work for a while and return finished samples; those of one question come in the order of their start.
+
+        The list may be empty while earlier samples are awaited.
+        """
+        ...
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions: drop what was not delivered and return what that had cost, for each of them."""
+        ...
+
+
+def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
+    """Return whether P(True) has to be asked for: the strategy reads it, or a scorer does."""
+    return P_TRUE in {confidence, *(name for scorer in scorers for name in scorer.requires)}
+
+
+def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
+    """Raise unless a live sample carries ``confidence`` and what ``scorers`` read.
+
+    Raises:
+        MissingConfidenceError: Names what is missing, and what there is.
+        ValueError: Something that is read depends on the other responses to the question.
+    """
+    read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
+    refuse_looking_ahead(dict.fromkeys(read), scorers)
+    known = list(STORED)
+    wanted = [(f"scorer {scorer.name!r}", scorer.requires, scorer.name) for scorer in scorers]
+    if confidence is not None:
+        wanted.append(("the strategy", (confidence,), confidence))
+    for reader, names, adds in wanted:
+        if missing := [name for name in names if name not in known]:
+            raise MissingConfidenceError(
+                f"Expected {reader} to read confidences that a live sample has ({', '.join(known)}), but it reads "
+                f"{', '.join(missing)}. Give the fitted scorer that adds it, before those that read it, or choose "
+                "another confidence."
+            )
+        known.append(adds)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index.
+
+    ``prefixes`` holds what the samples continue that continue something, likewise, and ``parts`` what was drawn so far
+    of those whose step has not ended; ``thrown`` counts the tokens that were drawn behind ends of steps, to tell them.
+    """
+
+    question: Question
+    prompt_ids: tuple[int, ...]
+    judge: Judge
+    started: int = 0
+    delivered: int = 0
+    pending: set[str] = field(default_factory=set)
+    finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[int, Response] = field(default_factory=dict)
+    thrown: int = 0
+
+
+class EngineSource:
+    """Samples live.
+
+    A prompt is rendered once. Sample ``index`` of a question has the seed that it has in ``selfcal generate`` with the
+    same run seed and round, so that a live run sees the samples that a recorded one replays. A response is read,
+    verified and scored in index order; one that finished early waits for its predecessors, since equal answers are
+    named by the first seen. The P(True) query is put only where the strategy or a scorer reads it.
+
+    A sample that continues a prefix is read as the whole response, which is cut where one that was sampled in one go
+    would be; each has the seed of its own index, whatever it continues.
+
+    Args:
+        engine: Who samples; nothing else may be in flight in it.
+        chat: Renders prompts and the confidence query.
+        sampling: How to draw.
+        seed: Seed of the run.
+        round: Generation round.
+        scorers: Add further confidences to every sample.
+        tasks: Returns the task of a name.
+        target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
+        stops: Where steps end, for strategies that ask for samples up to the next one.
+        on_failed: Called with the message when requests were not answered. Their samples are unreadable.
+        max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
+
+    Attributes:
+        failed: Samples whose requests were not answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatFormat,
+        *,
+        sampling: SamplingSettings,
+        seed: int = 0,
+        round: int = 0,
+        scorers: Sequence[SampleScorer] = (),
+        tasks: Callable[[str], Task] = get_task,
+        target: int | None = None,
+        stops: Stops | None = None,
+        on_failed: Callable[[str], None] | None = None,
+        max_failures: int = MAX_FAILURES,
+    ) -> None:
+        if target is not None and target < 1:
+            raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
+        self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
+        self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
+        self._stops = stops
+        self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
+        self._open: dict[str, _Asked] = {}
+        self._place: dict[str, tuple[_Asked, int]] = {}
+        self._queue: dict[str, Request] = {}
+        self.query_tokens = self.failed = 0
+        self._row = FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that the engine has, or gets at the next poll."""
+        return len(self._place)
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight; a little more than a batch, so that no place waits for us."""
+        return self._target or self._engine.batch_size + self._engine.batch_size // 4
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Render the prompts of ``questions``; see ``SampleSource``."""
+        check_live(confidence, self._scorers)
+        asks = needs_query(confidence, self._scorers)
+        self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
+        prompts = {q.id: (q, self._chat.prompt_ids(q.messages)) for q in questions}
+        room = self._engine.max_context - self.query_tokens - 1
+        for question, prompt_ids in prompts.values():
+            if not 1 <= len(prompt_ids) <= room:
+                raise InputError(
+                    f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
+                    f"{len(prompt_ids)}: a context of {self._engine.max_context} also holds {self.query_tokens} of "
+                    "the confidence query and a response. Shorten the question, or use a model of longer context."
+                )
+        self._prompts |= prompts
+
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+        """Queue the next ``count`` samples of a question for the next poll; there are always more."""
+        if kind.to_step_end and self._stops is None:
+            raise InputError(
+                "Expected `stops` of the source for a strategy that asks for samples up to the end of a step, but got "
+                "none. Say where steps end."
+            )
+        asked = self._open.get(question_id) or self._begin(question_id)
+        for index in range(asked.started, asked.started + count):
+            name = f"{self._round}/{index}/{question_id}"
+            if kind.prefix is not None:
+                asked.prefixes[index] = kind.prefix
+            self._place[name] = asked, index
+            self._draw(name, kind.prefix or (), to_step_end=kind.to_step_end)
+            asked.pending.add(name)
+        asked.started += count
+        return count
+
+    def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
+        """Queue a request for a sample, or for the next part of one: to where a step may end, or ``only`` so many."""
+        asked, index = self._place[name]
+        sampling = self._sampling if only is None else replace(self._sampling, max_new_tokens=len(prefix) + only)
+        self._queue[name] = Request(
+            id=name,
+            prompt_ids=asked.prompt_ids,
+            sampling=sampling,
+            seed=sample_seed(self._seed, self._round, asked.question.id, index),
+            query=self._chat.query if self.query_tokens else None,
+            prefix_ids=prefix,
+            step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),
+        )
+
+    def poll(self) -> list[Sample]:
+        """Give the engine what was queued, and return the samples that can be judged now."""
+        if self._queue:
+            self._engine.submit(list(self._queue.values()))
+            self._queue = {}
+        touched: dict[str, _Asked] = {}
+        for name, response in self._finished_responses().items():
+            asked, index = self._place[name]
+            sample = None if response is None else self._to_step_end(name, response)
+            if response is not None and sample is None:
+                continue  # its next part is queued
+            del self._place[name]
+            asked.pending.discard(name)
+            asked.finished[index] = sample
+            touched[asked.question.id] = asked
+        return [sample for asked in touched.values() for sample in self._judged(asked)]
+
+    def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
+        """Return a sample up to the end of its step; None where that is not known yet, and a next part is queued."""
+        asked, index = self._place[name]
+        prefix = asked.prefixes.get(index, ())
+        earlier = asked.parts.pop(index, None)
+        drawn = response if earlier is None else self._joined(earlier, response)
+        so_far = prefix + drawn.token_ids
+        is_over = drawn.finish == "stop" or len(so_far) >= self._sampling.max_new_tokens
+        if self._stops is None or is_over or (earlier is None and drawn.finish != "step"):
+            return drawn
+        end = self._stops.first_end(so_far, after=len(prefix))
+        if end is not None and end.is_settled:
+            asked.thrown += len(so_far) - end.num_tokens
+            return self._ended(prefix, drawn, end.num_tokens, earlier)
+        asked.parts[index] = drawn
+        self._draw(name, so_far, to_step_end=True, only=None if end is None else 1)
+        return None
+
+    def _joined(self, earlier: Response, response: Response) -> Response:
+        """Return two parts of a sample as one."""
+        token_ids = earlier.token_ids + response.token_ids
+        text, logprob = self._chat.decode(token_ids), earlier.logprob + response.logprob
+        return replace(response, text=text, token_ids=token_ids, logprob=logprob)
+
+    def _ended(self, prefix: tuple[int, ...], drawn: Response, end: int, earlier: Response | None) -> RecordedResponse:
+        """Return a sample up to where its step ended; what was drawn behind it, to tell that, is drawn again.
+
+        Its chance and its P(True) are known where a part of the sample ended there.
+        """
+        kept = drawn.token_ids[: end - len(prefix)]
+        for part in (drawn, earlier):
+            if part is not None and part.token_ids == kept:
+                return continued(prefix, replace(part, finish="step"), self._chat.decode)
+        cut = continued(prefix, replace(drawn, token_ids=kept, finish="step"), self._chat.decode)
+        return replace(cut, logprob=None, yes_mass=None, no_mass=None)
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions; the engine is told once for all of them."""
+        for name in question_ids:
+            self._prompts.pop(name, None)
+        ended = [asked for name in question_ids if (asked := self._open.pop(name, None)) is not None]
+        pending = {name for asked in ended for name in asked.pending}
+        submitted = pending - self._queue.keys()
+        drawn = self._engine.cancel(submitted) if submitted else {}
+        self._queue = {name: request for name, request in self._queue.items() if name not in pending}
+        wasted = {asked.question.id: self._waste(asked, drawn) for asked in ended}
+        for name in pending:
+            del self._place[name]
+        return dict.fromkeys(question_ids, Waste()) | wasted
+
+    def _waste(self, asked: _Asked, drawn: Mapping[str, int]) -> Waste:
+        """Return what a question had cost beyond what was delivered; ``drawn`` is what the engine threw away."""
+        parts = {name: asked.parts.get(self._place[name][1]) for name in asked.pending}
+        cut = [
+            drawn.get(name, 0) + (0 if part is None else len(part.token_ids))
+            for name, part in parts.items()
+            if name in drawn or part is not None
+        ]
+        whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
+        return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole) + asked.thrown)
+
+    def _begin(self, question_id: str) -> _Asked:
+        question, prompt_ids = self._prompts[question_id]
+        judge = Judge(question, self._tasks(question.task), round=self._round)
+        asked = self._open[question_id] = _Asked(question, prompt_ids, judge)
+        return asked
+
+    def _finished_responses(self) -> dict[str, Response | None]:
+        """Return what finished, by request; None for what was not answered."""
+        try:
+            responses = self._engine.poll()
+        except RequestsFailedError as error:
+            self.failed += len(error.failures)
+            if self._on_failed is not None:
+                self._on_failed(str(error))
+            for name, failure in error.failures.items():
+                self._row.add(name, self._place[name][0].question.id, failure)
+            return dict.fromkeys(error.failures)
+        if not responses:
+            raise RunError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+        self._row.clear()
+        return {response.request_id: response for response in responses}
+
+    def _judged(self, asked: _Asked) -> Iterable[Sample]:
+        """Yield the samples whose predecessors are all there."""
+        while asked.delivered in asked.finished:
+            response = asked.finished.pop(asked.delivered)
+            asked.delivered += 1
+            prefix = asked.prefixes.pop(asked.delivered - 1, ())
+            if isinstance(response, Response) and prefix:
+                response = continued(prefix, response, self._chat.decode)
+            yield add_scores(asked.judge.read(response), self._scorers)
+
+
+def _num_drawn(response: Response | RecordedResponse) -> int:
+    """Return how many tokens of a response were drawn, and did not stand already."""
+    stood = 0 if isinstance(response, Response) else response.prefix_tokens
+    return len(response.token_ids or ()) - stood
+
+
+class ReplaySource:
+    """Gives recorded samples, in their order; ids, answers and ``correct`` are those of the record.
+
+    A sample that is started has been generated whole, so that speculation is counted at its full price here.
+
+    Args:
+        pool: The recorded samples.
+        scorers: Add further confidences to every sample.
+        query_tokens: Tokens of the confidence query, counted with every sample where the strategy or a scorer reads
+            P(True).
+        target: Samples to keep in flight. With 1, one question follows the other.
+
+    Attributes:
+        query_tokens: Tokens that the confidence query costs a sample in this run.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[QuestionSamples],
+        *,
+        scorers: Sequence[SampleScorer] = (),
+        query_tokens: int = 0,
+        target: int = 1,
+    ) -> None:
+        if target < 1:
+            raise InputError(f"Expected `target` to be at least 1, but got {target}.")
+        self._pool = {entry.question.id: entry for entry in pool}
+        if len(self._pool) < len(pool):
+            raise InputError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
+        self._scorers, self._suffix_tokens, self._target = scorers, query_tokens, target
+        self._scored: dict[str, tuple[Sample, ...]] = {}
+        self._started: dict[str, int] = {}
+        self._queue: deque[Sample] = deque()
+        self.query_tokens = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that the next poll returns."""
+        return len(self._queue)
+
+    @property
+    def target(self) -> int:
+        """Number of samples to keep in flight."""
+        return self._target
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Score the samples of ``questions``; see ``SampleSource``."""
+        if missing := [question.id for question in questions if question.id not in self._pool]:
+            raise InputError(
+                f"Expected all questions to be in the pool, but {len(missing)} of {len(questions)} are not, the first "
+                f"of them {missing[0]!r}. Sample them first (`selfcal generate`), or leave them out."
+            )
+        self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
+        entries = [self._pool[question.id] for question in questions]
+        scored = {
+            entry.question.id: tuple(add_scores(sample, self._scorers) for sample in entry.samples) for entry in entries
+        }
+        if confidence is not None:
+            check_confidence((QuestionSamples(e.question, scored[e.question.id], e.split) for e in entries), confidence)
+        self._scored |= scored
+        self._started |= dict.fromkeys(scored, 0)
+
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+        """Queue the next recorded samples of a question, fewer than ``count`` where the record ends."""
+        refuse_parts(kind)
+        start = self._started[question_id]
+        samples = self._scored[question_id][start : start + count]
+        self._started[question_id] += len(samples)
+        self._queue.extend(samples)
+        return len(samples)
+
+    def poll(self) -> list[Sample]:
+        """Return what was queued."""
+        samples = list(self._queue)
+        self._queue.clear()
+        return samples
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions; what was queued for them counts as generated."""
+        ended = set(question_ids)
+        for name in ended:
+            self._scored.pop(name, None)
+        dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
+        self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
+        return {
+            name: Waste(len(samples), total_tokens(samples, self.query_tokens)) for name, samples in dropped.items()
+        }
+
+
+def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:
+    """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted.
+
+    Each Ask is answered with the next samples, fewer of them (at last none) where the record ends.
+
+    Raises:
+        InputError: The strategy asks for anything but whole responses.
+    """
+    solving = strategy.solve(entry.question)
+    position = 0
+    try:
+        ask = next(solving)
+        while True:
+            refuse_parts(ask.kind)
+            batch = list(entry.samples[position : position + ask.num_samples])
+            position += len(batch)
+            ask = solving.send(batch)
+    except StopIteration as stop:
+        verdict: Verdict = stop.value
+        return verdict

@@ -1,0 +1,446 @@
+"""Confidence-guided early stopping: the posterior over the answers, from the probability that each sample is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.inference.base import (
+    Ask,
+    Solving,
+    check_budget,
+    check_confidence_name,
+    check_threshold,
+    leader,
+    make_verdict,
+    share_of,
+    vote_confidence,
+    weigh_votes,
+)
+from selfcal_lightning.inference.vectorised import (
+    UNREADABLE,
+    CurveOutcome,
+    PoolArrays,
+    Votes,
+    as_budgets,
+    as_thresholds,
+    first_crossing,
+    outcome_at,
+    right_codes,
+    vote_leader,
+    votes_of,
+)
+from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
+from selfcal_lightning.records import Question, Sample, Verdict
+
+Fallback = Literal["weighted_vote", "best", "last"]
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Stop at the first sample whose confidence is at least the threshold, and give its answer.
+
+    Where no sample of the budget reaches it, the fallback decides: ``weighted_vote`` (the largest sum of confidences),
+    ``best`` (the first sample of maximal confidence) or ``last`` (the last vote). Unreadable samples, and those without
+    the confidence, neither stop it nor vote. The verdict's confidence is the highest among the samples that gave its
+    answer, so that a verdict reached by the fallback never stands above one that reached the threshold.
+
+    Attributes:
+        threshold: Confidence, in [0, 1], that suffices.
+        max_samples: Samples after which it gives up.
+        confidence: Name of the confidence.
+        fallback: What decides where no sample suffices.
+
+    Example:
+        >>> EarlyStopping(threshold=0.9).fallback
+        'weighted_vote'
+
+    Reference:
+        Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 5. Its offline
+        comparison falls back to the weighted vote, its online sampler to the last sample.
+    """
+
+    name: ClassVar[str] = "early_stopping"
+    grid_parameter: ClassVar[str] = "threshold"
+
+    threshold: float = 0.9
+    max_samples: int = 16
+    confidence: str = "p_true"
+    fallback: Fallback = "weighted_vote"
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+        check_budget(self.max_samples)
+        check_confidence_name(self.confidence)
+        if self.fallback not in get_args(Fallback):
+            known = ", ".join(map(repr, get_args(Fallback)))
+            raise InputError(f"Expected `fallback` to be one of {known}, but got {self.fallback!r}.")
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for one sample at a time; stop at the first that suffices."""
+        samples: list[Sample] = []
+        while len(samples) < self.max_samples:
+            drawn = yield Ask(1)
+            if not drawn:
+                break
+            samples += drawn
+            value = vote_confidence(drawn[0], self.confidence)
+            if value is not None and value >= self.threshold:
+                return make_verdict(question, samples, drawn[0].answer, confidence=value, stopped_early=True)
+        return self._give_up(question, samples)
+
+    def _give_up(self, question: Question, samples: Sequence[Sample]) -> Verdict:
+        votes = [(value, s.answer) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
+        answer: str | None = None
+        if votes and self.fallback == "last":
+            answer = votes[-1][1]
+        elif votes and self.fallback == "best":
+            answer = max(votes, key=lambda vote: vote[0])[1]
+        elif votes:
+            answer = leader(weigh_votes(samples, self.confidence))
+        best = max((value for value, given in votes if given == answer), default=None)
+        return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
+
+    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
+        votes = votes_of(pool, weighted=True, width=self.max_samples)
+        scores = np.where(votes.is_vote, votes.weight, -np.inf)
+        crossing = first_crossing(scores, as_thresholds(grid))
+        return outcome_at(crossing, votes.code, fallback=self._fallback_answer(votes, scores), length=pool.length)
+
+    def _fallback_answer(self, votes: Votes, scores: NDArray[np.float64]) -> NDArray[np.integer]:
+        """Return the code of the fallback's answer [Q]; -1 without votes."""
+        if self.fallback == "weighted_vote":
+            return vote_leader(votes, votes.weight)
+        if not scores.shape[1]:
+            return np.full(len(scores), UNREADABLE)
+        if self.fallback == "best":
+            position = scores.argmax(axis=1)
+        else:
+            position = votes.is_vote.shape[1] - 1 - votes.is_vote[:, ::-1].argmax(axis=1)
+        # Where there is no vote at all, any position holds the code -1.
+        return np.take_along_axis(votes.code, position[:, None], axis=1)[:, 0]
+
+
+Mode = Literal["sliding", "disjoint"]
+
+
+@dataclass(frozen=True)
+class WindowStopping:
+    """Stop when ``window`` answers in a row are the same, and give that answer; else vote over all samples.
+
+    ``disjoint`` is the published method: windows do not overlap, and a whole window is asked for at a time.
+    ``sliding`` looks at the last ``window`` answers after every sample. Windows are made of readable answers: an
+    unreadable one is skipped, and costs a sample. The verdict's confidence is the answer's share of all votes.
+
+    A question whose windows never agree falls back to the majority by itself. The offline comparison of the
+    Self-Calibration system gives up a window size for *all* questions as soon as one never agrees.
+
+    Attributes:
+        window: Answers that must agree.
+        max_samples: Samples after which it votes.
+        mode: Which windows are looked at.
+
+    Example:
+        >>> WindowStopping(window=4).mode
+        'disjoint'
+
+    Reference:
+        Li et al., Escape Sky-high Cost: Early-stopping Self-Consistency for Multi-step Reasoning, arXiv 2401.10480.
+    """
+
+    name: ClassVar[str] = "window_stopping"
+    grid_parameter: ClassVar[str] = "window"
+    confidence: ClassVar[None] = None
+
+    window: int = 4
+    max_samples: int = 16
+    mode: Mode = "disjoint"
+
+    def __post_init__(self) -> None:
+        check_budget(self.window, "window")
+        check_budget(self.max_samples)
+        if self.mode not in get_args(Mode):
+            known = ", ".join(map(repr, get_args(Mode)))
+            raise InputError(f"Expected `mode` to be one of {known}, but got {self.mode!r}.")
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for one sample (sliding) or for the rest of a window (disjoint) at a time."""
+        samples: list[Sample] = []
+        in_window: list[str] = []
+        stopped = False
+        while len(samples) < self.max_samples and not stopped:
+            missing = 1 if self.mode == "sliding" else self.window - len(in_window)
+            drawn = yield Ask(min(missing, self.max_samples - len(samples)))
+            if not drawn:
+                break
+            samples += drawn
+            in_window += [sample.answer for sample in drawn if sample.answer is not None]
+            if len(in_window) >= self.window:
+                stopped = len(set(in_window)) == 1
+                in_window = in_window[1:] if self.mode == "sliding" else []
+        votes = weigh_votes(samples, None)
+        # A window that agrees need not be the majority.
+        answer = drawn[-1].answer if stopped else leader(votes)
+        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=stopped)
+
+    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+        """Return the outcome at every window of ``grid``; equals ``solve`` on the samples in the pool's order."""
+        windows = as_budgets(grid, "window")
+        votes = votes_of(pool, weighted=False, width=self.max_samples)
+        streak = _streaks(votes)
+        if self.mode == "sliding":
+            crossing = first_crossing(np.where(votes.is_vote, streak, -np.inf), windows)
+        else:
+            crossing = _disjoint_crossing(votes, streak, windows)
+        return outcome_at(crossing, votes.code, fallback=vote_leader(votes, votes.weight), length=pool.length)
+
+
+def _streaks(votes: Votes) -> Integers:
+    """Return how many votes in a row, this one included, gave the same answer [Q, W]; kept where there is no vote."""
+    num_questions, width = votes.code.shape
+    streak = np.zeros((width, num_questions), dtype=np.int64)
+    last, length = np.full(num_questions, UNREADABLE, dtype=np.int64), np.zeros(num_questions, dtype=np.int64)
+    for number, (code, is_vote) in enumerate(zip(votes.code.T, votes.is_vote.T, strict=True)):
+        length = np.where(is_vote, np.where(code == last, length + 1, 1), length)
+        last = np.where(is_vote, code, last)
+        streak[number] = length
+    return streak.T
+
+
+def _disjoint_crossing(votes: Votes, streak: Integers, windows: Integers) -> Integers:
+    """Return the sample that completes the first disjoint window that agrees [G, Q]; W where none does."""
+    num_questions, width = votes.code.shape
+    crossing = np.full((len(windows), num_questions), width, dtype=np.int64)
+    rank = np.cumsum(votes.is_vote.T, axis=0, dtype=np.int32).T
+    # The votes that may complete a window, question by question: fewer and fewer as windows grow.
+    row, column = np.nonzero(votes.is_vote)
+    rank, length = rank[row, column], streak[row, column]
+    for index in np.argsort(windows, kind="stable"):
+        window = int(windows[index])
+        enough = length >= window
+        row, column, rank, length = row[enough], column[enough], rank[enough], length[enough]
+        completes = rank % window == 0
+        found, at = row[completes], column[completes]
+        is_first = np.diff(found, prepend=-1) > 0
+        crossing[index, found[is_first]] = at[is_first]
+    return crossing
+
+
+# Rounded here, the posterior after one sample of confidence .7 is .7 and meets that threshold.
+_DECIMALS = 12
+_UNITS = 2.0**40
+
+
+@dataclass(frozen=True)
+class CGES:
+    r"""Stop as soon as one answer is probably right, by Bayes' rule on calibrated confidences.
+
+    Assume one right answer among M = ``wrong_answers`` + 1 equally likely ones. Sample i gives answer y_i and is right
+    with its calibrated probability c_i; if it is wrong, it gives each of the M - 1 wrong answers with equal chance, so
+    ``P(y_i | truth a) = c_i`` if y_i = a and ``(1 - c_i) / (M - 1)`` if not. Divided by the product of the latter over
+    all samples, which no answer can change, the likelihood of answer a in logarithms is
+
+    ``s_a = sum_{i: y_i = a} [log c_i - log(1 - c_i) + log(M - 1)]``,
+
+    and that of each of the M - D answers that nobody gave (D answers were given) is 0. With the weight r below,
+
+    ``P(a right) = exp(r s_a) / (sum_b exp(r s_b) + M - D)``.
+
+    The rest of the mass says that no answer seen is right. It makes one sample's posterior its own confidence, so that
+    the threshold means what it says. Where D exceeds M, D takes its place.
+
+    **Samples are not independent.** A confidence that says how hard the *question* is comes back with every sample, and
+    wrong samples repeat one another, so the plain product (r = 1) is overconfident. The n votes are therefore taken for
+    ``n / (1 + (n - 1) (1 - evidence))`` independent ones, as in a survey whose answers are correlated by
+    1 - ``evidence``, hence ``r = 1 / (1 + (n - 1) (1 - evidence))``: 1 is the product, 0 takes further samples for
+    copies; the first sample keeps its full weight. :func:`fit_evidence` finds it on a calibration split.
+
+    It starts with the first sample. Unreadable samples, and those without the confidence, carry no evidence. Without a
+    stop the answer of the largest posterior is given. The verdict's confidence is that posterior.
+
+    Attributes:
+        threshold: Posterior, in [0, 1], that suffices.
+        max_samples: Budget for a question.
+        confidence: Name of a calibrated probability that a sample is right.
+        wrong_answers: Number of different wrong answers assumed possible. Agreement weighs the more the larger it is.
+        evidence: What a further sample tells beyond the first, in [0, 1].
+        clamp: Confidences are moved into [clamp, 1 - clamp], so that no single sample decides for ever.
+
+    Raises:
+        ValueError: If a field is out of range; while solving, if a confidence is no probability.
+
+    Example:
+        >>> strategy = CGES(threshold=0.9, wrong_answers=4)
+        >>> strategy.confidence, strategy.evidence
+        ('p_true', 1.0)
+
+    Reference:
+        After the idea of Aghazadeh et al., CGES: Confidence-Guided Early Stopping for Efficient and Accurate
+        Self-Consistency, arXiv 2511.02603. The likelihood, the answers not seen and ``evidence`` are derived here; the
+        effective number of samples is Kish, Survey Sampling, 1965.
+    """
+
+    name: ClassVar[str] = "cges"
+    grid_parameter: ClassVar[str] = "threshold"
+
+    threshold: float = 0.95
+    max_samples: int = 16
+    confidence: str = "p_true"
+    wrong_answers: int = 5
+    evidence: float = 1.0
+    clamp: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+        check_budget(self.max_samples)
+        check_confidence_name(self.confidence)
+        check_positive(self.wrong_answers, "wrong_answers")
+        check_threshold(self.evidence, "evidence")
+        if not 0.0 < self.clamp < 0.5:
+            raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp}.")
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for one sample at a time until the posterior of the leader suffices."""
+        samples: list[Sample] = []
+        answer, posterior = None, None
+        while len(samples) < self.max_samples:
+            drawn = yield Ask(1)
+            if not drawn:
+                break
+            samples += drawn
+            answer, posterior = self._judge(samples)
+            if posterior is not None and posterior >= self.threshold:
+                return make_verdict(question, samples, answer, confidence=posterior, stopped_early=True)
+        return make_verdict(question, samples, answer, confidence=posterior, stopped_early=False)
+
+    def _judge(self, samples: Sequence[Sample]) -> tuple[str | None, float | None]:
+        """Return the leading answer and its posterior; two None without evidence."""
+        votes = [(s.answer, c) for s in samples if (c := vote_confidence(s, self.confidence)) is not None]
+        if not votes:
+            return None, None
+        log_odds = self._log_odds(np.array([confidence for _, confidence in votes]))
+        state: dict[str | None, tuple[float, int]] = {}
+        for (answer, _), value in zip(votes, log_odds.tolist(), strict=True):
+            total, count = state.get(answer, (0.0, 0))
+            state[answer] = total + value, count + 1
+        sums, counts = np.array([*state.values()]).T[:, :, None]
+        scores = self._scores(sums, counts, np.array([len(state)]), np.array([len(votes)]))
+        return [*state][int(scores.argmax())], float(self._leader_posterior(scores, np.array([len(state)]))[0])
+
+    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
+        thresholds = as_thresholds(grid)
+        shape = pool.answer[:, : self.max_samples].shape
+        leaders, posterior = np.full(shape, UNREADABLE, dtype=np.int64), np.full(shape, -np.inf)
+        for column, (codes, value) in enumerate(self._walk(pool)):
+            leaders[:, column], posterior[:, column] = codes, value
+        fallback = leaders[:, -1] if shape[1] else np.full(shape[0], UNREADABLE)
+        return outcome_at(first_crossing(posterior, thresholds), leaders, fallback=fallback, length=pool.length)
+
+    def _walk(self, pool: PoolArrays) -> Iterator[tuple[Integers, Floats]]:
+        """Yield, after each sample, the leader's code [Q] (-1 without votes) and its posterior [Q] (-inf without)."""
+        votes = votes_of(pool, weighted=True, width=self.max_samples)
+        log_odds = np.where(votes.is_vote, self._log_odds(votes.weight), 0.0)
+        # Rows stand in the order of the first votes: the first maximum is the answer first seen, and after n samples
+        # only the first n rows hold an answer.
+        order = np.argsort(votes.precedence[:-1], axis=0, kind="stable")
+        num_answers, num_questions = order.shape
+        place = np.full((num_answers + 1, num_questions), num_answers)  # the last row is for what is no vote
+        np.put_along_axis(place, order, np.arange(num_answers)[:, None], axis=0)
+        sums, counts = np.full((num_answers + 1, num_questions), -np.inf), np.zeros((num_answers + 1, num_questions))
+        distinct, num_votes = np.zeros((2, num_questions), dtype=np.int64)
+        every = np.arange(num_questions)
+        for column, is_vote in enumerate(votes.is_vote.T):
+            row = place[votes.code[:, column], every]
+            is_new = counts[row, every] == 0.0
+            sums[row, every] = np.where(is_new, 0.0, sums[row, every]) + log_odds[:, column]
+            counts[row, every] += is_vote
+            distinct, num_votes = distinct + (is_new & is_vote), num_votes + is_vote
+            width = max(min(column + 1, num_answers), 1)
+            scores = self._scores(sums[:width], counts[:width], distinct, num_votes)
+            posterior = self._leader_posterior(scores, distinct)
+            best = order[scores.argmax(axis=0), every] if num_answers else every
+            yield np.where(num_votes > 0, best, UNREADABLE), np.where(num_votes > 0, posterior, -np.inf)
+
+    def _log_odds(self, confidence: Floats) -> Floats:
+        """Return log c - log(1 - c) of confidences, clamped; nan stays."""
+        outside = (confidence < 0.0) | (confidence > 1.0)
+        if outside.any():
+            raise InputError(
+                f"Expected the confidence {self.confidence!r} to be a probability in [0, 1], but got "
+                f"{confidence[outside].flat[0]:g}. Fit a scaler on a calibration split and take its output."
+            )
+        clamped = confidence.clip(self.clamp, 1.0 - self.clamp)
+        # Multiples of 2^-40 add up exactly, in whatever order.
+        return np.asarray(np.round((np.log(clamped) - np.log1p(-clamped)) * _UNITS) / _UNITS)
+
+    def _scores(self, sums: Floats, counts: Floats, distinct: Integers, num_votes: Integers) -> Floats:
+        """Return r s_a of every answer [D, Q] from its sum of log-odds and its votes; -inf where the sum is."""
+        wrong = np.maximum(self.wrong_answers, distinct - 1)
+        discount = 1.0 + (np.maximum(num_votes, 1) - 1) * (1.0 - self.evidence)
+        return np.asarray((sums + counts * np.log(wrong)) / discount)
+
+    def _leader_posterior(self, scores: Floats, distinct: Integers) -> Floats:
+        """Return the posterior [Q] of the answer of the largest score, out of those seen [D, Q] and those not seen."""
+        unseen = np.maximum(self.wrong_answers + 1 - distinct, 0)
+        best = scores.max(axis=0)
+        peak = np.maximum(best, 0.0)  # no exponent below is positive
+        mass = np.exp(scores - peak).sum(axis=0) + unseen * np.exp(-peak)
+        return np.asarray(np.round(np.exp(best - peak) / mass, _DECIMALS))
+
+
+def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
+    """Fit ``CGES.evidence`` so that the leader's posterior is the chance that it is right, at every sample.
+
+    It maximises ``mean [right log p + (1 - right) log(1 - p)]`` over the questions and over the first n samples of
+    each, n = 1 .. ``max_samples``, with p the posterior of the answer that leads after n samples.
+
+    Args:
+        pool: Samples of a calibration split with known correctness, and the strategy's confidence.
+        strategy: Its other fields are kept; None takes the defaults.
+
+    Returns:
+        The exponent's parameter in [0, 1], to about .001; ``replace(strategy, evidence=...)`` uses it.
+
+    Raises:
+        ValueError: If the pool has no right answer at all (is it labelled?), or a confidence is no probability.
+
+    Example:
+        >>> from selfcal_lightning.inference.vectorised import PoolArrays
+        >>> answer, right = np.array([[0, 0], [0, 0]], dtype=np.int32), np.array([[True, True], [False, False]])
+        >>> confidence, tokens = np.full((2, 2), 0.5), np.ones((2, 2), dtype=np.int64)
+        >>> pool = PoolArrays(("a", "b"), np.array([2, 2]), answer, confidence, right, tokens)
+        >>> fit_evidence(pool)  # the second sample repeats the first
+        0.0
+    """
+    from scipy.optimize import minimize_scalar  # slow to import, and only a fit needs it
+
+    strategy = CGES() if strategy is None else strategy
+    if not pool.correct.any():
+        raise InputError("Expected `pool` to hold right answers, but got none. Sample a split with references.")
+
+    def loss(evidence: float) -> float:
+        return _log_loss(replace(strategy, evidence=float(evidence)), pool)
+
+    grid = np.linspace(0.0, 1.0, 11)
+    start = int(np.argmin([loss(value) for value in grid]))
+    bounds = grid[max(start - 1, 0)], grid[min(start + 1, len(grid) - 1)]
+    found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-3}).x)
+    return min((found, float(grid[start])), key=loss)
+
+
+def _log_loss(strategy: CGES, pool: PoolArrays) -> float:
+    """Return the mean negative log-likelihood of the leaders' correctness under their posteriors."""
+    rows, losses = np.arange(len(pool.answer)), [np.zeros(0)]
+    right = right_codes(pool.answer, pool.correct)
+    for column, (codes, posterior) in enumerate(strategy._walk(pool)):
+        known = (codes != UNREADABLE) & (column < pool.length)
+        chance = posterior[known].clip(1e-12, 1.0 - 1e-12)
+        losses.append(-np.log(np.where(right[rows, codes][known], chance, 1.0 - chance)))
+    return float(np.concatenate(losses).mean())

@@ -1,0 +1,492 @@
+"""Thresholds chosen on a calibration split: for a budget, for an accuracy, or with a guarantee and an abstain option.
+
+A strategy's own threshold decides when it stops: :func:`fit_budget_threshold` and :func:`fit_accuracy_threshold` choose
+it, which promises nothing on other questions. :func:`fit_risk_threshold` decides afterwards which verdicts are given
+and which are withheld, with a guarantee. All test the very procedure that will be used: no calibration question may
+have fewer responses than the strategy may draw. All refuse questions that a scaler or a fusion in use was fitted on,
+and remember their own, so that nothing is reported on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.thresholds import (
+    CalibrationPool,
+    FittedThreshold,
+    TargetKind,
+    calibration_pool,
+    check_guide,
+    fields_of,
+    ready_entries,
+)
+from selfcal_lightning.inference.vectorised import (
+    NUM_RESHUFFLES,
+    SEED,
+    GridStrategy,
+    Orders,
+    PoolArrays,
+    curve_of,
+    right_codes,
+    with_setting,
+)
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.curves import best_setting_within, cheapest_setting_reaching
+from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold, guided_grid
+from selfcal_lightning.records import QuestionSamples
+
+# Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
+THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
+NUM_QUANTILES = 50
+# Whole numbers in the smallest type that holds them, or floats.
+Numbers: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GridOutcome:
+    """A strategy at G settings on Q questions, as sums over the orders of the samples: whole numbers, kept small.
+
+    Attributes:
+        grid: The settings, G.
+        sum_correct: Orders in which the verdict is right [G, Q]; no readable answer is wrong.
+        sum_samples: Samples used [G, Q].
+        sum_tokens: Tokens of these samples [G, Q]; None where lengths are unknown or were not asked for.
+        num_orders: How many orders were added up.
+    """
+
+    grid: tuple[float, ...]
+    sum_correct: Numbers = field(repr=False)
+    sum_samples: Numbers = field(repr=False)
+    sum_tokens: Numbers | None = field(default=None, repr=False)
+    num_orders: int = 1
+
+    @property
+    def num_questions(self) -> int:
+        """Q."""
+        return self.sum_correct.shape[1]
+
+    @property
+    def correct(self) -> Floats:
+        """Share of the orders in which the verdict is right [G, Q]; made anew by each call."""
+        return self.sum_correct / self.num_orders
+
+    @property
+    def samples(self) -> Floats:
+        """Samples used, the mean over the orders [G, Q]; made anew by each call."""
+        return self.sum_samples / self.num_orders
+
+    @property
+    def tokens(self) -> Floats | None:
+        """Tokens of these samples, the mean over the orders [G, Q], or None; made anew by each call."""
+        return None if self.sum_tokens is None else self.sum_tokens / self.num_orders
+
+    @cached_property
+    def accuracy(self) -> Floats:
+        """Accuracy at each setting [G]."""
+        return self.correct.mean(axis=1)
+
+    @cached_property
+    def mean_samples(self) -> Floats:
+        """Mean number of samples at each setting [G]."""
+        return self.samples.mean(axis=1)
+
+    @cached_property
+    def mean_tokens(self) -> Floats | None:
+        """Mean number of tokens at each setting [G], or None."""
+        tokens = self.tokens
+        return None if tokens is None else tokens.mean(axis=1)
+
+
+class GridSums:
+    """Adds up what a strategy does over the orders of a pool.
+
+    Args:
+        strategy: The strategy.
+        grid: Values of its grid parameter, G.
+        num_questions: Q.
+        num_orders: Orders that will be added.
+        width: Samples of each question in an order.
+        most_tokens: The most that the samples of one question cost in an order; None where that is unknown.
+    """
+
+    def __init__(
+        self,
+        strategy: GridStrategy,
+        grid: Sequence[float],
+        num_questions: int,
+        *,
+        num_orders: int,
+        width: int,
+        most_tokens: float | None = None,
+    ) -> None:
+        shape = len(grid), num_questions
+        self._strategy, self._grid, self._num_orders = strategy, tuple(grid), num_orders
+        self._correct = np.zeros(shape, dtype=np.min_scalar_type(num_orders))
+        self._samples = np.zeros(shape, dtype=np.min_scalar_type(num_orders * width))
+        self._tokens: Numbers | None = None
+        if most_tokens is not None:
+            self._tokens = np.zeros(shape, dtype=np.min_scalar_type(num_orders * max(int(most_tokens), 1)))
+
+    def add(
+        self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
+    ) -> None:
+        """Run the strategy on r orders of q questions, one below the other.
+
+        Args:
+            pool: The samples [r * q, N].
+            right: Whether each answer code is right [r * q, K + 1], see ``orders.right_codes``.
+            spent: Tokens of the first n samples [r * q, N + 1]; read where the most of them is known.
+            questions: Which of the questions.
+        """
+        outcome = curve_of(self._strategy, pool, self._grid)
+        rows = np.arange(outcome.answer.shape[1])
+        _add(self._correct[:, questions], right[rows, outcome.answer])
+        _add(self._samples[:, questions], outcome.used)
+        if self._tokens is not None and spent is not None:
+            _add(self._tokens[:, questions], spent[rows, outcome.used])
+
+    def outcome(self) -> GridOutcome:
+        """Return what was added up, all orders having been added."""
+        return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
+
+
+def _add(sums: Numbers, values: np.ndarray) -> None:
+    """Add values [G, r * q] of r orders to sums [G, q], in place."""
+    num_settings, num_questions = sums.shape
+    sums += values.reshape(num_settings, -1, num_questions).sum(axis=1, dtype=np.float64).astype(sums.dtype)
+
+
+def grid_outcome(
+    strategy: GridStrategy,
+    pool: Sequence[QuestionSamples],
+    grid: Sequence[float],
+    *,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> GridOutcome:
+    """Return what ``strategy`` costs and reaches at every value of ``grid``.
+
+    Args:
+        strategy: The strategy; no question may have fewer samples than it draws at any value.
+        pool: Questions with references.
+        grid: Values of the field ``strategy.grid_parameter``.
+        num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
+        seed: Of these orders.
+    """
+    if not len(grid):
+        raise InputError("Expected `grid` to hold at least one value, but got none.")
+    arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
+    width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
+    if width > fewest:
+        raise InputError(
+            f"Expected `grid` to ask for at most the {fewest} samples that every question has, but got {width}. Leave "
+            "larger values out, or sample more."
+        )
+    orders = Orders(arrays.length, width, num_reshuffles, seed)
+    sums = GridSums(strategy, grid, len(arrays.length), num_orders=orders.num_orders, width=width)
+    for block in orders.blocks():
+        ordered = arrays.in_orders(block.position, block.questions)
+        sums.add(ordered, right_codes(ordered.answer, ordered.correct), None, block.questions)
+    return sums.outcome()
+
+
+def grid_of(
+    strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Return the settings of a strategy that are worth trying, rising.
+
+    Args:
+        strategy: The strategy; a number of samples goes up to its budget.
+        thresholds: For a strategy whose setting is a threshold.
+        values: Values that the confidence takes: further thresholds of the strategy that compares it with one.
+
+    Example:
+        >>> grid_of(EarlyStopping(), thresholds=(0.5, 0.9), values=(0.71,))
+        (0.5, 0.71, 0.9)
+    """
+    if strategy.grid_parameter == "threshold":
+        more = values if isinstance(strategy, EarlyStopping) else ()
+        return tuple(sorted({*thresholds, *more}))
+    least = min(2, strategy.max_samples) if strategy.grid_parameter == "window" else 1
+    return tuple(range(least, strategy.max_samples + 1))
+
+
+def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[float, ...]:
+    """Return fifty quantiles of a confidence, those in [0, 1]: a narrow range needs thresholds of its own."""
+    values = [
+        value
+        for entry in pool
+        for sample in entry.samples
+        if sample.answer is not None and (value := confidence_of(sample, name)) is not None
+    ]
+    levels = np.quantile(values, np.linspace(0.01, 0.99, NUM_QUANTILES)) if values else np.zeros(0)
+    return tuple(round(float(level), 6) for level in levels if 0.0 <= level <= 1.0)
+
+
+def as_gridded(strategy: Strategy) -> GridStrategy:
+    """Return ``strategy``, which names the field that a grid sets; raise InputError where it names none."""
+    if not isinstance(strategy, GridStrategy):
+        raise InputError(
+            f"Expected {strategy.name} to name the field that its settings are tried by as `grid_parameter`, but got "
+            "none. Add one to its class, such as `grid_parameter: ClassVar[str] = 'max_samples'`."
+        )
+    return strategy
+
+
+class NoThresholdError(InputError):
+    """No threshold keeps the risk with the confidence asked for.
+
+    Attributes:
+        certificate: What was found, and what was missing (``shortfall``).
+    """
+
+    def __init__(self, certificate: Certificate) -> None:
+        super().__init__(certificate.message)
+        self.certificate = certificate
+
+
+def fit_budget_threshold(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    grid: Sequence[float] | None = None,
+    *,
+    budget: float,
+    scorers: Sequence[FittedScorer] = (),
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> FittedThreshold:
+    """Choose the value of best accuracy among those that use no more than ``budget`` samples a question on average.
+
+    Of equal accuracies the cheapest is taken, of equal costs the first of the grid.
+
+    Args:
+        strategy: The strategy, which names its ``grid_parameter``; its other fields stay as they are.
+        pool: Calibration questions with references.
+        grid: Values to choose from; None takes ``threshold_grids.grid_of`` with the quantiles of the confidence.
+        budget: Mean samples used.
+        scorers: Fitted confidences to put on the samples; none may have been fitted on a question of ``pool``.
+        num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
+        seed: Of these orders.
+
+    Raises:
+        MissingConfidenceError: A question lacks the confidence that the strategy reads.
+        ValueError: No value keeps the budget, the strategy may draw more than a question has, a scorer was fitted on a
+            question of ``pool``, or an argument is wrong.
+    """
+    if not budget > 0.0:
+        raise InputError(f"Expected `budget` to be positive, but got {budget}.")
+    calibration = calibration_pool(strategy, pool, scorers)
+    outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
+    return threshold_for_budget(as_gridded(strategy), calibration, outcome, budget)
+
+
+def threshold_for_budget(
+    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
+) -> FittedThreshold:
+    """Choose as :func:`fit_budget_threshold` does from what the strategy was found to cost and reach.
+
+    Args:
+        strategy: The strategy.
+        calibration: The questions that ``outcome`` comes from.
+        outcome: At every value to choose from.
+        budget: Mean samples used.
+
+    Raises:
+        ValueError: No value keeps the budget.
+    """
+    best = best_setting_within(outcome.mean_samples, outcome.accuracy, budget)
+    if best is None:
+        cheapest = int(outcome.mean_samples.argmin())
+        raise InputError(
+            f"Expected a value of the grid to use at most {budget:g} samples on average, but the cheapest, "
+            f"{outcome.grid[cheapest]:g}, uses {outcome.mean_samples[cheapest]:.2f}. Widen the grid."
+        )
+    return _chosen(strategy, calibration, outcome, best, "budget", budget)
+
+
+def fit_accuracy_threshold(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    grid: Sequence[float] | None = None,
+    *,
+    accuracy: float,
+    scorers: Sequence[FittedScorer] = (),
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> FittedThreshold:
+    """Choose the cheapest value whose accuracy on the calibration questions reaches ``accuracy``.
+
+    Of equal costs the more accurate is taken. See :func:`fit_budget_threshold` for the other arguments.
+
+    Raises:
+        MissingConfidenceError: A question lacks the confidence that the strategy reads.
+        ValueError: No value reaches the accuracy, the strategy may draw more than a question has, a scorer was fitted
+            on a question of ``pool``, or an argument is wrong.
+    """
+    if not 0.0 < accuracy <= 1.0:
+        raise InputError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
+    calibration = calibration_pool(strategy, pool, scorers)
+    outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
+    found = cheapest_setting_reaching(outcome.mean_samples, outcome.accuracy, accuracy)
+    if found is None:
+        best = int(outcome.accuracy.argmax())
+        raise InputError(
+            f"Expected a value of the grid to reach an accuracy of {accuracy:g}, but the best, "
+            f"{outcome.grid[best]:g}, reaches {outcome.accuracy[best]:.4f}. Widen the grid, raise the strategy's "
+            "budget, or ask for less."
+        )
+    return _chosen(as_gridded(strategy), calibration, outcome, found, "accuracy", accuracy)
+
+
+def fit_risk_threshold(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    *,
+    risk: float,
+    delta: float = 0.1,
+    scorers: Sequence[FittedScorer] = (),
+    guide: Sequence[QuestionSamples] | None = None,
+    grid: Sequence[float] | None = None,
+    num_starts: int | None = None,
+    procedure: Procedure = "fixed_sequence",
+) -> FittedThreshold:
+    """Choose, by Learn then Test, the confidence from which a verdict is given; below it the strategy abstains.
+
+    With probability at least ``1 - delta`` over the calibration questions, the error rate among the answered questions
+    is at most ``risk``, provided that questions are drawn independently and from where the later ones come, that their
+    responses are sampled likewise, and that the strategy's fields were not chosen on these very questions. Each
+    question enters with the one verdict on its samples in recorded order: reshuffles would not be independent. See
+    ``functional.risk_control`` for why the test is valid.
+
+    Args:
+        strategy: The strategy, its own threshold set; the verdict's confidence should rise with the chance to be right.
+        pool: Calibration questions with references.
+        risk: Bound on the error rate among the answered.
+        delta: Chance that the bound does not hold.
+        scorers: Fitted confidences to put on the samples; none may have been fitted on a question of ``pool``.
+        guide: Other questions, say those that the fusion was fitted on, which suggest thresholds and their order
+            (``risk_planning.guided_grid``). It costs no level and usually certifies more.
+        grid: Thresholds in the order of testing; None takes those of ``guide``, or 1, .99 ... 0 without one.
+        num_starts: Starts of the fixed sequence; None takes 1 with a guide or a grid, else 10.
+        procedure: "fixed_sequence" or "bonferroni".
+
+    Raises:
+        NoThresholdError: Nothing can be certified; says what was missing, such as about how many more questions.
+        MissingConfidenceError: A question lacks the confidence that the strategy reads.
+        ValueError: The strategy may draw more than a question has, a scorer or the guide shares a question with
+            ``pool``, or an argument is wrong.
+    """
+    if guide is not None and grid is not None:
+        raise InputError("Expected either `guide` or `grid`, but got both.")
+    calibration = calibration_pool(strategy, pool, scorers)
+    confidence, wrong, samples = _verdicts(strategy, calibration.entries)
+    if guide is not None:
+        check_guide(calibration, guide)
+        seen, lost, _ = _verdicts(strategy, ready_entries(strategy, guide, scorers))
+        thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk, delta=delta)
+    else:
+        thresholds = np.linspace(1.0, 0.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
+    starts = num_starts or (10 if guide is None and grid is None else 1)
+    certificate = certify_threshold(
+        confidence, wrong, thresholds, risk=risk, delta=delta, procedure=procedure, num_starts=starts
+    )
+    if certificate.threshold is None:
+        raise NoThresholdError(certificate)
+    return FittedThreshold(
+        name=f"{strategy.name}_risk_{risk:g}",
+        strategy=strategy.name,
+        fields=fields_of(strategy),
+        parameter=None,
+        threshold=certificate.threshold,
+        target="risk",
+        value=risk,
+        delta=delta,
+        num_samples=calibration.num_samples,
+        scorers=scorer_digests(strategy.confidence, scorers),
+        fitted_on=calibration.fitted_on,
+        achieved=_achieved(certificate, wrong, samples),
+        message=certificate.message,
+    )
+
+
+def _outcome(
+    strategy: Strategy,
+    calibration: CalibrationPool,
+    grid: Sequence[float] | None,
+    *,
+    num_reshuffles: int,
+    seed: int,
+) -> GridOutcome:
+    curved, reads = as_gridded(strategy), strategy.confidence
+    if grid is None:
+        values = () if reads is None else confidence_quantiles(calibration.entries, reads)
+        grid = grid_of(curved, values=values)
+    return grid_outcome(curved, calibration.entries, grid, num_reshuffles=num_reshuffles, seed=seed)
+
+
+def _chosen(
+    strategy: GridStrategy,
+    calibration: CalibrationPool,
+    outcome: GridOutcome,
+    best: int,
+    target: TargetKind,
+    value: float,
+) -> FittedThreshold:
+    threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
+    accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
+    return FittedThreshold(
+        name=f"{strategy.name}_{target}_{value:g}",
+        strategy=strategy.name,
+        fields=fields_of(with_setting(strategy, threshold)),
+        parameter=parameter,
+        threshold=threshold,
+        target=target,
+        value=float(value),
+        delta=None,
+        num_samples=calibration.num_samples,
+        scorers=scorer_digests(strategy.confidence, calibration.scorers),
+        fitted_on=calibration.fitted_on,
+        achieved={"accuracy": accuracy, "mean_samples": samples},
+        message=f"{parameter} {threshold:g} reaches accuracy {accuracy:.4f} at {samples:.2f} samples on the "
+        f"{calibration.fitted_on.num_questions} calibration questions that it was chosen on.",
+    )
+
+
+def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:
+    """Return the confidence of each verdict (-inf where it is withheld), whether it is wrong, and samples used [Q]."""
+    verdicts = [replay(strategy, entry) for entry in entries]
+    answered = [verdict for verdict in verdicts if verdict.answer is not None]
+    if answered and all(verdict.confidence is None for verdict in answered):
+        raise InputError(
+            f"Expected {strategy.name} to state a confidence in its answers, but got none in {len(answered)} of "
+            f"{len(verdicts)} verdicts. A threshold with a guarantee needs a strategy that does."
+        )
+    confidence = [-math.inf if v.answer is None or v.confidence is None else v.confidence for v in verdicts]
+    wrong = [float(not verdict.correct) for verdict in verdicts]
+    return np.array(confidence), np.array(wrong), np.array([float(verdict.samples_used) for verdict in verdicts])
+
+
+def _achieved(certificate: Certificate, wrong: Floats, samples: Floats) -> dict[str, float]:
+    answered = certificate.num_answered
+    return {
+        "coverage": answered / len(wrong),
+        "num_answered": answered,
+        "num_wrong": certificate.loss,
+        "error_rate_of_answered": certificate.loss / answered if answered else 0.0,
+        "p_value": certificate.p_value,
+        "accuracy_without_abstaining": float(1.0 - wrong.mean()),
+        "mean_samples": float(samples.mean()),
+    }

@@ -1,0 +1,280 @@
+"""A threshold that was chosen on a calibration split, with all that one needs to use it and to report it honestly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from selfcal_lightning.confidence.base import add_scores, check_confidence
+from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
+from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
+from selfcal_lightning.confidence.registry import KnownConfidence, refuse_looking_ahead
+from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.manifest import flatten
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.registry import check_can_answer
+from selfcal_lightning.records import QuestionSamples, Verdict
+
+
+@dataclass(frozen=True)
+class CalibrationPool:
+    """Calibration questions on which a threshold may be chosen.
+
+    Attributes:
+        entries: The questions with the scorers' confidences.
+        scorers: What was put on them.
+        fitted_on: Their record.
+    """
+
+    entries: tuple[QuestionSamples, ...]
+    scorers: tuple[FittedScorer, ...]
+    fitted_on: FittedOn
+
+    @property
+    def num_samples(self) -> int:
+        """Responses that every question has: as many as the shortest one."""
+        return min(len(entry.samples) for entry in self.entries)
+
+
+def calibration_pool(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    scorers: Sequence[FittedScorer] = (),
+    *,
+    known: Iterable[KnownConfidence] = (),
+) -> CalibrationPool:
+    """Check everything that a choice on ``pool`` depends on, once.
+
+    Args:
+        strategy: What a threshold is chosen for.
+        pool: Questions with references.
+        scorers: Fitted confidences to put on the samples, in the order of computation.
+        known: What the pool knows of its confidences; see ``confidence.dependence.pool_dependent``.
+
+    Raises:
+        MissingConfidenceError: A question lacks the confidence that the strategy reads.
+        ValueError: There is no question or one without a reference, a scorer was fitted on one of them, the strategy
+            knows the reference, reads what depends on the other responses, or may draw more than a question has.
+    """
+    check_can_answer(strategy.name)
+    if not pool:
+        raise InputError("Expected `pool` to hold at least one calibration question, but got none.")
+    check_not_fitted_on(pool, scorers)
+    entries = ready_entries(strategy, pool, scorers, known=known)
+    return CalibrationPool(entries, tuple(scorers), FittedOn.from_pool(pool))
+
+
+def check_guide(calibration: CalibrationPool, guide: Sequence[QuestionSamples]) -> None:
+    """Raise ValueError where a guide shares a question with the calibration questions: luck would be chosen with it."""
+    check_disjoint(
+        (entry.question for entry in calibration.entries),
+        (entry.question for entry in guide),
+        names=("`pool`", "`guide`"),
+        way_out="Take other questions for it, such as those that the scorers were fitted on, or none.",
+    )
+
+
+def ready_entries(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    scorers: Sequence[FittedScorer],
+    *,
+    known: Iterable[KnownConfidence] = (),
+) -> tuple[QuestionSamples, ...]:
+    """Return the questions with the scorers' confidences, checked for what the strategy needs of them."""
+    unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
+    if unknown is not None:
+        raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
+    _check_width(strategy, pool)
+    scored = tuple(
+        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool
+    )
+    if strategy.confidence is not None:
+        refuse_looking_ahead([strategy.confidence], [*known, *scorers])
+        check_confidence(scored, strategy.confidence)
+    return scored
+
+
+def _check_width(strategy: Strategy, pool: Sequence[QuestionSamples]) -> None:
+    shortest = min(pool, key=lambda entry: len(entry.samples))
+    if strategy.max_samples > len(shortest.samples):
+        raise InputError(
+            f"Expected `max_samples` of {strategy.name} to be at most {len(shortest.samples)}, the fewest responses "
+            f"that a calibration question has ({shortest.question.id!r}), but got {strategy.max_samples}: where the "
+            "responses end, another procedure is tested than the one that will be used. Lower it, or sample more."
+        )
+
+
+TargetKind = Literal["budget", "accuracy", "risk"]
+AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
+
+
+@dataclass(frozen=True)
+class FittedThreshold:
+    """A threshold with all that one needs to use it, and to know where it must not be reported on.
+
+    Attributes:
+        name: Name for messages: strategy, target kind and value.
+        strategy: Name of the strategy.
+        fields: The strategy's fields, the threshold's among them as chosen.
+        parameter: Field that the threshold sets; None where it applies to the verdict's confidence.
+        threshold: The threshold.
+        target: "budget" (mean samples), "accuracy" or "risk" (error rate among the answered).
+        value: The target's value.
+        delta: Chance that the risk exceeds its bound; None for the other targets, which carry no guarantee.
+        num_samples: Responses that every calibration question had; a procedure that may draw more was not tested.
+        scorers: Fitted confidences that the strategy reads, directly or through one another: sha256 by name.
+        fitted_on: The calibration questions.
+        achieved: Numbers on these questions; for budget and accuracy they are chosen and therefore flatter.
+        message: The outcome in a sentence.
+        sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint; None
+            where nobody knows.
+
+    Raises:
+        ValueError: The strategy knows the reference, may draw more than ``num_samples``, or fields contradict.
+    """
+
+    name: str
+    strategy: str
+    fields: Mapping[str, Any]
+    parameter: str | None
+    threshold: float
+    target: TargetKind
+    value: float
+    delta: float | None
+    num_samples: int
+    scorers: Mapping[str, str]
+    fitted_on: FittedOn
+    achieved: Mapping[str, float]
+    message: str
+    sampled_by: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_can_answer(self.strategy)
+        most = self.fields.get("max_samples")
+        if not isinstance(most, int) or not 1 <= most <= self.num_samples:
+            raise InputError(
+                f"Expected `max_samples` to lie between 1 and {self.num_samples}, the responses that every calibration "
+                f"question had, but got {most}: what draws more is another procedure than the one that was tested."
+            )
+        is_risk = self.target == "risk"
+        if is_risk != (self.delta is not None) or is_risk != (self.parameter is None):
+            raise InputError(f"Expected `delta` and no `parameter` with a risk only, but got a {self.target}.")
+        if not math.isfinite(self.threshold):
+            raise InputError(f"Expected `threshold` to be a number, but got {self.threshold}.")
+
+    @property
+    def promise(self) -> str:
+        """What it promises, in a sentence or two; only a risk is guaranteed."""
+        where = f"the {self.fitted_on.num_questions} calibration questions"
+        if self.target == "risk" and self.delta is not None:
+            return (
+                f"With confidence {1.0 - self.delta:g} over the draw of {where}, at most a share {self.value:g} of the "
+                "answers that it gives is wrong, on questions drawn like them whose responses are sampled like theirs. "
+                "It may withhold answers."
+            )
+        kept = f"uses at most {self.value:g} samples on average"
+        best = "the most accurate setting that does"
+        if self.target == "accuracy":
+            kept, best = f"reaches an accuracy of {self.value:g}", "the cheapest setting that does"
+        return f"On {where} it {kept}; it is {best}. Chosen on these, it guarantees nothing on others."
+
+    def configure(self, strategy: AnyStrategy) -> AnyStrategy:
+        """Return ``strategy`` with the chosen threshold; a risk threshold leaves it as it is.
+
+        Raises:
+            InputError: It is another strategy, or set otherwise, than the one of the fit.
+        """
+        mine = {name: value for name, value in self.fields.items() if name != self.parameter}
+        theirs = {name: value for name, value in fields_of(strategy).items() if name != self.parameter}
+        if strategy.name != self.strategy or mine != theirs:
+            raise InputError(
+                f"Expected the strategy that {self.name!r} was fitted for, {self.strategy} with {mine}, but got "
+                f"{strategy.name} with {theirs}. Fit a threshold for this one."
+            )
+        if self.parameter is None:
+            return strategy
+        return replace(strategy, **{self.parameter: self.fields[self.parameter]})  # type: ignore[type-var]
+
+    def check_scorers(self, scorers: Sequence[FittedScorer]) -> None:
+        """Raise ValueError unless the confidence comes of the very scorers of the fit; others may stand beside them."""
+        found = scorer_digests(self.fields.get("confidence"), scorers)
+        if found != dict(self.scorers):
+            raise InputError(
+                f"Expected the scorers that {self.name!r} was fitted with, {sorted(self.scorers)}, but got "
+                f"{sorted(found)}, or others of these names. Give the very files of the fit by `scorers`."
+            )
+
+    def sampling_differences(self, sampled_by: Mapping[str, Any] | None) -> list[str]:
+        """Return one "field: at the fit, now" for each thing that responses are sampled by and that has changed.
+
+        Args:
+            sampled_by: See the attribute. What is unknown at the fit or now is no difference, and a model is known by
+                its weights: it may lie elsewhere.
+        """
+        mine, theirs = (_sampling_facts(facts or {}) for facts in (self.sampled_by, sampled_by))
+        return [
+            f"{name}: {mine[name]!r} at the fit, {theirs[name]!r} now"
+            for name in sorted(mine.keys() & theirs.keys())
+            if mine[name] != theirs[name]
+        ]
+
+    def answers(self, verdict: Verdict) -> bool:
+        """Return whether a verdict is given (True) or withheld; without a risk target every answer is given."""
+        if verdict.answer is None:
+            return False
+        return self.target != "risk" or (verdict.confidence is not None and verdict.confidence >= self.threshold)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the threshold as plain JSON types; the promise is written for people and follows from the rest."""
+        names = [field.name for field in fields(self) if field.name != "fitted_on"]
+        content = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in names}
+        return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> FittedThreshold:
+        """Read what :meth:`as_json` wrote.
+
+        Raises:
+            KeyError: A field is missing.
+            ValueError: The fields contradict, see the class.
+        """
+        names = [field.name for field in fields(cls) if field.name != "fitted_on"]
+        return cls(**{name: content[name] for name in names}, fitted_on=FittedOn.from_json(content["fitted_on"]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the threshold to a JSON file."""
+        save_fitted(path, KIND, self.as_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> FittedThreshold:
+        """Read a threshold from the JSON file that :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is no such file, of another version or kind, damaged, or of a procedure that cannot be used.
+        """
+        content = load_fitted(path, (KIND,))[1]
+        try:
+            return cls.from_json(content)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise InputError(f"Expected {path} to hold a whole threshold, but got: {reason}") from error
+
+
+def fields_of(strategy: Strategy) -> dict[str, Any]:
+    """Return the fields of a strategy, which is a dataclass, by name."""
+    return {field.name: getattr(strategy, field.name) for field in fields(strategy)}  # type: ignore[arg-type]
+
+
+def _sampling_facts(sampled_by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of how responses are sampled; an adapter counts where the weights are known."""
+    flat = dict(flatten(sampled_by))
+    of_model = {"model.weights_sha256", "model.adapter_sha256"} if flat.get("model.weights_sha256") else set()
+    kept = {name for name in flat if name.startswith(("prompt.", "sampling."))} | (of_model & flat.keys())
+    return {name: flat[name] for name in kept}

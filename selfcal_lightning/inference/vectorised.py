@@ -1,0 +1,591 @@
+"""Votes and stopping rules over a whole pool at once, for the `curve` of a strategy.
+
+No Python loop runs over questions; those over samples see vectors of Q numbers. Ties go to the answer whose first vote
+came first: codes stand in the order first seen only until a pool is reshuffled, so a smaller code decides nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.judging import sample_tokens
+from selfcal_lightning.inference.base import NEGATIVE_WEIGHT, Strategy, check_budget, check_threshold
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.records import QuestionSamples
+
+UNREADABLE = -1
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the rows of arrays come from: the samples of Q questions at most, each row some of them in an order.
+
+    Attributes:
+        entries: The questions with their samples.
+        row: Which of them each row is of [Q'], int64.
+        order: Positions of its samples [Q', W], int64; None is the recorded order.
+    """
+
+    entries: Sequence[QuestionSamples] = field(repr=False)
+    row: NDArray[np.int64] = field(repr=False)
+    order: NDArray[np.int64] | None = field(default=None, repr=False)
+
+    def taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Drawn:
+        """Return some of the rows in a further order."""
+        return Drawn(self.entries, self.row[rows], order if self.order is None else self.order[rows[:, None], order])
+
+
+@dataclass(frozen=True)
+class PoolArrays:
+    """The samples of Q questions, N at most, with one confidence.
+
+    Attributes:
+        question_ids: Q ids.
+        length: Samples of each question [Q], int64; columns beyond it hold padding.
+        answer: Code of each answer within its question, int32 [Q, N]; -1 where unreadable or padding. Codes are given
+            in the order first seen, which :meth:`reordered` does not renew: ties go by position, never by code.
+        confidence: The confidence [Q, N], float64; nan where there is none.
+        correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
+        tokens: Cost of each sample in tokens [Q, N], float64: response, and the confidence query where one is read;
+            nan where the length is unknown, 0 for padding.
+        drawn: The samples that the rows stand for; None where the arrays were not made of samples.
+    """
+
+    question_ids: tuple[str, ...]
+    length: NDArray[np.int64]
+    answer: NDArray[np.int32]
+    confidence: NDArray[np.float64]
+    correct: NDArray[np.bool_]
+    tokens: NDArray[np.float64]
+    drawn: Drawn | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_samples(
+        cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
+    ) -> PoolArrays:
+        """Build the arrays from samples; answers keep their classes, questions their order.
+
+        Args:
+            pool: The samples.
+            confidence: Name of the confidence to read; None gives every readable answer 1.
+            query_tokens: Tokens that reading the confidence costs a sample.
+        """
+        width = max((len(entry.samples) for entry in pool), default=0)
+        shape = len(pool), width
+        answer = np.full(shape, UNREADABLE, dtype=np.int32)
+        values = np.full(shape, np.nan)
+        correct = np.zeros(shape, dtype=bool)
+        tokens = np.zeros(shape)
+        for row, entry in enumerate(pool):
+            codes: dict[str, int] = {}
+            for column, sample in enumerate(entry.samples):
+                cost = sample_tokens(sample, query_tokens)
+                tokens[row, column] = np.nan if cost is None else cost
+                if sample.answer is None:
+                    continue
+                answer[row, column] = codes.setdefault(sample.answer, len(codes))
+                values[row, column] = 1.0
+                correct[row, column] = bool(sample.correct)
+        length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
+        ids, drawn = tuple(entry.question.id for entry in pool), Drawn(pool, np.arange(len(pool)))
+        plain = cls(ids, length, answer, values, correct, tokens, drawn)
+        return plain if confidence is None else plain.with_confidence(pool, confidence)
+
+    def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
+        """Return what :meth:`from_samples` gives with a confidence, of arrays that it built of ``pool`` without one.
+
+        Args:
+            pool: The samples.
+            confidence: Name of the confidence to read.
+            query_tokens: Tokens that reading it costs a sample, where they are not counted yet.
+        """
+        samples = [sample for entry in pool for sample in entry.samples]
+        found = (confidence_of(sample, confidence) for sample in samples)
+        column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))
+        is_sample = np.arange(self.answer.shape[1]) < self.length[:, None]
+        values, tokens = np.full(self.answer.shape, np.nan), self.tokens.copy()
+        values[is_sample] = column
+        values[self.answer == UNREADABLE] = np.nan
+        if query_tokens:
+            costs = (sample_tokens(sample, query_tokens) for sample in samples)
+            tokens[is_sample] = np.fromiter((np.nan if cost is None else cost for cost in costs), np.float64)
+        drawn = None if self.drawn is None else replace(self.drawn, entries=pool)
+        return replace(self, confidence=values, tokens=tokens, drawn=drawn)
+
+    def entry(self, row: int) -> QuestionSamples:
+        """Return the samples that a row stands for, in its order, with their question."""
+        if self.drawn is None:
+            raise InputError("Expected arrays that were made of samples (`PoolArrays.from_samples`), but got others.")
+        entry = self.drawn.entries[self.drawn.row[row]]
+        if self.drawn.order is None:
+            return entry
+        positions = self.drawn.order[row, : self.length[row]]
+        return replace(entry, samples=tuple(entry.samples[position] for position in positions))
+
+    def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
+        """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
+        return replace(self._taken(np.arange(len(order)), order), length=self.length)
+
+    def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
+        """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``.
+
+        Args:
+            order: Positions of samples [r * Q, W]; none may be padding.
+            questions: The Q consecutive questions that the orders are of.
+        """
+        ids = self.question_ids[questions]
+        times, left_over = divmod(len(order), len(ids))
+        if left_over:
+            raise InputError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
+        taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
+        length = np.full(len(order), order.shape[1], dtype=np.int64)
+        return replace(taken, question_ids=ids * times, length=length)
+
+    def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
+        place = rows[:, None], order
+        return replace(
+            self,
+            answer=self.answer[place],
+            confidence=self.confidence[place],
+            correct=self.correct[place],
+            tokens=self.tokens[place],
+            drawn=None if self.drawn is None else self.drawn.taken(rows, order),
+        )
+
+
+@dataclass(frozen=True)
+class CurveOutcome:
+    """What a strategy did on a pool at each of G settings (thresholds, or budgets).
+
+    Attributes:
+        answer: Code of the chosen answer [G, Q], int32; -1 where there is none.
+        used: Samples used [G, Q], int64.
+        stopped_early: Whether the rule stopped it [G, Q], bool.
+    """
+
+    answer: NDArray[np.int32]
+    used: NDArray[np.int64]
+    stopped_early: NDArray[np.bool_]
+
+
+@runtime_checkable
+class GridStrategy(Strategy, Protocol):
+    """A strategy, a frozen dataclass, that can be run at every value of a grid.
+
+    Attributes:
+        grid_parameter: Name of the field that a grid sets: a threshold, a budget, a window.
+    """
+
+    grid_parameter: str
+
+
+@runtime_checkable
+class CurveStrategy(GridStrategy, Protocol):
+    """One with a vectorised form; of others ``solve`` is replayed (``replayed_curves``)."""
+
+    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+        """Return what ``solve`` does on each question at each value of the grid."""
+        ...
+
+
+# The defaults of every verb that fits, chooses or reports, so that they agree where nothing is said.
+NUM_RESHUFFLES = 100
+SEED = 1
+# Rows (questions times orders) worked on at a time: their columns stay in the cache of a core.
+ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class OrderBlock:
+    """Orders of some consecutive questions, one below the other.
+
+    Attributes:
+        questions: Which questions, q of them.
+        position: Positions of samples [r * q, width]; row i belongs to question ``questions.start + i % q``.
+        num_finished: Orders of the whole pool that end with this block.
+    """
+
+    questions: slice
+    position: Integers
+    num_finished: int
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Random orders of the samples of Q questions, cut to a budget.
+
+    They depend on the seed, the number of questions and their numbers of samples only, so that all strategies and all
+    confidences see the same ones; a smaller width cuts the very same orders shorter.
+
+    Attributes:
+        length: Samples of each question [Q].
+        width: Samples in an order, at most as many as the shortest question has.
+        num_reshuffles: Orders; 0 takes the recorded order alone.
+        seed: Of the orders.
+    """
+
+    length: Integers
+    width: int
+    num_reshuffles: int = NUM_RESHUFFLES
+    seed: int = SEED
+
+    def __post_init__(self) -> None:
+        if self.num_reshuffles < 0:
+            raise InputError(f"Expected `num_reshuffles` to be at least 0, but got {self.num_reshuffles}.")
+        fewest = int(self.length.min()) if len(self.length) else 0
+        if not 1 <= self.width <= fewest:
+            raise InputError(
+                f"Expected `width` to lie between 1 and {fewest}, the fewest samples that a question has, but got "
+                f"{self.width}."
+            )
+
+    @property
+    def num_orders(self) -> int:
+        """Orders in all, at least one."""
+        return max(self.num_reshuffles, 1)
+
+    def blocks(self) -> Iterator[OrderBlock]:
+        """Yield the orders: several of all questions at a time or, of a large pool, one of some questions."""
+        generator = np.random.default_rng(self.seed)
+        num_questions = len(self.length)
+        at_once = max(1, ROWS_AT_ONCE // num_questions)
+        for start in range(0, self.num_orders, at_once):
+            num_orders = min(at_once, self.num_orders - start)
+            for first in range(0, num_questions, ROWS_AT_ONCE):
+                questions = slice(first, min(first + ROWS_AT_ONCE, num_questions))
+                is_last = questions.stop == num_questions
+                yield OrderBlock(
+                    questions, self._positions(questions, num_orders, generator), num_orders if is_last else 0
+                )
+
+    def _positions(self, questions: slice, num_orders: int, generator: np.random.Generator) -> Integers:
+        columns, length = np.arange(int(self.length.max())), self.length[questions]
+        if self.num_reshuffles == 0:
+            return np.tile(columns[: self.width], (len(length), 1))
+        # The generator hands out its numbers row by row, so that blocks of any size give the same orders.
+        keys = generator.random((num_orders * len(length), len(columns)))
+        keys[columns[None] >= np.tile(length, num_orders)[:, None]] = np.inf
+        return np.argsort(keys, axis=1)[:, : self.width]
+
+
+def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return whether each answer code is right [rows, K + 1], by the first of its samples as a verdict is judged.
+
+    The last column stands for "no answer", which never is.
+
+    Args:
+        answer: Code of each sample's answer [rows, N]; -1 is no answer.
+        correct: Whether each sample is right [rows, N].
+
+    Example:
+        >>> right_codes(np.array([[1, 0, -1]], dtype=np.int32), np.array([[True, False, True]])).tolist()
+        [[False, True, False]]
+    """
+    num_codes = int(answer.max(initial=-1)) + 1
+    right = np.zeros((len(answer), num_codes + 1), dtype=bool)
+    rows = np.arange(len(answer))
+    for column in reversed(range(answer.shape[1])):
+        right[rows, answer[:, column]] = correct[:, column]
+    right[:, num_codes] = False
+    return right
+
+
+Flags = NDArray[np.bool_]
+
+_NO_UNIT = -(1 << 60)  # an exponent below any other
+
+
+@dataclass(frozen=True)
+class Votes:
+    """The votes of Q questions with W samples each and K answer codes at most.
+
+    Attributes:
+        code: Code of the answer [Q, W], int64; -1 where the sample is no vote.
+        weight: Weight of the vote [Q, W]; 0 where the sample is no vote.
+        is_vote: Whether the sample is a vote [Q, W]: readable, and with a confidence where one is asked for.
+        cell: Position of the vote's answer in a flat [K + 1, Q] table [Q, W]; what is no vote points to row K.
+        precedence: A number for each answer [K + 1, Q], smaller the earlier its first vote; it decides ties.
+        exponent: The weight counts 2 ** exponent times [Q, W], exactly, however far apart weights lie; None is 0.
+    """
+
+    code: Integers
+    weight: Floats
+    is_vote: Flags
+    cell: Integers
+    precedence: Integers
+    exponent: Integers | None = None
+
+
+@dataclass(frozen=True)
+class VoteStep:
+    """The state of the votes of Q questions after the first ``num_samples`` samples.
+
+    Attributes:
+        num_samples: Samples seen, from 1.
+        totals: Weight of each answer [Q, K]. A live buffer: read it before the next step, do not keep it.
+        num_votes: Votes so far [Q].
+        leader: Code of the answer of the largest weight, the first seen on ties [Q]; -1 without votes.
+        lead_weight: Its weight [Q]; 0 without votes.
+        total_weight: Weight of all votes [Q], added up in the order of the samples.
+
+    Where votes have exponents, weights are in units of 2 ** (the largest exponent of the question so far).
+    """
+
+    num_samples: int
+    totals: Floats
+    num_votes: Integers
+    leader: Integers
+    lead_weight: Floats
+    total_weight: Floats
+
+
+def votes_of(pool: PoolArrays, *, weighted: bool, width: int | None = None) -> Votes:
+    """Return the votes among the first ``width`` samples of every question.
+
+    Args:
+        pool: The samples.
+        weighted: Weigh by the pool's confidence; a sample without one is then no vote. Otherwise every readable answer
+            weighs 1, whatever confidence the pool carries.
+        width: Samples of each question to look at; None for all.
+    """
+    # Columns lie next to each other in memory, since everything below goes from sample to sample.
+    answer = pool.answer[:, :width].T.astype(np.int64, order="C")
+    num_samples, num_questions = answer.shape
+    is_vote = answer != UNREADABLE
+    if weighted:
+        confidence = pool.confidence[:, :width].T
+        is_vote &= ~np.isnan(confidence)
+        weight = np.where(is_vote, confidence, 0.0)
+    else:
+        weight = is_vote.astype(np.float64)
+    num_codes = int(answer.max(initial=UNREADABLE)) + 1
+    cell = np.where(is_vote, answer, num_codes) * num_questions + np.arange(num_questions)
+    first = np.full((num_codes + 1, num_questions), num_samples, dtype=np.int64)
+    for number in reversed(range(num_samples)):  # earlier votes write over later ones
+        first.reshape(-1)[cell[number]] = number
+    precedence = first * (num_codes + 1) + np.arange(num_codes + 1)[:, None]
+    code = np.where(is_vote, answer, UNREADABLE)
+    return Votes(code.T, weight.T, is_vote.T, cell.T, precedence)
+
+
+def walk_votes(votes: Votes) -> Iterator[VoteStep]:
+    """Yield the state of the votes after each sample, all questions at once.
+
+    Only the answer voted for can take the lead, so a step costs O(Q) and not O(Q K).
+
+    Raises:
+        ValueError: If a weight is negative.
+    """
+    _check_weights(votes.weight)
+    num_questions = len(votes.code)
+    totals = np.zeros(votes.precedence.shape)
+    flat_totals, flat_precedence = totals.reshape(-1), votes.precedence.reshape(-1)
+    leader = np.full(num_questions, UNREADABLE, dtype=np.int64)
+    lead_precedence = np.full(num_questions, np.iinfo(np.int64).max)
+    lead_weight, total_weight = np.zeros(num_questions), np.zeros(num_questions)
+    num_votes = np.zeros(num_questions, dtype=np.int64)
+    unit = np.full(num_questions, _NO_UNIT)
+    columns = zip(votes.code.T, votes.weight.T, votes.is_vote.T, votes.cell.T, strict=True)
+    for number, (code, weight, is_vote, cell) in enumerate(columns, start=1):
+        if votes.exponent is not None:
+            exponent = votes.exponent[:, number - 1]
+            shrink = _raise_unit(unit, totals, exponent, is_vote)
+            lead_weight, total_weight = lead_weight * shrink, total_weight * shrink
+            weight = weight * power_of_two(exponent - unit)
+        weight_now, precedence = flat_totals[cell] + weight, flat_precedence[cell]
+        flat_totals[cell] = weight_now
+        is_ahead = (weight_now > lead_weight) | ((weight_now == lead_weight) & (precedence < lead_precedence))
+        is_ahead &= is_vote
+        leader = np.where(is_ahead, code, leader)
+        lead_precedence = np.where(is_ahead, precedence, lead_precedence)
+        lead_weight = np.where(is_ahead, weight_now, lead_weight)
+        total_weight = total_weight + weight
+        num_votes = num_votes + is_vote
+        yield VoteStep(number, totals[:-1].T, num_votes, leader, lead_weight, total_weight)
+
+
+def leaders_at(votes: Votes, budgets: Integers) -> NDArray[np.int32]:
+    """Return the winner among the first n samples for each budget n [G, Q]; -1 without votes."""
+    num_questions, width = votes.code.shape
+    leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
+    for step in walk_votes(votes):
+        leaders[step.num_samples] = step.leader
+    return leaders[np.minimum(budgets, width)]
+
+
+def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
+    """Return the winner of one vote over the first n samples [Q], the first seen on ties; -1 without votes.
+
+    Args:
+        votes: The votes.
+        weight: Their weights [Q, n], n at most W; those of samples that are no votes do not matter.
+
+    Raises:
+        ValueError: If a weight is negative.
+    """
+    _check_weights(weight)
+    num_samples = weight.shape[1]
+    cells, weights = votes.cell.T[:num_samples].ravel(), weight.T.ravel()
+    totals = np.bincount(cells, weights=weights, minlength=votes.precedence.size).reshape(votes.precedence.shape)
+    num_rows = len(totals)
+    is_best = totals[:-1] == totals[:-1].max(axis=0, initial=0.0)
+    # An answer's precedence is its first vote times the number of rows, plus its row: without a vote among the first n
+    # samples it is at least this limit, and its weight of 0 wins only where no answer has a vote.
+    limit = num_samples * num_rows
+    winner = np.where(is_best, votes.precedence[:-1], limit).min(axis=0, initial=limit)
+    return np.where(winner < limit, winner % num_rows, UNREADABLE).astype(np.int32)
+
+
+def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) -> Integers:
+    """Return the first column whose score is at least each value of the grid [G, Q]; W where there is none.
+
+    Args:
+        scores: One score a sample [Q, W]; -inf or nan where the rule may not fire.
+        grid: G finite values in any order.
+
+    Example:
+        >>> first_crossing(np.array([[0.2, 0.9, 0.5]]), [0.5, 0.2, 1.0]).ravel().tolist()
+        [1, 0, 3]
+    """
+    values = np.asarray(grid, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    num_questions, width = scores.shape
+    best = np.full((num_questions, width + 1), -np.inf)
+    np.maximum.accumulate(np.where(np.isnan(scores), -np.inf, scores), axis=1, out=best[:, 1:])
+    # Only a score above all earlier ones can be the first to reach a value; its level lasts until the next such one.
+    row, column = np.nonzero(best[:, 1:] > best[:, :-1])
+    level = np.searchsorted(values[order], best[row, column + 1], side="right")
+    is_last = np.diff(row, append=-1) != 0
+    until = np.where(is_last, width, np.roll(column, -1))
+    size = num_questions, len(values) + 1
+    held = np.bincount(row * size[1] + level, weights=until - column, minlength=size[0] * size[1]).reshape(size)
+    held[:, 0] += width - held.sum(axis=1)
+    # A value is reached after as many samples as all the levels below it last.
+    crossing = np.empty((len(values), num_questions), dtype=np.int64)
+    crossing[order] = np.cumsum(held, axis=1)[:, :-1].T
+    return crossing
+
+
+def outcome_at(
+    crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
+) -> CurveOutcome:
+    """Return what happens when a rule fires at ``crossing``, and falls back where it never does.
+
+    Args:
+        crossing: Column at which it fires [G, Q]; W where never.
+        answer: Code of the answer given when it fires at a column [Q, W].
+        fallback: Code of the answer given otherwise [Q].
+        length: Samples of each question [Q].
+    """
+    width = answer.shape[1]
+    table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
+    fires = crossing < width
+    chosen = table[np.arange(len(table)), crossing]
+    return CurveOutcome(chosen, np.where(fires, crossing + 1, np.minimum(length, width)), fires)
+
+
+def outcome_of_budgets(answer: NDArray[np.integer], budgets: Integers, length: Integers) -> CurveOutcome:
+    """Return the outcome of a strategy that looks at its whole budget: answers [G, Q] at G budgets."""
+    used = np.minimum(length[None, :], budgets[:, None])
+    return CurveOutcome(answer.astype(np.int32), used, np.zeros(answer.shape, dtype=bool))
+
+
+def as_budgets(grid: Sequence[float], name: str = "max_samples") -> Integers:
+    """Return a grid of numbers of samples as int64 [G].
+
+    Raises:
+        ValueError: If one is no positive integer.
+    """
+    for value in grid:
+        check_budget(int(value) if float(value).is_integer() else value, name)  # type: ignore[arg-type]
+    return np.asarray(grid, dtype=np.int64)
+
+
+def as_thresholds(grid: Sequence[float], name: str = "threshold") -> Floats:
+    """Return a grid of thresholds as float64 [G].
+
+    Raises:
+        ValueError: If one lies outside [0, 1].
+    """
+    for value in grid:
+        check_threshold(float(value), name)
+    return np.asarray(grid, dtype=np.float64)
+
+
+def _check_weights(weight: Floats) -> None:
+    if weight.size and weight.min() < 0.0:
+        raise InputError(NEGATIVE_WEIGHT.format(value=weight.min()))
+
+
+def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Flags) -> Floats:
+    """Raise the units [Q] to the exponents of new votes, and totals with them; return what weights shrink by [Q]."""
+    rows = np.flatnonzero(is_vote & (exponent > unit))
+    shrink = np.ones(len(unit))
+    shrink[rows] = power_of_two(unit[rows] - exponent[rows])
+    totals[:, rows] *= shrink[rows]
+    unit[rows] = exponent[rows]
+    return shrink
+
+
+def power_of_two(exponent: Integers) -> Floats:
+    """Return ``2.0 ** exponent`` exactly for exponents up to 0; 0 below what a float can hold."""
+    return np.ldexp(1.0, np.clip(exponent, -1100, 0).astype(np.int32))
+
+
+def curve_of(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+    """Return what ``strategy`` does on a pool at each value of a grid: by its ``curve``, or else by replaying it."""
+    return strategy.curve(pool, grid) if isinstance(strategy, CurveStrategy) else replayed_curve(strategy, pool, grid)
+
+
+def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
+    """Return what ``solve`` does on the samples of each row of ``pool``, in their order, at each value of the grid.
+
+    It takes a run of the generator for every row and value, where ``curve`` takes a pass over arrays.
+
+    Raises:
+        InputError: A verdict's answer is none of the samples', or the pool was not made of samples.
+    """
+    shape = len(grid), len(pool.length)
+    answer = np.full(shape, UNREADABLE, dtype=np.int32)
+    used, stopped = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+    settings = [with_setting(strategy, value) for value in grid]
+    for row in range(shape[1]):
+        entry = pool.entry(row)
+        codes = _codes(entry, pool, row)
+        for place, setting in enumerate(settings):
+            verdict = replay(setting, entry)
+            if verdict.answer is not None and verdict.answer not in codes:
+                raise InputError(
+                    f"Expected {strategy.name} to answer with an answer of the samples, but got {verdict.answer!r} to "
+                    f"question {entry.question.id!r}."
+                )
+            answer[place, row] = UNREADABLE if verdict.answer is None else codes[verdict.answer]
+            used[place, row], stopped[place, row] = verdict.samples_used, verdict.stopped_early
+    return CurveOutcome(answer, used, stopped)
+
+
+def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
+    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number.
+
+    Example:
+        >>> from selfcal_lightning.inference.stopping import EarlyStopping
+        >>> with_setting(EarlyStopping(), 0.5).threshold
+        0.5
+    """
+    setting = value if strategy.grid_parameter == "threshold" else int(value)
+    found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
+    return found
+
+
+def _codes(entry: QuestionSamples, pool: PoolArrays, row: int) -> dict[str, int]:
+    """Return the code of each answer among the samples of a row."""
+    pairs = zip(entry.samples, pool.answer[row], strict=False)  # the row may end in padding
+    return {sample.answer: int(code) for sample, code in pairs if sample.answer is not None}

@@ -1,0 +1,531 @@
+"""Intervals by resampling questions: the responses to one question belong together and are drawn together.
+
+A resample is a count for every question, so each metric is computed from sums per question (or, for AUROC, from one
+sorted column) for many resamples at once. Intervals are percentiles of the resamples, but for the calibration error,
+whose percentiles miss a small truth: see :mod:`selfcal_lightning.metrics.calibration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import (
+    AUROC,
+    BRIER,
+    ECE,
+    PASS_AT_1,
+    WITHIN_QUESTION_AUROC,
+    Array,
+    Floats,
+    Integers,
+    as_labels,
+    as_probabilities,
+    as_scores,
+    bin_index,
+    check_positive,
+    check_same_length,
+    concordant_pairs,
+    question_codes,
+    uniform_edges,
+)
+from selfcal_lightning.metrics.calibration import ErrorBounds
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """Responses with a confidence and a verdict, in any order.
+
+    Attributes:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N]; an unreadable response is a wrong one.
+        question_index: The question of each response [N], as integers or strings.
+    """
+
+    confidence: Array
+    correct: Array
+    question_index: Array
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its bootstrap interval; None where it is not defined.
+
+    Attributes:
+        value: The value on all questions.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        num_undefined: Resamples without a value (say, without a wrong response); the interval leaves them out.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    num_undefined: int = 0
+
+    @classmethod
+    def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
+        """Build the estimate from its value and the values of the resamples [R]; NaN is "not defined".
+
+        Raises:
+            ValueError: If ``level`` lies outside (0, 1).
+
+        Example:
+            >>> Estimate.from_resamples(0.5, np.arange(5) / 4, level=0.5)
+            Estimate(value=0.5, low=0.25, high=0.75, num_undefined=0)
+        """
+        if not 0.0 < level < 1.0:
+            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
+        defined = resampled[~np.isnan(resampled)]
+        low, high = (None, None)
+        if len(defined):
+            low, high = (float(end) for end in np.quantile(defined, [0.5 - level / 2.0, 0.5 + level / 2.0]))
+        return cls(None if np.isnan(value) else float(value), low, high, len(resampled) - len(defined))
+
+    @classmethod
+    def from_bounds(
+        cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
+    ) -> Estimate:
+        """Build the estimate from bounds of a calibration error, its interval cut to what is possible.
+
+        Example:
+            >>> Estimate.from_bounds(ErrorBounds(0.125, np.full(9, -0.25), np.full(9, 0.25)), least=0.0)
+            Estimate(value=0.125, low=0.0, high=0.375, num_undefined=0)
+        """
+        if not 0.0 < level < 1.0:
+            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
+        if bounds is None or np.isnan(bounds.value):
+            return cls(None, None, None)
+        undefined = int(np.isnan(bounds.least).sum())
+        if undefined == len(bounds.least):
+            return cls(bounds.value, None, None, undefined)
+        low, high = bounds.interval(level)
+        return cls(bounds.value, max(low, least), min(high, most), undefined)
+
+
+@dataclass(frozen=True)
+class MetricChange:
+    """One metric on the same questions before and after, with intervals from the same resamples.
+
+    Attributes:
+        metric: Its key, say "calibration/ECE".
+        before: The metric before.
+        after: The metric after.
+        change: After minus before.
+        ratio: After divided by before; None where that is 0.
+    """
+
+    metric: str
+    before: Estimate
+    after: Estimate
+    change: Estimate
+    ratio: Estimate
+
+
+BOOTSTRAP_METRICS = (ECE, BRIER, AUROC, WITHIN_QUESTION_AUROC, PASS_AT_1)
+
+_ROWS_AT_ONCE = 64
+# Counts of responses that are held at a time, over all resamples.
+_COUNTS_AT_ONCE = 1 << 22
+
+
+def resample_counts(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Iterator[Floats]:
+    """Draw questions with replacement; yield, a few resamples at a time, how often each question was drawn [r, Q].
+
+    The draw depends on the number of questions and the seed only, so two sets of responses to the same questions, in
+    the same order, share it.
+
+    Example:
+        >>> blocks = list(resample_counts(5, num_resamples=100, seed=1))
+        >>> sum(len(block) for block in blocks), sorted(set(np.concatenate(blocks).sum(axis=1).tolist()))
+        (100, [5.0])
+    """
+    check_positive(num_questions, "num_questions")
+    check_positive(num_resamples, "num_resamples")
+    generator = np.random.default_rng(seed)
+    for start in range(0, num_resamples, _ROWS_AT_ONCE):
+        block = np.empty((min(_ROWS_AT_ONCE, num_resamples - start), num_questions))
+        for row in block:
+            row[:] = np.bincount(generator.integers(num_questions, size=num_questions), minlength=num_questions)
+        yield block
+
+
+def question_bootstrap(
+    confidence: Array,
+    correct: Array,
+    question_index: Array,
+    *,
+    metrics: Sequence[str] = BOOTSTRAP_METRICS,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    num_bins: int = 10,
+) -> dict[str, Floats]:
+    """Compute metrics on resamples of the questions.
+
+    Args:
+        confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
+        correct: Labels [N]; an unreadable response is a wrong one.
+        question_index: The question of each response [N], as integers or strings.
+        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        num_resamples: R.
+        seed: Of the draw. Equal seeds and equal numbers of questions share their draw, question by sorted question.
+        num_bins: Bins of equal width of the calibration error.
+
+    Returns:
+        The values of the resamples [R] by key; NaN where a resample has none.
+
+    Raises:
+        ValueError: If an argument is out of its range, a metric is unknown, or there is no response.
+
+    Example:
+        >>> resampled = question_bootstrap([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"], num_resamples=200)
+        >>> sorted(set(resampled["accuracy/PassAt1"].tolist()))
+        [0.5, 0.75, 1.0]
+    """
+    columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
+    return _resampled(columns, num_resamples=num_resamples, seed=seed)
+
+
+def bootstrap_interval(
+    confidence: Array,
+    correct: Array,
+    question_index: Array,
+    *,
+    metrics: Sequence[str] = BOOTSTRAP_METRICS,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    num_bins: int = 10,
+    level: float = 0.95,
+) -> dict[str, Estimate]:
+    """Compute metrics with intervals over resampled questions.
+
+    Args:
+        confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
+        correct: Labels [N]; an unreadable response is a wrong one.
+        question_index: The question of each response [N], as integers or strings.
+        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        num_resamples: Number of resamples.
+        seed: Of the draw.
+        num_bins: Bins of equal width of the calibration error.
+        level: Share of the resamples inside the interval.
+
+    Raises:
+        ValueError: If an argument is out of its range, a metric is unknown, or there is no response.
+
+    Example:
+        >>> estimates = bootstrap_interval([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"])
+        >>> estimates["accuracy/PassAt1"]
+        Estimate(value=0.75, low=0.5, high=1.0, num_undefined=0)
+
+    Reference:
+        Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
+    """
+    columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
+    resampled = _resampled(columns, num_resamples=num_resamples, seed=seed)
+    estimates = {
+        metric: Estimate.from_resamples(value, resampled[metric], level=level)
+        for metric, value in columns.values().items()
+    }
+    if ECE in estimates:
+        bounds = _error_bounds(columns, num_resamples=num_resamples, seed=seed)
+        estimates[ECE] = Estimate.from_bounds(bounds, least=0.0, most=1.0, level=level)
+    return estimates
+
+
+def calibration_error_bounds(
+    confidence: Array,
+    correct: Array,
+    question_index: Array,
+    *,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    num_bins: int = 10,
+) -> ErrorBounds:
+    """Compute the calibration error with its bounds on resamples of the questions, as :func:`bootstrap_interval` does.
+
+    Args:
+        confidence: Confidences [N] in [0, 1].
+        correct: Labels [N]; an unreadable response is a wrong one.
+        question_index: The question of each response [N], as integers or strings.
+        num_resamples: R.
+        seed: Of the draw; see :func:`question_bootstrap` for when two share it.
+        num_bins: Bins of equal width.
+
+    Raises:
+        ValueError: If an argument is out of its range, or there is no response.
+    """
+    columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
+    return _error_bounds(columns, num_resamples=num_resamples, seed=seed)
+
+
+def paired_bootstrap(
+    before: ScoredResponses,
+    after: ScoredResponses,
+    *,
+    metrics: Sequence[str] = BOOTSTRAP_METRICS,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    num_bins: int = 10,
+    level: float = 0.95,
+) -> dict[str, MetricChange]:
+    """Compare two sets of responses to the same questions; every resample draws the same questions from both.
+
+    Args:
+        before: Responses, say, of the base model. The number of responses to a question may differ from ``after``.
+        after: Responses, say, of the calibrated model.
+        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        num_resamples: Number of resamples.
+        seed: Of the draw.
+        num_bins: Bins of equal width of the calibration error.
+        level: Share of the resamples inside the interval.
+
+    Raises:
+        ValueError: If the questions differ, an argument is out of its range, or a metric is unknown.
+
+    Example:
+        >>> before = ScoredResponses([0.75, 0.75, 0.75, 0.75], [1, 1, 0, 0], [0, 0, 1, 1])
+        >>> after = ScoredResponses([0.75, 0.75, 0.25, 0.25], [1, 1, 0, 0], [0, 0, 1, 1])
+        >>> paired_bootstrap(before, after, metrics=["calibration/Brier"])["calibration/Brier"].change
+        Estimate(value=-0.25, low=-0.5, high=0.0, num_undefined=0)
+    """
+    first, second = (
+        _PerQuestion(part.confidence, part.correct, part.question_index, metrics=metrics, num_bins=num_bins)
+        for part in (before, after)
+    )
+    if not np.array_equal(first.questions, second.questions):
+        unshared = np.setxor1d(first.questions, second.questions)
+        raise InputError(
+            "Expected `before` and `after` to hold the same questions, "
+            f"but got {len(unshared)} that only one of them has, such as {unshared[:3].tolist()}."
+        )
+    values = first.values(), second.values()
+    draws = [_resampled(part, num_resamples=num_resamples, seed=seed) for part in (first, second)]
+    columns = {
+        metric: [np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True)] for metric in values[0]
+    }
+    changes = {metric: _change(metric, before, after, level) for metric, (before, after) in columns.items()}
+    if ECE in changes:
+        bounds = (_error_bounds(part, num_resamples=num_resamples, seed=seed) for part in (first, second))
+        changes[ECE] = error_change(*bounds, level=level)
+    return changes
+
+
+def error_change(before: ErrorBounds, after: ErrorBounds, *, level: float = 0.95) -> MetricChange:
+    """Return how a calibration error changes, from its bounds on the same resamples before and after."""
+    return MetricChange(
+        ECE,
+        before=Estimate.from_bounds(before, least=0.0, most=1.0, level=level),
+        after=Estimate.from_bounds(after, least=0.0, most=1.0, level=level),
+        change=Estimate.from_bounds(after.minus(before), least=-1.0, most=1.0, level=level),
+        ratio=Estimate.from_bounds(after.over(before), least=0.0, level=level),
+    )
+
+
+def _change(metric: str, before: Floats, after: Floats, level: float) -> MetricChange:
+    """Build the record from columns [1 + R] whose first entry is the value on all questions."""
+    ratio = np.divide(after, before, out=np.full_like(after, np.nan), where=before != 0.0)
+    columns = (before, after, after - before, ratio)
+    return MetricChange(metric, *(Estimate.from_resamples(float(c[0]), c[1:], level=level) for c in columns))
+
+
+class _PerQuestion:
+    """What the metrics need of each question, so that a resample is a product with its counts."""
+
+    def __init__(
+        self, confidence: Array, correct: Array, question_index: Array, *, metrics: Sequence[str], num_bins: int
+    ) -> None:
+        unknown = [metric for metric in metrics if metric not in BOOTSTRAP_METRICS]
+        if unknown:
+            raise InputError(f"Expected `metrics` to be among {BOOTSTRAP_METRICS}, but got {unknown}.")
+        needs_probability = ECE in metrics or BRIER in metrics
+        scores = as_probabilities(confidence) if needs_probability else as_scores(confidence)
+        labels = as_labels(correct)
+        self.questions, codes = question_codes(question_index)
+        check_same_length(confidence=scores, correct=labels, question_index=codes)
+        if not len(scores):
+            raise InputError("Expected `confidence` to hold at least one response, but got none.")
+        self.metrics = tuple(metrics)
+        self.num_bins = num_bins
+        self.size = self._sums(codes, None)
+        if needs_probability:
+            self.bin_gap = self._bin_gaps(scores, labels, codes)
+            self.squared_error = self._sums(codes, (scores - labels) ** 2)
+        self.accuracy = self._sums(codes, labels.astype(np.float64)) / self.size
+        concordant, pairs = concordant_pairs(scores, labels, codes, len(self.questions))
+        self.is_mixed = (pairs > 0).astype(np.float64)
+        self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
+        # AUROC: each right response stands above so many of the wrong ones, both sorted by confidence.
+        self.wrong_question, wrong = _by_score(codes[~labels], scores[~labels])
+        self.right_question, right = _by_score(codes[labels], scores[labels])
+        self.num_below = np.searchsorted(wrong, right, side="left")
+        self.num_not_above = np.searchsorted(wrong, right, side="right")
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics on all questions; NaN where not defined."""
+        return {metric: float(row[0]) for metric, row in self.weighted(np.ones((1, len(self.questions)))).items()}
+
+    def weighted(self, counts: Floats) -> dict[str, Floats]:
+        """Return the metrics of resamples [r] in which each question stands ``counts`` [r, Q] times."""
+        functions = {
+            ECE: self._ece,
+            BRIER: self._brier,
+            AUROC: self._auroc,
+            WITHIN_QUESTION_AUROC: self._within_question,
+            PASS_AT_1: self._pass_at_1,
+        }
+        return {metric: functions[metric](counts) for metric in self.metrics}
+
+    def _sums(self, codes: Integers, weights: Floats | None) -> Floats:
+        return np.bincount(codes, weights=weights, minlength=len(self.questions)).astype(np.float64)
+
+    def _bin_gaps(self, scores: Floats, labels: NDArray[np.bool_], codes: Integers) -> Floats:
+        """Return, per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs."""
+        slot = codes * self.num_bins + bin_index(scores, uniform_edges(self.num_bins))
+        size = len(self.questions) * self.num_bins
+        gaps: Floats = np.bincount(slot, weights=labels - scores, minlength=size).astype(np.float64)
+        return gaps.reshape(-1, self.num_bins)
+
+    def gaps(self, counts: Floats) -> Floats:
+        """Return the mean over all responses of (correct - confidence) in each bin [r, B]; see ``weighted``."""
+        return (counts @ self.bin_gap) / (counts @ self.size)[:, None]
+
+    def _ece(self, counts: Floats) -> Floats:
+        return np.abs(self.gaps(counts)).sum(axis=1)
+
+    def _brier(self, counts: Floats) -> Floats:
+        return (counts @ self.squared_error) / (counts @ self.size)
+
+    def _pass_at_1(self, counts: Floats) -> Floats:
+        return (counts @ self.accuracy) / counts.sum(axis=1)
+
+    def _within_question(self, counts: Floats) -> Floats:
+        mixed = counts @ self.is_mixed
+        return np.divide(counts @ self.within, mixed, out=np.full_like(mixed, np.nan), where=mixed > 0)
+
+    def _auroc(self, counts: Floats) -> Floats:
+        # Sums of whole numbers are exact, so neither the order of the responses nor the size of a part changes them.
+        at_once = max(1, _COUNTS_AT_ONCE // max(len(self.right_question) + len(self.wrong_question), 1))
+        starts = range(0, len(counts), at_once)
+        return np.concatenate([self._auroc_of_some(counts[start : start + at_once]) for start in starts])
+
+    def _auroc_of_some(self, counts: Floats) -> Floats:
+        wrong = np.zeros((len(counts), len(self.wrong_question) + 1))
+        np.cumsum(counts[:, self.wrong_question], axis=1, out=wrong[:, 1:])
+        right = counts[:, self.right_question]
+        concordant = 0.5 * np.einsum("rn,rn->r", right, wrong[:, self.num_below] + wrong[:, self.num_not_above])
+        pairs = right.sum(axis=1) * wrong[:, -1]
+        return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
+
+
+def _by_score(codes: Integers, scores: Floats) -> tuple[Integers, Floats]:
+    """Return questions and scores of responses in the order of their scores."""
+    order = np.argsort(scores, kind="stable")
+    return codes[order], scores[order]
+
+
+def _error_bounds(columns: _PerQuestion, *, num_resamples: int, seed: int) -> ErrorBounds:
+    """Return the calibration error with its bounds on ``num_resamples`` resamples."""
+    num_questions = len(columns.questions)
+    blocks = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
+    resampled = np.concatenate([columns.gaps(counts) for counts in blocks])
+    return ErrorBounds.from_gaps(columns.gaps(np.ones((1, num_questions)))[0], resampled, num_questions=num_questions)
+
+
+def _resampled(columns: _PerQuestion, *, num_resamples: int, seed: int) -> dict[str, Floats]:
+    """Return the metrics [R] of ``num_resamples`` resamples."""
+    blocks = [
+        columns.weighted(counts)
+        for counts in resample_counts(len(columns.questions), num_resamples=num_resamples, seed=seed)
+    ]
+    return {metric: np.concatenate([block[metric] for block in blocks]) for metric in columns.metrics}
+
+
+def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Floats:
+    """Return the weight of each question in the plain mean and in the means of resamples [Q, 1 + R].
+
+    ``values [P, Q] @ weights`` are then the means of P columns, which share their resamples. With one question there
+    is nothing to resample, so that R is 0.
+
+    Args:
+        num_questions: Q.
+        num_resamples: R; 0 where no interval is wanted.
+        seed: Of the draw.
+
+    Example:
+        >>> means = np.array([[0.0, 1.0], [1.0, 2.0]]) @ resample_weights(2, num_resamples=50)
+        >>> means.shape, bool((means[1] - means[0] == 1.0).all())
+        ((2, 51), True)
+    """
+    count = 0 if num_questions < 2 else max(num_resamples, 0)
+    weights = np.empty((num_questions, 1 + count), order="F")
+    weights[:, 0] = 1.0 / num_questions
+    filled = 1
+    for counts in resample_counts(num_questions, num_resamples=count, seed=seed) if count else ():
+        np.divide(counts.T, num_questions, out=weights[:, filled : filled + len(counts)])
+        filled += len(counts)
+    return weights
+
+
+def estimate_of(column: Floats) -> Estimate:
+    """Return the estimate of a column [1 + R] whose first entry is the value; without resamples it has no interval.
+
+    Example:
+        >>> estimate_of(np.array([0.5]))
+        Estimate(value=0.5, low=None, high=None, num_undefined=0)
+    """
+    return Estimate.from_resamples(float(column[0]), column[1:])
+
+
+def estimate_or_never(column: Floats, *, never: float) -> Estimate:
+    """Return the estimate of a column [1 + R] in which NaN says that something is never reached.
+
+    A resample without a value counts as the worst one, so that an end of the interval that lies among them is None.
+
+    Args:
+        column: The value, then those of the resamples.
+        never: What stands for NaN: inf for a cost, -inf for a saving.
+
+    Example:
+        >>> estimate_or_never(np.array([2.0, 1.0, 3.0, np.nan]), never=np.inf)
+        Estimate(value=2.0, low=1.0, high=None, num_undefined=1)
+    """
+    value, resamples = column[0], column[1:]
+    if np.isnan(value):
+        return Estimate(None, None, None, int(np.isnan(resamples).sum()))
+    if not len(resamples):
+        return Estimate(float(value), None, None)
+    filled = np.where(np.isnan(resamples), never, resamples)
+    # Ends are resamples themselves: between a number and infinity nothing can be interpolated.
+    low = float(np.quantile(filled, 0.025, method="lower"))
+    high = float(np.quantile(filled, 0.975, method="higher"))
+    ends = [end if np.isfinite(end) else None for end in (low, high)]
+    return Estimate(float(value), ends[0], ends[1], int(np.isnan(resamples).sum()))
+
+
+def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:
+    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S].
+
+    Example:
+        >>> weights = seed_weights(3, num_resamples=50)
+        >>> weights.shape, weights[0].round(3).tolist(), bool(np.allclose(weights.sum(axis=1), 1.0))
+        ((51, 3), [0.333, 0.333, 0.333], True)
+    """
+    draws = np.random.default_rng(0).multinomial(num_seeds, np.full(num_seeds, 1.0 / num_seeds), size=num_resamples)
+    return np.vstack([np.ones(num_seeds), draws]) / num_seeds
+
+
+def mean_over_seeds(columns: Floats) -> Floats:
+    """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
+
+    The first entry of a column is its value, the others those of resamples of the questions, the same for all seeds.
+
+    Example:
+        >>> mean_over_seeds(np.array([[0.25, 0.5], [0.75, 0.5]])).tolist()
+        [0.5, 0.5]
+    """
+    weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
+    return np.einsum("s...r,rs->...r", columns, weights)

@@ -1,0 +1,249 @@
+"""How far the responses to one question agree: the targets of self-calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, Floats, as_scores, check_positive, check_same_length
+
+_UNREADABLE = object()
+
+
+def soft_self_consistency(
+    answers: Sequence[str | None], confidences: Sequence[float | None], *, drop_none: bool = True
+) -> list[float | None]:
+    r"""Compute the soft self-consistency (SSC) of every response to one question, in [0, 1].
+
+    ``SSC(y) = sum_{i: y_i = y} c_i / sum_i c_i`` with ``c_i`` the confidence in response i and ``y_i`` its answer.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable.
+        drop_none: Unreadable responses leave both sums and get None. If False they form one class of their own, as in
+            the report of the reference's generator; a confidence of None then adds no mass.
+
+    Returns:
+        N scores; None for unreadable responses that were dropped, and for all responses when the mass is zero.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+
+    Example:
+        >>> soft_self_consistency(["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
+        [0.75, 0.75, 0.25, None]
+        >>> soft_self_consistency(["7", "8"], [0.0, 0.0])
+        [None, None]
+
+    Reference:
+        Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 4.
+    """
+    classes, masses = _weighed_classes(answers, confidences)
+    return _class_shares(classes, masses, drop_none=drop_none)
+
+
+def vote_share(answers: Sequence[str | None], *, drop_none: bool = True) -> list[float | None]:
+    """Compute the share of responses that give the same answer, in [0, 1]: self-consistency with equal weights.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        drop_none: Unreadable responses leave both counts and get None. If False they form one class of their own.
+
+    Returns:
+        N shares; None for unreadable responses that were dropped.
+
+    Example:
+        >>> vote_share(["7", "7", "8", None])
+        [0.6666666666666666, 0.6666666666666666, 0.3333333333333333, None]
+        >>> vote_share(["7", "7", "8", None], drop_none=False)
+        [0.5, 0.5, 0.25, 0.25]
+    """
+    classes = [_UNREADABLE if answer is None else answer for answer in answers]
+    return _class_shares(classes, [1.0] * len(classes), drop_none=drop_none)
+
+
+def leave_one_out(
+    answers: Sequence[str | None], confidences: Sequence[float | None] | None = None, *, drop_none: bool = True
+) -> list[float | None]:
+    r"""Compute how far each response to one question agrees with the *others*, in [0, 1]: SSC without one's own vote.
+
+    ``L(y_i) = sum_{j != i: y_j = y_i} c_j / sum_{j != i} c_j``; without confidences every ``c_j`` is 1. Unlike SSC and
+    the vote share, it is an unbiased estimate of the chance that another sample agrees: a response that nobody repeats
+    gets 0, not 1 / N.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable. None
+            weighs all alike.
+        drop_none: Unreadable responses leave both sums and get None. If False they form one class of their own.
+
+    Returns:
+        N scores; None for unreadable responses that were dropped, and where there is no other response, or none with
+        any mass.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+
+    Example:
+        >>> leave_one_out(["7", "7", "7", "8", "9", None])
+        [0.5, 0.5, 0.5, 0.0, 0.0, None]
+        >>> leave_one_out(["7", "7", "8"], [0.5, 0.25, 0.75])
+        [0.25, 0.4, 0.0]
+        >>> leave_one_out(["7", None])
+        [None, None]
+    """
+    classes, masses = _weighed_classes(answers, [1.0] * len(answers) if confidences is None else confidences)
+    present = [i for i, label in enumerate(classes) if not (drop_none and label is _UNREADABLE)]
+    scores: list[float | None] = [None] * len(classes)
+    for i in present:
+        others = [j for j in present if j != i]
+        total = math.fsum(masses[j] for j in others)
+        if total > 0.0:
+            scores[i] = min(math.fsum(masses[j] for j in others if classes[j] == classes[i]) / total, 1.0)
+    return scores
+
+
+def consistency_bucket(target: float, num_buckets: int = 20) -> int:
+    """Return the bucket of a target in [0, 1] among ``num_buckets`` equal ones; 1.0 belongs to the last.
+
+    A target a billionth below an edge is on it, so that .15, .3 and .35 are where they are expected in spite of floats.
+
+    Args:
+        target: Soft self-consistency or vote share.
+        num_buckets: Number of buckets; 20 gives a width of .05.
+
+    Raises:
+        ValueError: If the target lies outside [0, 1] or is NaN.
+
+    Example:
+        >>> [consistency_bucket(target) for target in (0.0, 0.15, 0.35, 0.99, 1.0)]
+        [0, 3, 7, 19, 19]
+    """
+    check_positive(num_buckets, "num_buckets")
+    if not -1e-9 <= target <= 1.0 + 1e-9:
+        raise InputError(f"Expected `target` to lie in [0, 1], but got {target}.")
+    return min(max(math.floor(target * num_buckets + 1e-9 * num_buckets), 0), num_buckets - 1)
+
+
+def _weighed_classes(
+    answers: Sequence[str | None], confidences: Sequence[float | None]
+) -> tuple[list[object], list[float]]:
+    """Return the class of every response and its mass; without an answer or a confidence it is unreadable.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+    """
+    if len(answers) != len(confidences):
+        raise InputError(
+            "Expected `answers` and `confidences` to have the same length, "
+            f"but got {len(answers)} and {len(confidences)}."
+        )
+    for confidence in confidences:
+        if confidence is not None and not (math.isfinite(confidence) and confidence >= 0.0):
+            raise InputError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
+    classes = [
+        _UNREADABLE if answer is None or confidence is None else answer
+        for answer, confidence in zip(answers, confidences, strict=True)
+    ]
+    return classes, [0.0 if confidence is None else float(confidence) for confidence in confidences]
+
+
+def _class_shares(classes: Sequence[object], masses: Sequence[float], *, drop_none: bool) -> list[float | None]:
+    """Return the share of the total mass that each member's class holds; None without mass or when dropped."""
+    members: dict[object, list[float]] = {}
+    for label, mass in zip(classes, masses, strict=True):
+        if not (drop_none and label is _UNREADABLE):
+            members.setdefault(label, []).append(mass)
+    total = math.fsum(mass for group in members.values() for mass in group)
+    if total <= 0.0:
+        return [None] * len(classes)
+    shares = {label: min(math.fsum(group) / total, 1.0) for label, group in members.items()}
+    return [shares.get(label) for label in classes]
+
+
+# Keeps equal scores apart from a division by 0: all of them then weigh the same.
+_LEAST_SPREAD = 1e-9
+
+
+def standardised_weights(*scores: Array) -> Floats:
+    """Compute ``exp(sum_j z_j)`` with ``z = (x - mean) / (std + 1e-9)`` over the responses to one question.
+
+    Higher scores weigh more; pass minus what should be low. The sum of the weights of equal answers is their vote.
+
+    Args:
+        scores: One score or several of each response [N]; those without one are left out.
+
+    Returns:
+        Weights, above 0 [N].
+
+    Raises:
+        ValueError: If lengths differ, a score is unknown, or there is none.
+
+    Example:
+        >>> standardised_weights([1.0, 3.0]).round(3).tolist(), standardised_weights([2.0, 2.0]).tolist()
+        ([0.368, 2.718], [1.0, 1.0])
+
+    Reference:
+        The voting weights of SASC, `run_evaluation.py` of Multi-step Test-time Training with Data Selection.
+    """
+    if not scores:
+        raise InputError("Expected at least one score of each response, but got none.")
+    rows = [as_scores(row, "scores") for row in scores]
+    check_same_length(**{f"scores {number}": row for number, row in enumerate(rows)})
+    return np.exp(np.sum([_standardised(row) for row in rows], axis=0))
+
+
+def masked_standardised_weights(scores: Floats) -> Floats:
+    """Compute :func:`standardised_weights` of many questions at once, to the same bit however many there are.
+
+    Args:
+        scores: One of each response [N, Q], finite; nan where there is none.
+
+    Returns:
+        Weights [N, Q]; 0 where there is no score.
+
+    Example:
+        >>> masked_standardised_weights(np.array([[1.0, 2.0], [3.0, np.nan]])).round(3).tolist()
+        [[0.368, 1.0], [2.718, 0.0]]
+    """
+    is_known = ~np.isnan(scores)
+    values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
+    # Summed response by response: a mean in another order may differ in its last bit, and turn a tie.
+    distance = np.where(is_known, values - _summed(values) / count, 0.0)
+    spread = np.sqrt(_summed(distance**2) / count)
+    return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)
+
+
+def lowest_share(values: Array, share: float = 0.8) -> NDArray[np.bool_]:
+    """Return which responses have a value of at most the quantile ``share`` of those to the question [N].
+
+    Args:
+        values: One of each response [N].
+        share: In (0, 1].
+
+    Raises:
+        ValueError: If ``share`` is out of its range.
+
+    Example:
+        >>> lowest_share([0.5, 0.1, 0.9, 0.2, 0.3], 0.8).tolist()
+        [True, True, False, True, True]
+    """
+    if not 0.0 < share <= 1.0:
+        raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
+    row = as_scores(values, "values")
+    return np.asarray(row <= np.quantile(row, share)) if len(row) else np.zeros(0, dtype=bool)
+
+
+def _standardised(row: Floats) -> Floats:
+    return (row - row.mean()) / (row.std() + _LEAST_SPREAD) if len(row) else row
+
+
+def _summed(rows: Floats) -> Floats:
+    total: Floats = np.zeros(rows.shape[1])
+    for row in rows:
+        total = total + row
+    return total

@@ -1,0 +1,249 @@
+"""Accuracy against cost: what a curve reaches at a price, and what it pays for an accuracy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_labels, as_scores, check_same_length
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """Share of wrong verdicts among the most confident ones.
+
+    Attributes:
+        coverage: Share of the questions that are answered [K], rising to 1.
+        risk: Share of wrong answers among them [K].
+        threshold: The confidence from which on they are answered [K], falling.
+    """
+
+    coverage: Floats
+    risk: Floats
+    threshold: Floats
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """A share with its Wilson interval; all None where nothing was counted.
+
+    Attributes:
+        value: Successes divided by ``count``.
+        low: Lower end.
+        high: Upper end.
+        count: What was counted.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    count: int
+
+
+def upper_envelope(cost: Floats, value: Floats) -> tuple[Floats, Floats]:
+    """Return the points of a curve that no cheaper or equally dear point reaches: both columns rise strictly.
+
+    Args:
+        cost: Cost of each setting [G], in any order.
+        value: What it reaches [G].
+
+    Example:
+        >>> cost, value = upper_envelope(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.4, 0.6, 0.5, 0.7]))
+        >>> cost.tolist(), value.tolist()
+        ([1.0, 2.0, 4.0], [0.4, 0.6, 0.7])
+    """
+    order = np.lexsort((-value, cost))
+    cost, value = cost[order], value[order]
+    best = np.maximum.accumulate(np.append(-np.inf, value))
+    is_record = value > best[:-1]
+    return cost[is_record], value[is_record]
+
+
+def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
+    """Return the least cost at which a curve reaches ``target``; None where it never does.
+
+    Between neighbours of the upper envelope the cost is interpolated: drawing for each question one of the two
+    settings at random does what the line between them says.
+
+    Args:
+        cost: Cost of each setting [G].
+        value: What it reaches [G].
+        target: What is to be reached.
+
+    Example:
+        >>> cost_to_reach(np.array([1.0, 3.0, 5.0]), np.array([0.5, 0.25, 0.75]), 0.625)
+        3.0
+        >>> cost_to_reach(np.array([1.0]), np.array([0.5]), 0.625) is None
+        True
+    """
+    found = costs_to_reach(cost[None], value[None], np.array([[target]]))[0, 0]
+    return None if np.isnan(found) else float(found)
+
+
+def costs_to_reach(cost: Floats, value: Floats, target: Floats) -> Floats:
+    """Return :func:`cost_to_reach` of R curves at once, NaN where a curve never reaches its target.
+
+    Args:
+        cost: Costs [R, G].
+        value: Values [R, G].
+        target: T targets for each curve [T, R].
+
+    Returns:
+        The costs [T, R].
+    """
+    order = np.lexsort((-value, cost), axis=1)
+    cost, value = np.take_along_axis(cost, order, axis=1), np.take_along_axis(value, order, axis=1)
+    best = np.maximum.accumulate(value, axis=1)
+    before = np.concatenate([np.full((len(value), 1), -np.inf), best[:, :-1]], axis=1)
+    columns = np.arange(value.shape[1])
+    # Where the envelope stood last before each column.
+    record = np.maximum.accumulate(np.where(value > before, columns, 0), axis=1)
+    rows = np.arange(len(value))
+    return np.stack([_interpolated(cost, value, best, record, rows, wanted) for wanted in target])
+
+
+def _interpolated(
+    cost: Floats, value: Floats, best: Floats, record: Integers, rows: Integers, target: Floats
+) -> Floats:
+    """Return the cost at which each envelope [R, G] meets its target [R]; NaN where it does not."""
+    reached = best >= target[:, None]
+    above = record[rows, reached.argmax(axis=1)]
+    below = record[rows, np.maximum(above - 1, 0)]
+    step = value[rows, above] - value[rows, below]
+    part = np.divide(target - value[rows, below], step, out=np.ones_like(step), where=step > 0.0)
+    found = cost[rows, below] + np.clip(part, 0.0, 1.0) * (cost[rows, above] - cost[rows, below])
+    return np.where(reached.any(axis=1), found, np.nan)
+
+
+def setting_within(cost: Floats, budget: float) -> int | None:
+    """Return the index of the dearest setting that costs no more than ``budget`` on average, the first on ties.
+
+    It looks at the cost alone, so that choosing by it on the questions that are reported does not flatter accuracy.
+
+    Args:
+        cost: Mean cost of each setting [G].
+        budget: What may be spent; a rounding error above it is allowed.
+
+    Example:
+        >>> setting_within(np.array([1.0, 5.0, 3.0]), 4.0), setting_within(np.array([2.0]), 1.0)
+        (2, None)
+    """
+    allowed = np.where(cost <= budget + 1e-9, cost, -np.inf)
+    return int(allowed.argmax()) if np.isfinite(allowed).any() else None
+
+
+def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | None:
+    """Return the index of the best setting that costs no more than ``budget`` on average, the cheapest on ties.
+
+    Choose on other questions than those that are reported: the best of many is better than it will be again.
+
+    Args:
+        cost: Mean cost of each setting [G].
+        value: What it reaches [G].
+        budget: What may be spent; a rounding error above it is allowed.
+
+    Example:
+        >>> best_setting_within(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), 3.0)
+        1
+    """
+    within = np.flatnonzero(cost <= budget + 1e-9)
+    if not len(within):
+        return None
+    return int(within[np.lexsort((within, cost[within], -value[within]))[0]])
+
+
+def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int | None:
+    """Return the index of the cheapest setting whose value is at least ``target``, the better on ties.
+
+    Choose on other questions than those that are reported: what reaches a target by luck is among them.
+
+    Args:
+        cost: Mean cost of each setting [G].
+        value: What it reaches [G]; a rounding error below the target is allowed.
+        target: What is to be reached.
+
+    Example:
+        >>> cheapest_setting_reaching(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.75]), 0.7)
+        1
+    """
+    enough = np.flatnonzero(value >= target - 1e-12)
+    if not len(enough):
+        return None
+    return int(enough[np.lexsort((enough, -value[enough], cost[enough]))[0]])
+
+
+def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
+    """Compute the risk among the answers whose confidence is at least t, for each distinct t.
+
+    Args:
+        confidence: Scores [N].
+        correct: Labels [N].
+
+    Raises:
+        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
+
+    Example:
+        >>> curve = risk_coverage([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
+        >>> curve.coverage.tolist(), curve.risk.tolist()
+        ([0.25, 0.75, 1.0], [0.0, 0.3333333333333333, 0.5])
+
+    Reference:
+        El-Yaniv and Wiener, On the Foundations of Noise-free Selective Classification, 2010, section 2.
+    """
+    scores, labels = as_scores(confidence), as_labels(correct)
+    check_same_length(confidence=scores, correct=labels)
+    order = np.argsort(-scores, kind="stable")
+    ordered, wrong = scores[order], np.cumsum(~labels[order])
+    last = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True)) if len(ordered) else np.zeros(0, dtype=int)
+    return RiskCoverage((last + 1) / max(len(ordered), 1), wrong[last] / (last + 1), ordered[last])
+
+
+def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Proportion:
+    """Return the share of successes with its Wilson score interval.
+
+    ``(p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
+
+    Args:
+        successes: Of ``total`` trials.
+        total: n.
+        level: Share of such intervals that hold the true probability, about.
+
+    Example:
+        >>> share = wilson_interval(9, 10)
+        >>> share.value, round(share.low, 3), round(share.high, 3)
+        (0.9, 0.596, 0.982)
+
+    Reference:
+        Wilson, Probable Inference, the Law of Succession, and Statistical Inference, 1927.
+    """
+    if not 0 <= successes <= total:
+        raise InputError(f"Expected `successes` to lie between 0 and {total}, but got {successes}.")
+    if total == 0:
+        return Proportion(None, None, None, 0)
+    z, share = NormalDist().inv_cdf(0.5 + level / 2.0), successes / total
+    centre = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1.0 - share) / total + z * z / (4 * total * total))
+    scale = 1.0 + z * z / total
+    return Proportion(share, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale), total)
+
+
+def break_even(cost: float, saved: float | None) -> int | None:
+    """Return after how many questions a cost is earned back; None for never.
+
+    Args:
+        cost: What was spent once, at least 0.
+        saved: What is saved a question in the same unit, or None where the comparison does not exist.
+
+    Example:
+        >>> break_even(1000.0, 3.0), break_even(1000.0, -1.0), break_even(0.0, 1.0)
+        (334, None, 0)
+    """
+    if cost < 0.0:
+        raise InputError(f"Expected `cost` to be at least 0, but got {cost}.")
+    if saved is None or math.isnan(saved) or saved <= 0.0:
+        return None
+    return math.ceil(cost / saved)

@@ -1,0 +1,250 @@
+"""Rewards of the responses to one question that need no label: pure functions of the group's answers and confidences.
+
+Each gives one reward per response, higher is better. An unreadable response is a wrong one, so that its reward is 0;
+where nothing in the group can be read, nobody can judge and all rewards are None. An empty answer is unreadable too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.consistency import soft_self_consistency, vote_share
+
+# What a policy gradient learns from, by name; "none" where there is no policy gradient.
+GroupReward = Literal[
+    "none", "majority", "vote_share", "ssc", "self_certainty", "entropy", "equations", "fused", "reference"
+]
+# Which pool of responses says how sure a response may be: that of its own round, that of round 0, or their mean.
+PoolTarget = Literal["round", "anchor", "mix"]
+
+
+@dataclass(frozen=True)
+class RewardQuality:
+    """What labels say of label-free rewards, for reports: never for training.
+
+    Attributes:
+        reward_accuracy: Share of responses whose reward is above one half exactly where they are right.
+        mean_gap: Mean reward minus the share of right responses: above 0 where rewards are too kind.
+        count: Responses with a reward and a label.
+    """
+
+    reward_accuracy: float | None
+    mean_gap: float | None
+    count: int
+
+
+def majority_answer(answers: Sequence[str | None]) -> str | None:
+    """Return the most frequent readable answer, the first seen on ties; None where none can be read.
+
+    Example:
+        >>> majority_answer(["8", "7", None, None, None, "7"]), majority_answer([None, ""])
+        ('7', None)
+    """
+    votes = Counter(answer for answer in answers if answer)
+    return max(votes, key=votes.__getitem__, default=None)
+
+
+def majority(answers: Sequence[str | None]) -> list[float | None]:
+    """Return 1 for responses that give the majority's answer and 0 for others: the reward of TTRL.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+
+    Example:
+        >>> majority(["7", "7", "8", None])
+        [1.0, 1.0, 0.0, 0.0]
+
+    Reference:
+        Zuo et al., TTRL: Test-Time Reinforcement Learning, arXiv 2504.16084.
+    """
+    label = majority_answer(answers)
+    return [None if label is None else float(answer == label) for answer in answers]
+
+
+def share(answers: Sequence[str | None]) -> list[float | None]:
+    """Return the share of the readable responses that give the same answer: the reward of EMPO.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+
+    Example:
+        >>> share(["7", "7", "8", None])
+        [0.6666666666666666, 0.6666666666666666, 0.3333333333333333, 0.0]
+
+    Reference:
+        Zhang et al., Right Question is Already Half the Answer, arXiv 2504.05812.
+    """
+    readable = [answer or None for answer in answers]
+    return _without_gaps(vote_share(readable), readable)
+
+
+def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None]) -> list[float | None]:
+    """Return the soft self-consistency of each response: votes weighted by confidence.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        confidences: The N confidences, at least 0. A readable response without one has no reward: nobody judged it.
+
+    Raises:
+        ValueError: If the lengths differ or a confidence is negative or not finite.
+
+    Example:
+        >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
+        [0.75, 0.75, 0.25, 0.0, None]
+    """
+    readable = [answer or None for answer in answers]
+    return _without_gaps(soft_self_consistency(readable, confidences), readable)
+
+
+def anchored_share(answers: Sequence[str | None], anchor: Sequence[str | None]) -> list[float | None]:
+    """Return the share of an earlier pool of responses that gives the same answer; 0 for an answer not seen there.
+
+    Votes of the responses themselves rise as a policy is sharpened; those of the pool that was drawn first do not.
+
+    Args:
+        answers: The N answers; None where a response could not be read.
+        anchor: The answers of the earlier pool; unreadable ones leave it.
+
+    Example:
+        >>> anchored_share(["7", "9", None], ["7", "7", "8", None])
+        [0.6666666666666666, 0.0, 0.0]
+    """
+    votes = Counter(answer for answer in anchor if answer)
+    total = votes.total()
+    return [(votes[answer] / total if answer else 0.0) if total else None for answer in answers]
+
+
+def anchored_soft_share(
+    answers: Sequence[str | None], anchor: Sequence[str | None], confidences: Sequence[float | None]
+) -> list[float | None]:
+    """Return the share of an earlier pool's confidence that lies on the same answer; 0 for an answer not seen there.
+
+    ``sum_j c_j [a_j = a] / sum_j c_j`` over the readable responses j of the earlier pool: soft self-consistency there.
+
+    Args:
+        answers: The N answers; None where a response could not be read, which has no share.
+        anchor: The M answers of the earlier pool; unreadable ones leave it.
+        confidences: Their M confidences, at least 0; without one a response leaves the pool.
+
+    Returns:
+        Shares in [0, 1]; None for unreadable responses, and for all where the pool has no confidence.
+
+    Raises:
+        ValueError: If the lengths of the pool differ, or a confidence is negative or not finite.
+
+    Example:
+        >>> anchored_soft_share(["7", "9", None], ["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
+        [0.75, 0.0, None]
+    """
+    masses: dict[str, float] = {}
+    for answer, confidence in zip(anchor, confidences, strict=True):
+        if confidence is not None and not 0.0 <= confidence < math.inf:
+            raise InputError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
+        if answer and confidence is not None:
+            masses[answer] = masses.get(answer, 0.0) + confidence
+    total = math.fsum(masses.values())
+    return [masses.get(answer, 0.0) / total if answer and total > 0.0 else None for answer in answers]
+
+
+def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:
+    """Compare rewards with labels.
+
+    Rewards may be mostly right although the majority is wrong: scattered wrong answers get 0 either way.
+
+    Args:
+        rewards: Of the responses, in [0, 1]; None where there is none.
+        correct: Their labels; None where nobody knows.
+
+    Raises:
+        ValueError: If the lengths differ.
+
+    Example:
+        >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
+        RewardQuality(reward_accuracy=0.75, mean_gap=0.25, count=4)
+    """
+    pairs = [(r, c) for r, c in zip(rewards, correct, strict=True) if r is not None and c is not None]
+    if not pairs:
+        return RewardQuality(None, None, 0)
+    agreeing = sum((reward > 0.5) == right for reward, right in pairs)
+    gap = math.fsum(reward - right for reward, right in pairs)
+    return RewardQuality(agreeing / len(pairs), gap / len(pairs), len(pairs))
+
+
+def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None]) -> list[float | None]:
+    """Return the shares with 0 for unreadable responses of a group in which some can be judged."""
+    if all(value is None for value in shares):
+        return [None] * len(shares)
+    return [0.0 if answer is None else value for value, answer in zip(shares, answers, strict=True)]
+
+
+Scale = Literal["group", "none", "batch"]
+
+
+def group_advantages(
+    rewards: Sequence[Sequence[float | None]],
+    *,
+    scale: Scale = "group",
+    leave_one_out: bool = False,
+    minimum_spread: float = 1e-6,
+) -> list[list[float | None]]:
+    """Compute how much better each response is than its group, in units of a spread of rewards where one is wanted.
+
+    ``A = (r - mean) / std``. The mean is that of the group, or of its others; a reward of None leaves its group. A
+    group whose spread is at most ``minimum_spread`` tells nothing: its advantages are 0, as is that of a lone reward.
+
+    Args:
+        rewards: Of the responses of each group, one group a question.
+        scale: "group" divides by the standard deviation of the group (with n - 1, as GRPO's trainers do), "batch" by
+            that of all rewards, "none" by nothing, which does not favour questions of small spread.
+        leave_one_out: Whether a response's own reward leaves the mean that it is compared with, which makes the
+            baseline independent of it: ``n / (n - 1)`` times as large a difference.
+        minimum_spread: Standard deviation that still counts as none, at least 0.
+
+    Returns:
+        Advantages in the shape of the rewards; None where the reward is None.
+
+    Raises:
+        ValueError: If a reward is not finite or an option is out of its range.
+
+    Example:
+        >>> group_advantages([[1.0, 0.0, None], [1.0, 1.0]], scale="none")
+        [[0.5, -0.5, None], [0.0, 0.0]]
+        >>> group_advantages([[1.0, 0.0]], scale="none", leave_one_out=True)
+        [[1.0, -1.0]]
+
+    Reference:
+        Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1 (group); Liu et al., arXiv 2503.20783 (no scale);
+        Ahmadian et al., Back to Basics, arXiv 2402.14740 (leave one out).
+    """
+    if scale not in ("group", "none", "batch"):
+        raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
+    if not minimum_spread >= 0.0:
+        raise InputError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
+    known = [[reward for reward in group if reward is not None] for group in rewards]
+    for numbers in known:
+        if not all(map(math.isfinite, numbers)):
+            raise InputError(f"Expected `rewards` to be finite or None, but got {numbers}.")
+    overall = _spread([reward for group in known for reward in group])
+    advantages: list[list[float | None]] = []
+    for group, values in zip(rewards, known, strict=True):
+        size, spread = len(values), _spread(values)
+        if size < 2 or spread <= minimum_spread:
+            advantages.append([None if reward is None else 0.0 for reward in group])
+            continue
+        mean, unit = math.fsum(values) / size, {"group": spread, "batch": overall, "none": 1.0}[scale]
+        factor = (size / (size - 1) if leave_one_out else 1.0) / unit
+        advantages.append([None if reward is None else factor * (reward - mean) for reward in group])
+    return advantages
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation with n - 1; 0 of fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,376 @@
+"""Thresholds with a guarantee: Learn then Test for the error rate among the questions that are answered.
+
+A question is answered when the confidence of its verdict is at least a threshold, and the *selective risk* of a
+threshold is ``R = E[loss | answered]``. For each threshold of a grid, ``H: R > risk`` is tested on calibration
+questions; thresholds whose H is rejected are certified: with probability at least ``1 - delta`` over the calibration
+questions, none of them has a risk above ``risk``.
+
+Why the tests are valid although the number of answered questions is random: questions are drawn independently, and
+whether one is answered at a *fixed* threshold depends on that question alone. Given which ones are answered, their
+losses are independent draws with mean R; so the number of wrong answers among n answered ones is Binomial(n, R), and
+``P(Bin(n, risk) <= wrong)`` is a p-value for every n, hence on average over n. Without an answered question it is 1.
+What breaks this is a threshold taken from the calibration questions themselves, such as the best empirical one: grid
+and order of testing must not depend on them. They may depend on any *other* questions (``risk_planning.guided_grid``).
+
+Reference:
+    Angelopoulos, Bates, Candes, Jordan and Lei, Learn then Test, arXiv 2110.01052, sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, Floats, as_probabilities, check_positive, check_same_length
+
+Procedure = Literal["fixed_sequence", "bonferroni"]
+
+
+def binomial_p_value(num_wrong: Array, num_answered: Array, *, risk: float) -> Floats:
+    """Compute ``P(Bin(num_answered, risk) <= num_wrong)``, the exact p-value of "the error rate exceeds ``risk``".
+
+    Args:
+        num_wrong: Wrong answers [...].
+        num_answered: Answered questions [...]; 0 gives 1.
+        risk: The error rate tested, in (0, 1).
+
+    Example:
+        >>> binomial_p_value([0, 1], [2, 2], risk=0.5).tolist()  # .25; .25 + .5
+        [0.25, 0.75]
+    """
+    from scipy.special import bdtr
+
+    check_rate(risk, "risk")
+    wrong, answered = np.asarray(num_wrong, dtype=np.float64), np.asarray(num_answered, dtype=np.int64)
+    return np.asarray(np.where(answered > 0, bdtr(np.minimum(wrong, answered), np.maximum(answered, 1), risk), 1.0))
+
+
+def hoeffding_bentkus_p_value(mean_loss: Array, num_answered: Array, *, risk: float) -> Floats:
+    """Compute a p-value of "the mean of losses in [0, 1] exceeds ``risk``"; for 0-1 losses the binomial one is better.
+
+    ``min(exp(-n h(min(m, risk), risk)), e P(Bin(n, risk) <= ceil(n m)))`` with m the mean loss, n the number of losses
+    and ``h(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))``.
+
+    Args:
+        mean_loss: m [...], in [0, 1]; what it is without losses does not matter.
+        num_answered: n [...]; 0 gives 1.
+        risk: The mean tested, in (0, 1).
+
+    Example:
+        >>> round(float(hoeffding_bentkus_p_value(0.0, 4, risk=0.5)), 4)  # .5 ** 4, which e times it exceeds
+        0.0625
+
+    Reference:
+        Angelopoulos et al., arXiv 2110.01052, proposition 1; Bates et al., arXiv 2101.02703, section 3.1.
+    """
+    from scipy.special import bdtr, rel_entr
+
+    check_rate(risk, "risk")
+    n = np.asarray(num_answered, dtype=np.int64)
+    mean = np.where(n > 0, np.asarray(mean_loss, dtype=np.float64), 1.0)
+    low = np.minimum(mean, risk)
+    hoeffding = np.exp(-n * (rel_entr(low, risk) + rel_entr(1.0 - low, 1.0 - risk)))
+    # A mean such as 3 / 10 comes back as 3.0000000000000004 when multiplied by ten: that is 3 and not 4.
+    bentkus = math.e * bdtr(np.minimum(np.ceil(n * mean - 1e-9), n), np.maximum(n, 1), risk)
+    return np.asarray(np.where(n > 0, np.minimum(np.minimum(hoeffding, bentkus), 1.0), 1.0))
+
+
+def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: int = 1) -> NDArray[np.bool_]:
+    """Return which hypotheses are rejected [G], with a chance of at most ``delta`` to reject any true one.
+
+    "bonferroni" tests each at ``delta / G``. "fixed_sequence" goes through them in their order, each at the full
+    ``delta``, and stops at the first that is not rejected; with several starts, spread evenly, each start goes on its
+    own way at ``delta / num_starts``.
+
+    Args:
+        p_values: G p-values in the order of testing, which must not depend on the data that they come from.
+        delta: Chance, in (0, 1).
+        procedure: How to pay for testing many.
+        num_starts: Starts of the fixed sequence.
+
+    Example:
+        >>> reject([0.01, 0.04, 0.2, 0.01], delta=0.05, procedure="fixed_sequence").tolist()
+        [True, True, False, False]
+        >>> reject([0.01, 0.04, 0.2, 0.01], delta=0.05, procedure="bonferroni").tolist()
+        [True, False, False, True]
+
+    Reference:
+        Angelopoulos et al., arXiv 2110.01052, section 2.3 and algorithm 1.
+    """
+    check_rate(delta, "delta")
+    check_positive(num_starts, "num_starts")
+    values = np.asarray(p_values, dtype=np.float64)
+    if procedure == "bonferroni":
+        return np.asarray(values <= delta / max(len(values), 1))
+    if procedure != "fixed_sequence":
+        raise InputError(f'Expected `procedure` to be "fixed_sequence" or "bonferroni", but got {procedure!r}.')
+    starts = start_positions(len(values), num_starts)
+    passes = values <= delta / max(len(starts), 1)
+    rejected = np.zeros(len(values), dtype=bool)
+    for start in starts:
+        rejected[start:] |= np.logical_and.accumulate(passes[start:])
+    return rejected
+
+
+def start_positions(num_thresholds: int, num_starts: int) -> NDArray[np.int64]:
+    """Return where the chains of a fixed sequence begin, spread evenly."""
+    starts = min(num_starts, num_thresholds)
+    return np.arange(starts) * num_thresholds // max(starts, 1)
+
+
+def selective_counts(confidence: Floats, loss: Floats, thresholds: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Return the number of answered questions [G] and the sum of their losses [G] at each threshold (``>=``).
+
+    Example:
+        >>> selective_counts(np.array([0.2, 0.8, 0.5]), np.array([1.0, 0.0, 1.0]), np.array([0.5, 0.0]))
+        (array([2, 3]), array([1., 2.]))
+    """
+    order = np.argsort(confidence, kind="stable")
+    below = np.searchsorted(confidence[order], thresholds, side="left")
+    from_here = np.append(np.cumsum(loss[order][::-1])[::-1], 0.0)
+    return len(confidence) - below, from_here[below]
+
+
+def check_rate(value: float, name: str) -> None:
+    """Raise ValueError unless ``value`` lies strictly between 0 and 1."""
+    if not 0.0 < value < 1.0:
+        raise InputError(f"Expected `{name}` to lie in (0, 1), but got {value}.")
+
+
+MOST_QUESTIONS = 10_000_000
+
+
+def guided_grid(
+    confidence: Array, loss: Array, *, num_questions: int, risk: float, delta: float = 0.1, num_thresholds: int = 100
+) -> Floats:
+    """Choose thresholds and their order from *other* questions than those of the test, so that it loses no level.
+
+    The candidates are quantiles of the confidences there. The first is the one that ``num_questions`` calibration
+    questions would most clearly certify if they were like these; after it come the lower ones in falling order.
+
+    Args:
+        confidence: Confidence of the verdicts on the other questions [M]; -inf where there is nothing to answer.
+        loss: Their losses in [0, 1] [M].
+        num_questions: Calibration questions of the test to come.
+        risk: Bound on the selective risk.
+        delta: Not used beyond a check; stands here so that both calls take the same settings.
+        num_thresholds: Thresholds at most.
+
+    Returns:
+        Thresholds in the order of testing.
+
+    Raises:
+        ValueError: No question has a confidence, or an argument is out of its range.
+
+    Example:
+        >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
+        >>> loss = np.repeat([0.9, 0.5, 0.05, 0.05], 10)
+        >>> guided_grid(confidence, loss, num_questions=40, risk=0.2).tolist()
+        [0.75, 0.5, 0.25]
+
+    Reference:
+        Angelopoulos et al., arXiv 2110.01052, section 2.3 (split fixed sequence testing).
+    """
+    check_rate(delta, "delta")
+    check_positive(num_questions, "num_questions")
+    scores, losses = np.asarray(confidence, dtype=np.float64), as_probabilities(loss, "loss")
+    check_same_length(confidence=scores, loss=losses)
+    known = scores[np.isfinite(scores)]
+    if not known.size:
+        raise InputError("Expected `confidence` to hold at least one finite value, but got none.")
+    quantiles = np.linspace(0.0, 1.0, num_thresholds)
+    candidates = np.unique(np.quantile(known, quantiles, method="lower"))[::-1]
+    answered, total = selective_counts(scores, losses, candidates)
+    expected = np.floor(answered * (num_questions / len(scores)))
+    p_values = hoeffding_bentkus_p_value(_guarded_rate(total, answered), expected, risk=risk)
+    return np.asarray(candidates[int(np.argmin(p_values)) :])
+
+
+def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float, delta: float) -> int | None:
+    """Estimate the calibration questions that would certify some threshold, were new ones like those seen.
+
+    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so that three right answers do not
+    promise the moon.
+
+    Args:
+        confidence: See ``risk_control.certify_threshold`` [N].
+        loss: Losses [N].
+        grid: Thresholds [G].
+        risk: Bound on the selective risk.
+        delta: Level of a single test.
+
+    Returns:
+        A number of questions in all; None where no threshold promises a risk below ``risk``.
+    """
+    from scipy.special import rel_entr
+
+    scores, losses = np.asarray(confidence, dtype=np.float64), np.asarray(loss, dtype=np.float64)
+    answered, total = selective_counts(scores, losses, np.asarray(grid, dtype=np.float64))
+    promising = (answered > 0) & (_guarded_rate(total, answered) < risk)
+    if not promising.any():
+        return None
+    rates, answered = _guarded_rate(total, answered)[promising], answered[promising]
+    # Chernoff's bound says which threshold is the cheapest to certify; the exact test then says how much it takes.
+    divergence = rel_entr(rates, risk) + rel_entr(1.0 - rates, 1.0 - risk)
+    best = int(np.argmax(divergence * answered))
+    count = _answers_needed(float(rates[best]), risk, delta)
+    return None if count is None else math.ceil(count * len(scores) / int(answered[best]))
+
+
+def _answers_needed(rate: float, risk: float, delta: float) -> int | None:
+    """Return about how many answered questions reject at ``delta`` when a share ``rate`` of them is wrong."""
+    from scipy.special import betainc
+
+    def rejects(count: int) -> bool:
+        # The binomial tail as an incomplete beta function goes on between whole numbers of wrong answers; so it falls
+        # with the count, where the exact one jumps at every further wrong answer.
+        return float(betainc(count * (1.0 - rate), count * rate + 1.0, 1.0 - risk)) <= delta
+
+    high = 1
+    while not rejects(high):
+        high *= 2
+        if high > MOST_QUESTIONS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rejects(middle) else (middle, high)
+    return high
+
+
+def _guarded_rate(total: Floats, answered: NDArray[np.int64]) -> Floats:
+    return np.asarray((total + 0.5) / (answered + 1.0))
+
+
+Test = Literal["binomial", "hoeffding_bentkus"]
+Shortfall = Literal["questions", "start", "ranking"]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What Learn then Test found.
+
+    Attributes:
+        threshold: The lowest certified threshold, the one that answers most; None where none is certified: abstain.
+        risk: Stated bound on the selective risk.
+        delta: Stated chance that the bound does not hold.
+        num_questions: Calibration questions.
+        num_answered: Those at or above the threshold; 0 without one.
+        loss: Sum of their losses: the number of wrong answers.
+        p_value: Of the threshold; 1 without one.
+        num_certified: Certified thresholds of the grid.
+        message: The outcome in a sentence; without a threshold, about how many more questions it would take.
+        shortfall: Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first
+            do not look good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
+    """
+
+    threshold: float | None
+    risk: float
+    delta: float
+    num_questions: int
+    num_answered: int
+    loss: float
+    p_value: float
+    num_certified: int
+    message: str
+    shortfall: Shortfall | None = None
+
+
+def certify_threshold(
+    confidence: Array,
+    loss: Array,
+    grid: Array,
+    *,
+    risk: float,
+    delta: float = 0.1,
+    test: Test = "binomial",
+    procedure: Procedure = "fixed_sequence",
+    num_starts: int = 1,
+) -> Certificate:
+    """Find the threshold that answers most while the error rate among the answered stays below ``risk``.
+
+    Args:
+        confidence: Confidence of the verdict on each calibration question [N]; -inf where there is nothing to answer.
+        loss: 1 wrong, 0 right [N]; any loss in [0, 1] with ``test="hoeffding_bentkus"``.
+        grid: Thresholds in the order of testing [G]: not a function of ``confidence`` and ``loss``. Of a fixed
+            sequence the first should be the most promising one: high, but not so high that few questions are answered.
+        risk: Bound on the selective risk, in (0, 1).
+        delta: Chance that the bound does not hold, in (0, 1).
+        test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
+        procedure: See ``risk_tests.reject``.
+        num_starts: See ``risk_tests.reject``.
+
+    Raises:
+        ValueError: An argument is out of its range, or the lengths differ.
+
+    Example:
+        >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)
+        >>> certificate.threshold, certificate.num_answered, round(certificate.p_value, 4)  # .9 ** 30
+        (0.5, 30, 0.0424)
+    """
+    scores, losses = np.asarray(confidence, dtype=np.float64), as_probabilities(loss, "loss")
+    check_same_length(confidence=scores, loss=losses)
+    thresholds = np.asarray(grid, dtype=np.float64)
+    if not thresholds.size or np.isnan(scores).any() or not np.isfinite(thresholds).all():
+        raise InputError("Expected a `grid` of finite thresholds and a `confidence` without nan (-inf abstains).")
+    answered, total = selective_counts(scores, losses, thresholds)
+    p_values = _p_values(test, losses, answered, total, risk)
+    rejected = reject(p_values, delta=delta, procedure=procedure, num_starts=num_starts)
+    common: dict[str, Any] = {"risk": risk, "delta": delta, "num_questions": len(scores)}
+    if not rejected.any():
+        first = thresholds[start_positions(len(thresholds), num_starts)]
+        tested = thresholds if procedure == "bonferroni" else first
+        needed = [
+            questions_needed(scores, losses, among, risk=risk, delta=delta / len(tested))
+            for among in (tested, thresholds)
+        ]
+        shortfall, message = _no_threshold(risk, delta, len(scores), *needed)
+        return Certificate(
+            None, num_answered=0, loss=0.0, p_value=1.0, num_certified=0, message=message, shortfall=shortfall, **common
+        )
+    best = int(np.flatnonzero(rejected)[np.argmin(thresholds[rejected])])
+    share = f"{answered[best]} of {len(scores)}"
+    return Certificate(
+        threshold=float(thresholds[best]),
+        num_answered=int(answered[best]),
+        loss=float(total[best]),
+        p_value=float(p_values[best]),
+        num_certified=int(rejected.sum()),
+        message=f"Answering at {thresholds[best]:.4g} or above ({share} calibration questions) keeps the error rate "
+        f"among the answered at or below {risk:g}, with confidence {1.0 - delta:g}.",
+        **common,
+    )
+
+
+def _p_values(test: Test, losses: Floats, answered: NDArray[np.int64], total: Floats, risk: float) -> Floats:
+    if test == "hoeffding_bentkus":
+        return hoeffding_bentkus_p_value(total / np.maximum(answered, 1), answered, risk=risk)
+    if test != "binomial":
+        raise InputError(f'Expected `test` to be "binomial" or "hoeffding_bentkus", but got {test!r}.')
+    if not np.isin(losses, (0.0, 1.0)).all():
+        raise InputError('Expected `loss` to hold 0 and 1 only; use `test="hoeffding_bentkus"` for losses between.')
+    return binomial_p_value(total, answered, risk=risk)
+
+
+def _no_threshold(
+    risk: float, delta: float, num_questions: int, needed: int | None, anywhere: int | None
+) -> tuple[Shortfall, str]:
+    """Say what is missing; ``needed`` questions certify a threshold that is tested first, ``anywhere`` any other."""
+    start = (
+        f"No threshold keeps the error rate among the answered at or below {risk:g} with confidence {1.0 - delta:g} "
+        f"on {num_questions} calibration questions"
+    )
+    if anywhere is None:
+        return "ranking", f"{start}: none looks as good as that, so that more questions would not help."
+    if needed is None:
+        return "start", (
+            f"{start}: the thresholds tested first do not look as good as that, or too few questions reach them, and "
+            "the others were not tested."
+        )
+    more = max(needed - num_questions, 1)
+    return "questions", f"{start}; about {more} more would be needed if they are like these."

@@ -1,0 +1,470 @@
+"""Chat rendering and the confidence query, for any model that ships a chat template.
+
+Everything is derived from the model's own template by rendering sentinels through it; there is no table of model names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.models.folders import refusal_of_code, resolve_model
+from selfcal_lightning.records import ConfidenceQuery, Message, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
+BASES = ("task", "none", "boxed")
+BOXED = (
+    "Reason step by step. Then write your final answer, and nothing else, in \\boxed{}; where options are given, the "
+    "letter of one."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExample:
+    """A question with the response that the model is shown.
+
+    Attributes:
+        question: The question, without the task's layout.
+        response: The response in full, as the model should write it.
+    """
+
+    question: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How questions are put to the model. It is part of what a store says that its samples are.
+
+    Attributes:
+        base: "task" starts from the task's own prompt; "none" from the bare question, without any system text; "boxed"
+            from the question and, in the same turn, the instruction to reason and to put the answer in a box, which
+            studies of large models give for every data set.
+        system: System text in the place of that one; "" is none at all, None keeps it.
+        examples: Questions with responses that stand before the question, as turns of the chat.
+    """
+
+    base: Literal["task", "none", "boxed"] = "task"
+    system: str | None = None
+    examples: tuple[PromptExample, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the prompt as plain JSON types."""
+        return {**asdict(self), "examples": [asdict(example) for example in self.examples]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Prompt:
+        """Return the prompt that :meth:`as_json` gave, or that a YAML holds.
+
+        Raises:
+            InputError: A field is unknown, or holds something else.
+
+        Example:
+            >>> Prompt.from_json({"system": "Be brief.", "examples": [{"question": "1+1?", "response": "2"}]}).system
+            'Be brief.'
+        """
+        _check_fields(content, ("base", "system", "examples"), "prompt")
+        base, system, examples = content.get("base", "task"), content.get("system"), content.get("examples") or ()
+        if base not in BASES:
+            raise InputError(f"Expected `prompt.base` to be one of {', '.join(BASES)}, but got {base!r}.")
+        if system is not None and not isinstance(system, str):
+            raise InputError(f"Expected `prompt.system` to be text, but got {system!r}.")
+        if not isinstance(examples, list | tuple):
+            raise InputError(f"Expected `prompt.examples` to be a list, but got {examples!r}.")
+        return cls(base, system, tuple(_example(example) for example in examples))
+
+
+def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Question]:
+    """Return the questions as they are put with ``prompt``; None leaves each with its task's.
+
+    Raises:
+        InputError: A question is one of the examples, whose answer the model would be shown.
+
+    Example:
+        >>> own = Message("system", "Think."), Message("user", "Question: 2+2?")
+        >>> prompt = Prompt(system="", examples=(PromptExample("1+1?", "Answer: 2"),))
+        >>> [put] = put_prompt([Question("q", "local_number", own, "4", "2+2?")], prompt)
+        >>> [f"{message.role}: {message.content}" for message in put.messages]
+        ['user: Question: 1+1?', 'assistant: Answer: 2', 'user: Question: 2+2?']
+    """
+    if prompt is None:
+        return list(questions)
+    shown = {example.question.strip() for example in prompt.examples}
+    put = []
+    for question in questions:
+        if question.text.strip() in shown:
+            raise InputError(
+                f"Expected the examples of the prompt to be none of the questions, but got {question.text!r}. Take it "
+                "out of one of them: the model would be shown its answer."
+            )
+        put.append(replace(question, messages=_messages(question, prompt)))
+    return put
+
+
+def same_prompt(one: Prompt | None, other: Prompt | None) -> bool:
+    """Return whether two prompts put every question alike; None is the task's own."""
+    return (one or Prompt()) == (other or Prompt())
+
+
+def stated_prompt(identity: Mapping[str, Any]) -> Prompt | None:
+    """Return the user's prompt in the identity of a prompt (``ChatFormat.describe``), or None where it has none."""
+    found = identity.get(USER_PROMPT)
+    return None if found is None else Prompt.from_json(found)
+
+
+def _messages(question: Question, prompt: Prompt) -> tuple[Message, ...]:
+    own = question.messages
+    if prompt.base != "task":
+        own = (Message("user", f"{question.text}\n\n{BOXED}" if prompt.base == "boxed" else question.text),)
+    system = tuple(message for message in own if message.role == "system")
+    if prompt.system is not None:
+        system = (Message("system", prompt.system),) if prompt.system else ()
+    *earlier, last = (message for message in own if message.role != "system")
+    # Examples stand in the task's layout around the question, such as "Question: ...".
+    head, found, tail = last.content.partition(question.text)
+    layout = (head, tail) if found else ("", "")
+    turns = [
+        message
+        for example in prompt.examples
+        for message in (Message("user", example.question.join(layout)), Message("assistant", example.response))
+    ]
+    return (*system, *earlier, *turns, last)
+
+
+def _example(content: object) -> PromptExample:
+    if isinstance(content, PromptExample):
+        return content
+    if not isinstance(content, Mapping):
+        raise InputError(f"Expected an example of the prompt to have `question` and `response`, but got {content!r}.")
+    _check_fields(content, ("question", "response"), "prompt.examples")
+    for name in ("question", "response"):
+        if not isinstance(content.get(name), str) or not content[name].strip():
+            raise InputError(
+                f"Expected `{name}` of an example of the prompt to hold text, but got {content.get(name)!r}."
+            )
+    return PromptExample(content["question"], content["response"])
+
+
+def _check_fields(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name in content:
+        if name not in known:
+            raise InputError(
+                f"Expected the fields of `{where}` to be {', '.join(known)}, but got {name!r}."
+                f"{did_you_mean(str(name), known)}"
+            )
+
+
+DEFAULT_QUERY = "Is the answer correct? (Yes/No)"
+YES_TEXTS = ("Yes", " Yes", "yes", " yes", "YES", " YES")
+NO_TEXTS = ("No", " No", "no", " no", "NO", " NO")
+
+_MARK_CHAR = "\ufdd0"  # a Unicode noncharacter: never in text that is meant for interchange
+_MARK = re.compile(f"{_MARK_CHAR}([0-9]+){_MARK_CHAR}")
+_SENTINEL = f"{_MARK_CHAR}response{_MARK_CHAR}"
+_REASONING_TAG = re.compile(r"<(/?)([\w:]*think[\w:]*)>")
+FIXED_DATE = "26 Jul 2024"
+
+
+def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``model``, a folder, a name on the hub or "bundled", without running code that it ships.
+
+    Raises:
+        ValueError: When there is no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            refusal_of_code(model, error)
+            or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
+            f"(revision {revision!r}) failed: {error}"
+        ) from error
+
+
+def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
+    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration.
+
+    Raises:
+        InputError: Its configuration asks for code of its own.
+    """
+    from transformers import GenerationConfig
+
+    place = resolve_model(model)
+    try:
+        ends = GenerationConfig.from_pretrained(place, revision=revision).eos_token_id
+    except OSError:  # there is no generation_config.json
+        ends = _configured_ends(place, revision=revision)
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def _configured_ends(place: str, *, revision: str | None) -> int | list[int] | None:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False).eos_token_id
+    except ValueError as error:
+        if (refusal := refusal_of_code(place, error)) is None:
+            raise
+        raise InputError(refusal) from error
+
+
+def vocabulary_size(model: str, *, revision: str | None = None) -> int:
+    """Return how many token ids a model's configuration has room for; 0 where there is none, as beside a tokenizer."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError):
+        return 0
+    return config.get_text_config().vocab_size
+
+
+class ChatFormat:
+    """Everything about one tokenizer's chat rendering, on token ids.
+
+    Contents of messages and responses are encoded with special tokens disallowed: a "<|eot_id|>" typed by a user or
+    written by a model is text. Where no content holds a control token, ``prompt_ids`` are those of the plainly
+    tokenised template. A model that reasons by default does so in its sampling prompt; the confidence query is put
+    with reasoning closed, so that the next token is the verdict.
+
+    A system message is folded into the first user turn where the template has no system role. A template that prints
+    today's date is given a fixed one, so that a run that crosses midnight keeps its prompts.
+
+    Args:
+        tokenizer: The tokenizer; it must have a chat template.
+        query: Text of the confidence query.
+        generation_eos_ids: Further ids that end a turn, from the model's generation config.
+        prompt: The user's prompt that the messages come from (``user_prompts.put_prompt``), which tells the samples
+            apart; None is the task's own.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        pad_id: Id to pad with.
+        end_of_turn_ids: Ids that end a response: the tokenizer's end-of-sequence and what the template writes after
+            an assistant's turn.
+        query: The P(True) query. The sequence that is scored is prompt ids + response ids without a trailing
+            end-of-turn + ``query.suffix_ids``; the next-token distribution after it is read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        query: str = DEFAULT_QUERY,
+        generation_eos_ids: Sequence[int] = (),
+        prompt: Prompt | None = None,
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise InputError(
+                f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. "
+                "Use an instruction-tuned model, or save a `chat_template.jinja` beside its tokenizer."
+            )
+        if not query.strip():
+            raise InputError(f"Expected `query` to be a question, but got {query!r}.")
+        self.tokenizer = tokenizer
+        self.query_text = query
+        self.prompt = None if same_prompt(prompt, None) else prompt
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        control_tokens = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, [*control_tokens, _MARK_CHAR])))
+        self._template: str = tokenizer.get_chat_template()
+        self._folds_system = self._template_lacks_system_role()
+        self._response_anchor = self._render_response_anchor()
+        suffix_ids = self._query_suffix()
+        self.query = ConfidenceQuery(
+            suffix_ids=suffix_ids, yes_ids=self._single_tokens(YES_TEXTS), no_ids=self._single_tokens(NO_TEXTS)
+        )
+        ends = {tokenizer.eos_token_id, *generation_eos_ids} | set(self._control_ids(suffix_ids[:1]))
+        self.end_of_turn_ids: frozenset[int] = frozenset(ends - {None})
+        self.pad_id: int = next(
+            (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), suffix_ids[0]
+        )
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the ids of ``messages`` with the opened assistant turn, one BOS at most.
+
+        Raises:
+            ValueError: When the template refuses the sequence of roles.
+        """
+        literals: list[str] = []
+        guarded = [Message(message.role, self._guard(message.content, literals)) for message in messages]
+        return self._encode(self._render(guarded), literals)
+
+    def response_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a response's content as it stands after a prompt, without end-of-turn."""
+        literals: list[str] = []
+        guarded = self._guard(text, literals)
+        anchor = self._encode(self._response_anchor, ())
+        in_place = self._encode(self._response_anchor + guarded, literals)
+        if in_place[: len(anchor)] == anchor:
+            return in_place[len(anchor) :]
+        return self._encode(guarded, literals)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids`` without control tokens."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the format, as plain JSON types."""
+        own = {} if self.prompt is None else {USER_PROMPT: self.prompt.as_json()}
+        return {
+            "query": self.query_text,
+            "suffix_ids": list(self.query.suffix_ids),
+            "yes_ids": list(self.query.yes_ids),
+            "no_ids": list(self.query.no_ids),
+            "template_sha256": hashlib.sha256(self._template.encode()).hexdigest(),
+            **own,
+        }
+
+    def _render(self, messages: Iterable[Message], **options: Any) -> str:
+        from jinja2.exceptions import TemplateError
+
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        if self._folds_system:
+            turns = _fold_system(turns)
+        if "strftime_now" in self._template:
+            options["date_string"] = FIXED_DATE
+        try:
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+        except TemplateError as error:
+            raise InputError(
+                f"Expected the chat template of {self.tokenizer.name_or_path!r} to accept the roles "
+                f"{[turn['role'] for turn in turns]}, but it refused them: {error}"
+            ) from error
+
+    def _template_lacks_system_role(self) -> bool:
+        self._folds_system = False
+        probe = [Message("system", _SENTINEL), Message("user", "question")]
+        try:
+            return _SENTINEL not in self._render(probe)
+        except ValueError:
+            return True
+
+    def _render_response_anchor(self) -> str:
+        """Return the end of the generation prompt, from its last control token on."""
+        rendered = self._render([Message("user", "question")])
+        starts = [match.start() for match in self._control.finditer(rendered)]
+        return rendered[starts[-1] :] if starts else rendered
+
+    def _query_suffix(self) -> tuple[int, ...]:
+        """Return the ids of all that follows an assistant's content when the query is put after it."""
+        literals: list[str] = []
+        turns = [
+            Message("user", "question"),
+            Message("assistant", _SENTINEL),
+            Message("user", self._guard(self.query_text, literals)),
+        ]
+        rendered = self._render(turns, enable_thinking=False)
+        if rendered.count(_SENTINEL) != 1:
+            raise InputError(
+                f"Expected the chat template of {self.tokenizer.name_or_path!r} to keep an assistant's content once, "
+                f"but it occurs {rendered.count(_SENTINEL)} times. Save a template that keeps earlier turns."
+            )
+        suffix = rendered.partition(_SENTINEL)[2]
+        opened = [tag for slash, tag in _REASONING_TAG.findall(suffix)[-1:] if not slash]
+        for tag in opened:
+            suffix = f"{suffix.rstrip()}\n\n</{tag}>\n\n"
+        return self._encode(suffix, literals)
+
+    def _guard(self, content: str, literals: list[str]) -> str:
+        """Put marks in the place of control tokens in ``content`` and append what they stand for to ``literals``."""
+
+        def mark(match: re.Match[str]) -> str:
+            literals.append(match.group())
+            return f"{_MARK_CHAR}{len(literals) - 1}{_MARK_CHAR}"
+
+        return self._control.sub(mark, content)
+
+    def _encode(self, text: str, literals: Sequence[str]) -> tuple[int, ...]:
+        """Encode rendered ``text``; marks become the plain-text ids of their ``literals``."""
+        if not literals:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        ids: list[int] = []
+        for index, piece in enumerate(_MARK.split(text)):
+            if index % 2:
+                literal = literals[int(piece)]
+                ids += self.tokenizer(literal, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            elif piece:
+                ids += self.tokenizer.encode(piece, add_special_tokens=False)
+        return tuple(ids)
+
+    def _control_ids(self, ids: Iterable[int]) -> list[int]:
+        return [i for i in ids if self._control.fullmatch(self.tokenizer.convert_ids_to_tokens(i))]
+
+    def _single_tokens(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Return the ids of the single tokens that decode to one of ``texts``.
+
+        Byte-level vocabularies write a leading space as "\u0120", sentence-piece ones as "\u2581"; the latter add it
+        when they encode, so that both spellings are also looked up.
+        """
+        words = {text.strip() for text in texts}
+        vocabulary = self.tokenizer.get_vocab()
+        spellings = [prefix + word for word in words for prefix in ("", "\u0120", "\u2581")]
+        candidates = {vocabulary[spelling] for spelling in spellings if spelling in vocabulary}
+        encoded = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        candidates |= {ids[0] for ids in encoded if len(ids) == 1}
+        exact = sorted(i for i in candidates if self.tokenizer.decode([i]).strip() in words)
+        if not exact:
+            raise InputError(
+                f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a single token for one of "
+                f"{list(texts)}, but it has none. P(True) needs a model whose Yes and No are single tokens."
+            )
+        return tuple(exact)
+
+
+def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Move leading system messages to the front of the first user turn."""
+    system = [turn["content"] for turn in turns if turn["role"] == "system"]
+    rest = [dict(turn) for turn in turns if turn["role"] != "system"]
+    for turn in rest:
+        if turn["role"] == "user":
+            turn["content"] = "\n\n".join([*system, turn["content"]])
+            break
+    return rest
+
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+LOOKS_BACK = 6
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text of a response; joined, the pieces are that text.
+
+    A token is decoded behind some that stand before it: alone, it might lose the space in front of it. One that ends
+    inside of a character adds nothing, and the token that completes the character adds it whole. Control tokens add
+    nothing.
+
+    Args:
+        tokenizer: The tokenizer.
+        token_ids: Tokens of a response [T].
+
+    Returns:
+        T pieces.
+    """
+    ids = list(token_ids)
+    pieces: list[str] = []
+    settled = 0  # tokens whose characters are complete
+    for end in range(1, len(ids) + 1):
+        start = max(settled - LOOKS_BACK, 0)
+        before, after = _decode(tokenizer, ids[start:settled]), _decode(tokenizer, ids[start:end])
+        if after.endswith(UNFINISHED) and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(after[len(before) :])
+        settled = end
+    return pieces
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

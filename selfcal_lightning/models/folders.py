@@ -1,0 +1,571 @@
+"""What a folder must be so that a model or an adapter is loaded from it: whole, in safetensors, as it was exported.
+
+transformers, PEFT and vLLM would each say it in words of their own, or not at all. Names of the hub are left to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.core.files import read_json_object
+
+if TYPE_CHECKING:
+    import torch
+
+BUNDLED_NAME = "bundled"
+PACKAGE = Path(__file__).resolve().parents[1]
+BUNDLED_MODEL = PACKAGE / "assets" / "tiny_solver"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, tokenizer, chat template, index
+
+
+def resolve_model(name: str) -> str:
+    """Return what to load for a model's name: the bundled model's folder for "bundled", else the name itself.
+
+    Example:
+        >>> resolve_model("Qwen/Qwen2.5-7B-Instruct")
+        'Qwen/Qwen2.5-7B-Instruct'
+        >>> resolve_model("bundled").endswith("tiny_solver")
+        True
+
+    Raises:
+        InputError: The name is empty, which would be the folder in which the command was started.
+    """
+    if not name.strip():
+        raise InputError(f"Expected a model to be a folder, a name on the hub or {BUNDLED_NAME!r}, but got {name!r}.")
+    return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
+
+
+def is_bundled(name: str) -> bool:
+    """Return whether a model is the one that comes with the package."""
+    return resolve_model(name) == resolve_model(BUNDLED_NAME)
+
+
+def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
+    """Return the folder of a model; what a hub model lacks in the cache is downloaded.
+
+    Of the weights only those that count: see :func:`weight_files`. Files of pickles are never downloaded.
+
+    Args:
+        model: A folder, "bundled", or the name of a repository on the hub.
+        revision: Branch, tag or commit on the hub.
+        download: False takes a hub model as it lies in the cache, whole or not.
+
+    Raises:
+        FileNotFoundError: The model is not in the cache, and ``download`` is false or the hub out of reach.
+    """
+    place = Path(resolve_model(model))
+    if place.is_dir():
+        return place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # Asked for everything, it refuses a folder that lacks anything, needed or not.
+        found = snapshot_download(model, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+        folder = Path(found)
+    except LocalEntryNotFoundError:
+        if not download:
+            raise
+    else:
+        named = any((folder / name).is_file() for name in (WHOLE, INDEX))
+        if not download or (named and all(file.is_file() for file in weight_files(folder))):
+            return folder
+    folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*SMALL_FILES, WHOLE]))
+    if absent := [file.relative_to(folder).as_posix() for file in weight_files(folder) if not file.is_file()]:
+        snapshot_download(model, revision=revision, allow_patterns=absent)
+    if not weight_files(folder):
+        snapshot_download(model, revision=revision, allow_patterns=["*.safetensors"])
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of the model or adapter in ``folder``, sorted; what is absent there included.
+
+    Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
+    ``consolidated.safetensors`` of some repositories. Only safetensors count: other formats can hold code.
+
+    Raises:
+        ValueError: The index is no index, with file and line.
+    """
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        return sorted(set(indexed_files(folder).values()))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
+    """Return the files with the weights in ``folder``.
+
+    Args:
+        folder: Folder of a model or an adapter.
+        option: What the user calls it.
+
+    Raises:
+        ValueError: Some that its index names are absent, or there are none in safetensors, with the way out.
+    """
+    files = weight_files(folder)
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise InputError(
+            f"Expected `{option}` to be a folder with all files that its index names, but {folder} lacks {absent}. "
+            "Download it again, or copy them there."
+        )
+    if not files:
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        found = f"{', '.join(pickles[:3])}, which may hold code" if pickles else "none"
+        raise InputError(
+            f"Expected `{option}` to be a folder with *.safetensors files, the only weights that are read, but "
+            f"{folder} has {found}. Take a version of the model in safetensors, or convert one that you trust: load it "
+            "with transformers elsewhere and `save_pretrained` it."
+        )
+    return files
+
+
+def indexed_files(folder: Path) -> dict[str, Path]:
+    """Return in which file of ``folder`` its index says that each tensor lies, by the tensor's name.
+
+    Raises:
+        ValueError: The index is no index, with file and line.
+    """
+    names = read_json_object(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise InputError(
+            f"Expected {folder / INDEX} to name the file of every tensor in `weight_map`, but it does not. Download it "
+            "again, or save the model again with `save_pretrained`."
+        )
+    return {tensor: folder / name for tensor, name in names.items()}
+
+
+def config_path(name: str) -> str:
+    """Return the path of a YAML file that ships with the package, such as "demo.yaml".
+
+    Raises:
+        InputError: When there is no such file.
+    """
+    from selfcal_lightning import configs
+
+    path = Path(next(iter(configs.__path__))) / name
+    if not path.is_file():
+        raise InputError(f"Expected `name` to be a shipped configuration, but there is no {path}.")
+    return str(path)
+
+
+_FULL_HASH_LIMIT = 4 * 2**30
+_EDGE = 2**20
+_CHUNK = 2**24
+
+
+def weights_sha256(model: str, *, revision: str | None = None) -> str:
+    """Return the sha256 of a model's or adapter's weight files, read once in a process.
+
+    Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers the
+    name, the size and the first and last MiB of every file, and the index of the shards.
+
+    Args:
+        model: A folder with ``*.safetensors`` files, or the name of a repository on the hub, which must have been
+            downloaded.
+        revision: Revision on the hub.
+
+    Raises:
+        ValueError: When there are no weight files.
+    """
+    files = _weight_files(model, revision)
+    index = files[0].with_name(INDEX)
+    named = index if files[0].name != WHOLE and index.is_file() else None
+    return _hash_files(_stamps(files), named, _is_small(files))
+
+
+def files_sha256(files: Sequence[Path]) -> list[str]:
+    """Return a sha256 of each file, read once in a process; of all bytes, or above 4 GiB in total of name and edges.
+
+    The rule for large files is that of :func:`weights_sha256`.
+    """
+    whole = _is_small(files)
+    return [_hash_files(_stamps([file]), None, whole) for file in files]
+
+
+def weights_bytes(model: str, *, revision: str | None = None) -> int:
+    """Return the size of a model's or adapter's weight files. Raises ValueError when there are none."""
+    return sum(file.stat().st_size for file in _weight_files(model, revision))
+
+
+def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the sha256 of named tensors held in memory: names, dtypes, shapes and bytes, in the order of the names."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _weight_files(model: str, revision: str | None) -> list[Path]:
+    return present_weight_files(model_folder(model, revision=revision, download=False))
+
+
+def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+def _is_small(files: Iterable[Path]) -> bool:
+    return sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None, whole: bool) -> str:
+    """Hash files by path; size and time of change are part of the key, so that an overwritten file is read again."""
+    digest = hashlib.sha256()
+    if index is not None and not whole:
+        digest.update(index.read_bytes())
+    for path, size, _ in stamps:
+        if not whole:
+            digest.update(f"{Path(path).name}/{size}".encode())
+        with Path(path).open("rb") as file:
+            if whole:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+            else:
+                digest.update(file.read(_EDGE))
+                file.seek(max(0, size - _EDGE))
+                digest.update(file.read(_EDGE))
+    return digest.hexdigest()
+
+
+MANIFEST = "selfcal_manifest.json"
+FORMAT = 2  # the first one had no number, and no hashes of files
+KINDS = ("adapter", "model", "merged", "module")
+CONFIGURATIONS = ("config.json", "adapter_config.json", "reward.json")
+_WAY_OUT = (
+    " Export it again or restore it from a copy; if you changed it on purpose, set its entry in `files` of "
+    f"{MANIFEST} to null."
+)
+_LOG = logging.getLogger(__name__)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of an export, or None for a folder that another tool wrote.
+
+    Raises:
+        ValueError: It is damaged, of a later format, or no manifest of an export.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_json_object(path)
+    if manifest.get("format", 1) not in range(1, FORMAT + 1):
+        raise InputError(
+            f"Expected {path} to have format {FORMAT} or an earlier one, but got {manifest['format']!r}. Read it with "
+            "the version of selfcal_lightning that wrote it."
+        )
+    if manifest.get("kind") not in KINDS:
+        raise InputError(
+            f"Expected {path} to say by its `kind` whether it is of one of {', '.join(KINDS)}, but got "
+            f"{manifest.get('kind')!r}. Export again, or take the file away if another tool wrote it."
+        )
+    if not isinstance(manifest.get("files", {}), dict):
+        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {manifest['files']!r}.")
+    return manifest
+
+
+def list_files(folder: Path) -> dict[str, str | None]:
+    """Return all files in ``folder`` but the manifest, with the sha256 of those that make the model what it is.
+
+    These are weights and configurations. The others, such as a tokenizer or a model card, may be edited: None.
+    """
+    files = _files_in(folder)
+    hashed = [path for path in files if _counts(path)]
+    digests = dict(zip(hashed, files_sha256(hashed), strict=True))
+    return {path.relative_to(folder).as_posix(): digests.get(path) for path in files}
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError where weights or configuration in ``folder`` are not those that its manifest says were written.
+
+    A folder without a manifest, or with one of the first format, is passed: nothing is known of its files.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return
+    if "files" not in manifest:
+        _say_unknown(folder)
+        return
+    wanted = {folder / name: digest for name, digest in manifest["files"].items()}
+    if absent := [path for path, digest in wanted.items() if digest is not None and not path.is_file()]:
+        raise InputError(f"Expected {absent[0]} to be there as {MANIFEST} says, but it is missing.{_WAY_OUT}")
+    # Those set to null count too: whether every byte is hashed depends on the size of all.
+    there = [path for path in wanted if _counts(path) and path.is_file()]
+    for path, found in zip(there, files_sha256(there), strict=True):
+        if wanted[path] not in (None, found):
+            raise InputError(
+                f"Expected {path} to be the file that was exported, with sha256 {wanted[path]}, but got {found}: it is "
+                f"damaged or was changed.{_WAY_OUT}"
+            )
+
+
+def strange_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return the files in ``folder`` that were not exported; none where the manifest does not list what was."""
+    known = manifest.get("files")
+    if known is None:
+        return []
+    return sorted({path.relative_to(folder).as_posix() for path in _files_in(folder)} - known.keys())
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
+
+
+def _counts(path: Path) -> bool:
+    return path.suffix == ".safetensors" or path.name in CONFIGURATIONS or path.name.endswith(".safetensors.index.json")
+
+
+@functools.cache
+def _say_unknown(folder: Path) -> None:
+    """Say it once a process."""
+    _LOG.warning("%s was exported before hashes were kept: that its files are whole cannot be checked.", folder)
+
+
+CONFIG = "config.json"
+GGUF = ".gguf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def check_model_folder(model: str, *, option: str = "model") -> None:
+    """Raise InputError where ``model`` is a folder that cannot be loaded, with the way out; a name of the hub passes.
+
+    Args:
+        model: Folder or hub name, or "bundled".
+        option: What the user calls it.
+    """
+    folder = Path(resolve_model(model))
+    if not folder.is_dir():
+        return
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. Name the model that "
+            "it was trained on, and this folder as the adapter; or merge the two by `selfcal export`."
+        )
+    if not (folder / CONFIG).is_file():
+        refuse_gguf(model, next((str(file) for file in sorted(folder.glob(f"*{GGUF}"))), model), option=option)
+        raise InputError(
+            f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}. An unfinished download "
+            "or export looks like this: make it again."
+        )
+    read_json_object(folder / CONFIG, what="the configuration of a model")
+    check_weights(folder, option=option)
+    check_files(folder)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path names a GGUF file, by its ending."""
+    return str(path).lower().endswith(GGUF)
+
+
+def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
+    """Raise InputError where ``file`` is a GGUF file, with the command that makes a model of it.
+
+    Args:
+        model: What was named as the model.
+        file: What it comes to.
+        option: What the user calls it.
+    """
+    if is_gguf(file):
+        raise InputError(
+            f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
+            f"for llama.cpp. `selfcal convert-gguf --file {file} --output_dir FOLDER` makes a folder of them."
+        )
+
+
+def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
+    """Return the configuration of the LoRA adapter in the folder ``adapter``.
+
+    Raises:
+        InputError: It is no such folder, of another kind of adapter, damaged, or not what was exported.
+    """
+    folder = Path(adapter)
+    if not folder.is_dir():
+        raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"Expected `{option}` to be the folder of a LoRA adapter, as `selfcal fit` writes it, but {adapter!r} "
+            f"holds no {ADAPTER_CONFIG}."
+        )
+    config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
+    if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
+        raise InputError(
+            f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter with its rank `r`, but got `peft_type` "
+            f"{config.get('peft_type')!r} and `r` {config.get('r')!r}."
+        )
+    check_weights(folder, option=option)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise InputError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
+    check_files(folder)
+    return config
+
+
+def local_adapter(adapter: str) -> str:
+    """Return the folder of an adapter; of one on the hub, configuration and safetensors are downloaded, nothing else.
+
+    Raises:
+        InputError: There is no such folder, and no such repository within reach.
+    """
+    if Path(adapter).is_dir():
+        return adapter
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"Expected `adapter` to be a folder with an {ADAPTER_CONFIG}, or the hub name of one, but got {adapter!r}: "
+            f"{error}"
+        ) from error
+
+
+def check_weights(folder: Path, *, option: str) -> None:
+    """Raise InputError unless ``folder`` has weights in safetensors files, each of the length that its header says."""
+    for file in present_weight_files(folder, option=option):
+        check_safetensors(file)
+
+
+def check_safetensors(file: Path) -> None:
+    """Raise InputError where a safetensors file is cut short or its header is damaged; no tensor is read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise InputError(
+            f"Expected {file} to be a whole safetensors file, but got {file.stat().st_size:,} bytes that cannot be "
+            f"read as one: {error}. It is damaged or its download broke off: fetch or write it again."
+        ) from error
+
+
+def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
+    """Raise InputError where weights of a network were not in its files: transformers fills them with chance.
+
+    Args:
+        model: Folder or hub name, for the message.
+        loading: What transformers tells of a loading with ``output_loading_info``; tied weights are not among the
+            missing ones.
+        option: What the user calls the model.
+    """
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InputError(
+            f"Expected `{option}` to hold every weight of its network, but {model!r} lacks "
+            f"{', '.join(missing[:3])}{more}. The files belong to another architecture than its config.json names, or "
+            "a part is not there: fetch or write them again."
+        )
+
+
+def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> str | None:
+    """Return what to tell where a loader of transformers refused code that comes with a model; None for other errors.
+
+    Its own message advises to run it.
+    """
+    if "trust_remote_code" not in str(error):
+        return None
+    return (
+        f"Expected `{option}` to be a model that transformers knows by itself, but got {model!r}, which comes with "
+        "Python code of its own (`auto_map` in its configuration). Such code is never run: use another model."
+    )
+
+
+def similar(place: Path) -> str:
+    """Return a hint at a folder beside ``place`` with a similar name, or ""."""
+    beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
+    return did_you_mean(place.name, [*beside, *([BUNDLED_NAME] if place.name == str(place) else [])])
+
+
+DIGESTS = ("config_sha256", "weights_sha256")
+INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+def base_model_identity(base_model: str, *, revision: str | None = None) -> dict[str, Any]:
+    """Return ``{"model", "revision", "config_sha256", "weights_sha256"}`` of a folder or of a downloaded hub model."""
+    from transformers.utils import cached_file
+
+    place = resolve_model(base_model)
+    config = read_json_object(
+        cached_file(place, "config.json", revision=revision), what="the configuration of the base model"
+    )
+    return {
+        "model": base_model,
+        "revision": revision,
+        "config_sha256": config_sha256(config),
+        "weights_sha256": weights_sha256(place, revision=revision),
+    }
+
+
+def same_base_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two identities are of one model: by their digests, whatever the folder is called.
+
+    Example:
+        >>> a = {"model": "org/m", "revision": None, "config_sha256": "1", "weights_sha256": "2"}
+        >>> same_base_model(a, {**a, "model": "/disk/m"}), same_base_model(a, {**a, "weights_sha256": "3"})
+        (True, False)
+    """
+    return all(one[key] == other[key] for key in DIGESTS)
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """Return the hash of a model's ``config.json``, without keys that do not change what the model computes."""
+    kept = {key: value for key, value in config.items() if key not in INCIDENTAL}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+CONFIG_FILE = "adapter_config.json"
+INVOCATION = "alora_invocation_tokens"
+
+
+def invoked_by(query_ids: Sequence[int]) -> dict[str, Any]:
+    """Return what makes of a PEFT configuration that of an adapter which these tokens wake.
+
+    PEFT looks for their last occurrence in every row, and the adapter acts from its first token on. It stands in the
+    file alone, not in the configuration of a model in training, which runs the queries of many rows as one row.
+    """
+    return {INVOCATION: list(query_ids)}
+
+
+def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
+    """Return the tokens that wake an activated adapter; None for one that is always awake.
+
+    Args:
+        adapter: Folder or hub name of a PEFT adapter.
+    """
+    if Path(adapter).is_dir():
+        file = Path(adapter) / CONFIG_FILE
+        config = read_json_object(file, what="the configuration of an adapter") if file.is_file() else {}
+    else:
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(adapter).to_dict()
+    ids = config.get(INVOCATION)
+    return None if ids is None else tuple(ids)
+
+
+def adapter_identity(adapter: str | None) -> dict[str, str | None]:
+    """Return the hash of an adapter, under the name that says what it changes.
+
+    ``adapter_sha256`` changes texts and confidences. ``activated_adapter_sha256`` changes confidences alone: texts and
+    their log-probabilities are the base model's. It is left out where there is none, so that what was written before
+    there were activated adapters is still found.
+    """
+    if adapter is None:
+        return {"adapter_sha256": None}
+    digest = weights_sha256(adapter)
+    if read_invocation_ids(adapter) is None:
+        return {"adapter_sha256": digest}
+    return {"adapter_sha256": None, "activated_adapter_sha256": digest}

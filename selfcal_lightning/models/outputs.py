@@ -1,0 +1,447 @@
+"""P(True) and token losses from one forward pass, at the positions that ask for them and nowhere else.
+
+P(True) is read from float32 columns of the output layer, whatever the model computes in: from logits in bfloat16 it
+would come in steps of .03. Where nothing follows the output layer, logits of other positions are never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
+
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, forward_arguments, query_ids
+from selfcal_lightning.models.packing import PrefixTree, two_layers_on_meta
+from selfcal_lightning.records import ConfidenceQuery
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_TILE_ELEMENTS = 2**25  # 128 MiB in float32
+
+
+def float32_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, token_ids: Tensor | None = None
+) -> Tensor:
+    """Return logits that are computed in float32 from hidden states and weights of any dtype.
+
+    Args:
+        hidden: [n, d].
+        weight: Of the output layer, [V, d]; at most 128 MiB of it are held in float32 at a time.
+        bias: [V], or None.
+        token_ids: The columns that are wanted, int64 [k]; None wants all.
+
+    Returns:
+        float32 (float64 where the hidden states are), [n, k] or [n, V].
+
+    Example:
+        >>> hidden, weight = torch.tensor([[1.0, 2.0]]).bfloat16(), torch.eye(2).bfloat16()
+        >>> float32_logits(hidden, weight, token_ids=torch.tensor([1]))
+        tensor([[2.]])
+    """
+    hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        if token_ids is not None:
+            chosen = None if bias is None else bias[token_ids].to(hidden.dtype)
+            return F.linear(hidden, weight[token_ids].to(hidden.dtype), chosen)
+        tiles = _tiles(weight)
+        logits = torch.cat([hidden @ weight[tile].to(hidden.dtype).T for tile in tiles], dim=-1)
+        return logits if bias is None else logits + bias.to(hidden.dtype)
+
+
+def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``log sum_v exp(logit_v)`` of each hidden state, in float32; gradients reach the hidden states only.
+
+    Made for a few rows. The gradient is computed in the forward pass, so that no logits are kept for the backward pass.
+
+    Args:
+        hidden: [n, d].
+        weight: Of the output layer, frozen, [V, d].
+        bias: Frozen, [V], or None.
+
+    Returns:
+        float32 [n].
+
+    Example:
+        >>> log_normaliser(torch.zeros(1, 2), torch.eye(2))
+        tensor([0.6931])
+    """
+    return _LogNormaliser.apply(hidden, weight, bias)
+
+
+def negative_log_likelihood(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None = None, *, rows: int | None = None
+) -> Tensor:
+    """Return the negative log-likelihood of a token for each hidden state, in nats, a few positions at a time.
+
+    ``-log softmax(h W^T + b)[token]``, the product in the dtype of the hidden states (of autocast, where it is on) and
+    all else in float32, as the output layer and a cross-entropy do it. The gradient is computed in the forward pass, so
+    that the logits of ``rows`` positions exist at a time; it reaches the hidden states only.
+
+    Args:
+        hidden: [n, d].
+        weight: Of the output layer, frozen, [V, d].
+        token_ids: int64 [n].
+        bias: Frozen, [V], or None.
+        rows: Positions at a time; None takes so many that their logits hold 128 MiB in float32.
+
+    Returns:
+        float32 (float64 where the hidden states are), [n].
+
+    Example:
+        >>> negative_log_likelihood(torch.zeros(2, 3), torch.eye(3), torch.tensor([0, 2]))
+        tensor([1.0986, 1.0986])
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows = rows or max(1, _TILE_ELEMENTS // len(weight))
+    return _TokenLosses.apply(hidden, weight, bias, token_ids, rows)
+
+
+def _tiles(weight: Tensor) -> list[slice]:
+    """Return slices of the vocabulary whose weights take 128 MiB in float32 each."""
+    size = max(1, _TILE_ELEMENTS // weight.shape[1])
+    return [slice(start, start + size) for start in range(0, len(weight), size)]
+
+
+class _LogNormaliser(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = float32_logits(hidden, weight, bias)
+        result = logits.logsumexp(-1)
+        if ctx.needs_input_grad[0]:
+            p = logits.sub_(result[:, None]).exp_()
+            with torch.autocast(hidden.device.type, enabled=False):
+                slope = p.new_zeros(hidden.shape)
+                for tile in _tiles(weight):
+                    slope += p[:, tile] @ weight[tile].to(p.dtype)
+            ctx.save_for_backward(slope.to(hidden.dtype))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (gradient[:, None] * slope).to(slope.dtype), None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, rows: int) -> Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        losses = hidden.new_empty(len(hidden), dtype=wide)
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                ids = token_ids[part, None]
+                logits = F.linear(hidden[part], weight, bias).to(wide)
+                total = logits.logsumexp(-1, keepdim=True)
+                losses[part] = (total - logits.gather(1, ids))[:, 0]
+                if slope is not None:
+                    p = logits.sub_(total).exp_()
+                    p.scatter_add_(1, ids, p.new_full((1, 1), -1.0).expand_as(ids))
+                    slope[part] = p.to(weight.dtype) @ weight
+        if slope is not None:
+            ctx.save_for_backward(slope)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (gradient[:, None] * slope).to(slope.dtype), None, None, None, None
+
+
+_ENDS: dict[str, bool] = {}  # whether nothing follows the output layer, by a model's class and configuration
+
+
+class ModelOutputs(Protocol):
+    """What a model says at the ends of B confidence queries, and at the positions that are asked for N tokens."""
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
+        ...
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
+        ...
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
+        ...
+
+    def token_logits(self) -> Tensor:
+        """Return the logits at the other positions, at least float32, [N, V]: all of them, with their memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenOutputs:
+    """Hidden states before a frozen output layer that ends the model.
+
+    Attributes:
+        queries: At the ends of the queries, [B, d].
+        labels: At the positions that are asked for tokens, [N, d].
+        weight: Of the output layer, [V, d].
+        bias: Of it, [V], or None.
+    """
+
+    queries: Tensor
+    labels: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """See ``ModelOutputs``. A few columns of the output layer are all that ``normalised`` needs."""
+        yes, no = self._scores(query)
+        return torch.sigmoid(yes - no) if normalised else (yes - self._normaliser()).exp()
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """See ``ModelOutputs``."""
+        yes, no = self._scores(query)
+        total = self._normaliser()
+        yes_mass, no_mass = (yes - total).exp(), (no - total).exp()
+        return Confidence(torch.sigmoid(yes - no) if normalised else yes_mass, yes_mass, no_mass)
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """See ``ModelOutputs``."""
+        return negative_log_likelihood(self.labels, self.weight, token_ids, self.bias)
+
+    def token_logits(self) -> Tensor:
+        """See ``ModelOutputs``."""
+        return float32_logits(self.labels, self.weight, self.bias)
+
+    def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the unnormalised masses of Yes and No, float32 [B] each."""
+        ids = query_ids(query, self.queries.device)
+        return _masses(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
+
+    def _normaliser(self) -> Tensor:
+        return log_normaliser(self.queries, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class LogitOutputs:
+    """Logits, for models whose output layer is trained or adapted, or followed by something.
+
+    Attributes:
+        logits: Of the queries first, then of the other positions, [B + N, V].
+        num_queries: B.
+    """
+
+    logits: Tensor
+    num_queries: int
+
+    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
+        """See ``ModelOutputs``. The normaliser cancels: it would only add noise to the gradient."""
+        if not normalised:
+            return self.confidence(query, normalised=False).p_true
+        yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
+        return torch.sigmoid(yes - no)
+
+    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
+        """See ``ModelOutputs``."""
+        return confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
+
+    def token_losses(self, token_ids: Tensor) -> Tensor:
+        """See ``ModelOutputs``."""
+        logits = self.logits[self.num_queries :]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return nn.functional.cross_entropy(wide, token_ids, reduction="none")
+
+    def token_logits(self) -> Tensor:
+        """See ``ModelOutputs``."""
+        logits = self.logits[self.num_queries :]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def read_outputs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    queries: Tensor,
+    labels: Tensor,
+    query: ConfidenceQuery,
+    trees: Sequence[PrefixTree] = (),
+    position_ids: Tensor | None = None,
+) -> ModelOutputs:
+    """Run a forward pass and return what the model says at some positions of the flattened S * T tokens.
+
+    The root module is called, so that the hooks of DDP and FSDP fire.
+
+    Args:
+        model: Causal language model, an adapted one too.
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        queries: The last position of each confidence query, int64 [B].
+        labels: Positions that are asked for tokens, int64 [N].
+        query: The confidence query.
+        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
+        position_ids: Those of a packed sequence, [1, T], where they are known.
+    """
+    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
+    return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
+
+
+def read_hidden(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    positions: Tensor,
+    trees: Sequence[PrefixTree] = (),
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Run a forward pass and return the last hidden states at some positions, [n, d]; no logits are made.
+
+    Args:
+        model: Causal language model, an adapted one too, with a plain frozen output layer.
+        input_ids: Token ids, right-padded, int64, [S, T].
+        attention_mask: 1 at real tokens, [S, T].
+        positions: In the flattened S * T tokens, int64 [n].
+        trees: Prompts and branches of a packed sequence (S = 1).
+        position_ids: Those of a packed sequence, [1, T], where they are known.
+    """
+    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
+    return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Return whether the output layer of a model is a plain one, neither adapted nor trained nor quantised."""
+    return _is_frozen_linear(model.get_output_embeddings())
+
+
+def run_outputs(
+    model: nn.Module, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
+) -> ModelOutputs:
+    """Do what ``read_outputs`` does with a forward pass of these arguments, among them ``input_ids`` [S, T]."""
+    head = model.get_output_embeddings()
+    positions = torch.cat((queries, labels))
+    if head is None:
+        return LogitOutputs(model(**arguments).logits.flatten(0, 1)[positions], len(queries))
+    if _is_frozen_linear(head) and ends_with_head(model.config):
+        hidden, weight, bias = _hidden_states(model, head, arguments, positions)
+        return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
+    return LogitOutputs(_logits(model, head, arguments, positions, query, len(queries)), len(queries))
+
+
+def ends_with_head(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this configuration returns what its output layer gives as it is.
+
+    Some scale the logits or cap them. It is found out on a model without memory, in under a second, once in a process.
+
+    Example:
+        >>> from transformers import Gemma2Config, LlamaConfig
+        >>> ends_with_head(LlamaConfig()), ends_with_head(Gemma2Config())
+        (True, False)
+    """
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _ENDS:
+        _ENDS[key] = _returns_what_the_head_gives(config)
+    return _ENDS[key]
+
+
+def _returns_what_the_head_gives(config: PreTrainedConfig) -> bool:
+    model = two_layers_on_meta(config, "eager")
+    head = None if model is None else model.get_output_embeddings()
+    if head is None:
+        return False
+    # A mask of four dimensions is taken as it is; making one would look at values.
+    inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 1, 3, 3)}
+    inputs = {name: value.to("meta") for name, value in inputs.items()}
+    given: list[Tensor] = []
+    seen: list[tuple[int, ...]] = []
+    with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
+        for handle in (
+            head.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2]))),
+            head.register_forward_hook(lambda _, __, output: given.append(output)),
+        ):
+            hooks.callback(handle.remove)
+        try:
+            logits = model.eval()(**inputs, use_cache=False).logits
+        except Exception:  # what depends on values cannot be run without any: then it is not known
+            return False
+    return len(given) == 1 and logits is given[0] and seen == [(1, 3)]
+
+
+def _is_frozen_linear(head: nn.Module) -> bool:
+    """Return whether the output layer is a plain one, neither adapted nor trained nor quantised."""
+    return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+
+
+def _hidden_states(
+    model: nn.Module, head: nn.Linear, arguments: dict[str, Any], positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the hidden states at ``positions`` before the output layer, [n, d], with its weight and bias.
+
+    The layer itself gets none of them. Under FSDP2 its weights are gathered when it is called, and stay so until the
+    backward pass, since they are the root module's.
+    """
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def take(module: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        rows = hidden.flatten(0, 1)
+        found.append((rows[positions], module.weight, module.bias))
+        return (rows[:0], *rest)
+
+    handle = head.register_forward_pre_hook(take)
+    try:
+        logits = model(**arguments).logits
+    finally:
+        handle.remove()
+    ((hidden, weight, bias),) = found
+    if not weight.untyped_storage().size():
+        raise RunError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
+    # The output, which is empty, takes part in the loss with a 0: FSDP2 prepares its backward pass by its gradient.
+    return hidden + logits.sum(), weight, bias
+
+
+def _logits(
+    model: nn.Module,
+    head: nn.Module,
+    arguments: dict[str, Any],
+    positions: Tensor,
+    query: ConfidenceQuery,
+    num_queries: int,
+) -> Tensor:
+    """Return the logits at ``positions``, [n, V], those of Yes and No after the queries computed in float32."""
+    shape = arguments["input_ids"].shape
+    columns: list[Tensor] = []
+
+    def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = inputs
+        if hidden.shape[:2] != shape:
+            return inputs
+        rows = hidden.flatten(0, 1)[positions]
+        if type(module) is nn.Linear:  # its weights are gathered now, where they are cut over processes
+            ids = query_ids(query, rows.device)
+            columns.append(float32_logits(rows[:num_queries], module.weight, module.bias, token_ids=ids))
+        return (rows, *rest)
+
+    def sharpen(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        if not columns or logits.dtype in (torch.float32, torch.float64):
+            return logits
+        wide, ids = logits.float(), query_ids(query, logits.device)
+        places = torch.arange(num_queries, device=logits.device)[:, None], ids[None]
+        return wide.index_put(places, columns[0])
+
+    with ExitStack() as hooks:
+        hooks.callback(head.register_forward_pre_hook(select).remove)
+        hooks.callback(head.register_forward_hook(sharpen).remove)
+        logits = model(**arguments).logits
+    return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
+
+
+def _masses(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the unnormalised masses of Yes and of No from their columns, [B] each."""
+    num_yes = len(query.yes_ids)
+    return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)

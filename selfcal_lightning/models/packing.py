@@ -1,0 +1,609 @@
+"""Attention over packed rows, in which the responses to one question share its prompt.
+
+``SEGMENTS`` is an attention implementation for transformers, on any device: every branch of a tree attends to the
+prompt's keys and to its own, by one call of PyTorch's attention, and no mask over the whole row is ever made. With
+FlexAttention the same rule is a block mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from selfcal_lightning.core.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class PrefixTree(NamedTuple):
+    """A prompt and what follows it, once for every branch; lengths in tokens.
+
+    In a packed row the tokens stand as prompt, branch 0, branch 1, ... A branch is a response with its confidence
+    query; it continues the prompt as if it stood alone behind it.
+
+    Attributes:
+        start: Index of the prompt's first token in the packed row.
+        prompt: Length of the prompt.
+        branches: Length of every branch.
+    """
+
+    start: int
+    prompt: int
+    branches: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Index after the last token."""
+        return self.start + self.prompt + sum(self.branches)
+
+    @property
+    def separate_tokens(self) -> int:
+        """Tokens that the branches would take as sequences of their own."""
+        return len(self.branches) * self.prompt + sum(self.branches)
+
+    def branch_starts(self) -> list[int]:
+        """Return the index of every branch's first token."""
+        starts = [self.start + self.prompt]
+        for length in self.branches[:-1]:
+            starts.append(starts[-1] + length)
+        return starts
+
+
+def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
+    """Raise ValueError unless ``trees`` stand one behind the other from the start of a row of ``width`` tokens.
+
+    A branch may be empty: a response without a token, once its query is cut off.
+    """
+    stop = 0
+    for tree in trees:
+        if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
+            raise InputError(
+                f"Expected `trees` to follow one another, each with a prompt of at least one token and with branches, "
+                f"but got {tree} where a tree should start at {stop}."
+            )
+        stop = tree.stop
+    if stop > width:
+        raise InputError(f"Expected `trees` to fit a row of {width} tokens, but got {stop}.")
+
+
+def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
+    """Return the trees without the last ``tail`` tokens of every branch, and which tokens of the row they keep.
+
+    Args:
+        trees: Trees that stand one behind the other.
+        tail: Tokens to leave out, such as those of a query that every branch ends with.
+
+    Returns:
+        The shorter trees, one behind the other, and the indices of their tokens in the longer row, int64, [T].
+
+    Raises:
+        ValueError: A branch is shorter than ``tail``.
+
+    Example:
+        >>> cut_branches([PrefixTree(0, 2, (3, 2)), PrefixTree(7, 1, (4,))], 2)
+        ([PrefixTree(start=0, prompt=2, branches=(1, 0)), PrefixTree(start=3, prompt=1, branches=(2,))], \
+tensor([0, 1, 2, 7, 8, 9]))
+    """
+    shorter: list[PrefixTree] = []
+    kept: list[Tensor] = []
+    for tree in trees:
+        if min(tree.branches) < tail:
+            raise InputError(f"Expected every branch to end with {tail} tokens of a query, but got {tree}.")
+        start = shorter[-1].stop if shorter else 0
+        shorter.append(PrefixTree(start, tree.prompt, tuple(length - tail for length in tree.branches)))
+        kept.append(torch.arange(tree.start, tree.start + tree.prompt))
+        for own, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            kept.append(torch.arange(own, own + length - tail))
+    return shorter, torch.cat(kept)
+
+
+def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
+    """Return the position of every token in its own sequence: each branch goes on where the prompt ends.
+
+    Args:
+        trees: Trees that stand one behind the other.
+        width: Tokens of the row, padding at its end included; padding has position 0.
+
+    Returns:
+        Positions, int64, [width].
+
+    Example:
+        >>> tree_position_ids([PrefixTree(0, 2, (2, 3)), PrefixTree(7, 1, (1,))], 10).tolist()
+        [0, 1, 2, 3, 2, 3, 4, 0, 1, 0]
+    """
+    positions = torch.zeros(width, dtype=torch.int64)
+    for tree in trees:
+        positions[tree.start : tree.start + tree.prompt] = torch.arange(tree.prompt)
+        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            positions[start : start + length] = torch.arange(tree.prompt, tree.prompt + length)
+    return positions
+
+
+def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tensor]:
+    """Return (tree of every token, branch of every token), int64, [width] each.
+
+    Branches count from 1 within their tree, the prompt is 0. Padding is a tree of its own, the last one.
+
+    Example:
+        >>> [ids.tolist() for ids in tree_segments([PrefixTree(0, 2, (1, 1)), PrefixTree(4, 1, (1,))], 7)]
+        [[0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 2, 0, 1, 0]]
+    """
+    tree_ids = torch.full((width,), len(trees), dtype=torch.int64)
+    branch_ids = torch.zeros(width, dtype=torch.int64)
+    for number, tree in enumerate(trees):
+        tree_ids[tree.start : tree.stop] = number
+        for branch, (start, length) in enumerate(zip(tree.branch_starts(), tree.branches, strict=True), start=1):
+            branch_ids[start : start + length] = branch
+    return tree_ids, branch_ids
+
+
+def tree_attention_mask(trees: Sequence[PrefixTree], width: int) -> Tensor:
+    """Return who attends to whom, bool, [width, width]: itself and what precedes it in its prompt and in its branch.
+
+    Its size grows with the square of the row; attention by segments does without it.
+
+    Example:
+        >>> tree_attention_mask([PrefixTree(0, 1, (1, 1))], 3).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
+    tree_ids, branch_ids = tree_segments(trees, width)
+    same_tree = tree_ids[:, None] == tree_ids[None, :]
+    visible = (branch_ids[None, :] == 0) | (branch_ids[:, None] == branch_ids[None, :])
+    return torch.ones(width, width, dtype=torch.bool).tril() & same_tree & visible
+
+
+SEGMENTS = "segments"
+FLEX = "flex_attention"
+FLEX_BLOCK = 128
+WAY_OUT = ". Set `packing: off`."
+# Arguments by which models of some families change the scores; attention by segments knows none of them.
+UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+class PackingError(InputError):
+    """A model cannot run packed rows."""
+
+
+class TreeMasks:
+    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass.
+
+    Attributes:
+        trees: The trees.
+        num_calls: Attention layers that have attended by them.
+    """
+
+    def __init__(self, trees: Sequence[PrefixTree]) -> None:
+        self.trees = tuple(trees)
+        self.num_calls = 0
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def lengths(self, width: int) -> list[int]:
+        """Return the tokens of every prompt and branch in their order, and of the padding behind them."""
+        parts = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
+        return [*parts, width - sum(parts)]
+
+    def branch_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, lower right."""
+        if device.type != "cpu":
+            return causal_lower_right(queries, keys)  # fused kernels take it without a mask in memory
+        if (queries, keys) not in self._masks:
+            self._masks[queries, keys] = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        return self._masks[queries, keys]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+        """Attend within each prompt, and from each branch to its prompt and itself; shapes as in `segment_attention`.
+
+        Returns:
+            [1, H, T, D_v].
+        """
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        attend = attention_kernel(query)
+        # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
+        lengths = self.lengths(query.shape[2])
+        pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+        outputs: list[Tensor] = []
+        for tree in self.trees:
+            queries, *shared = next(pieces)
+            # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
+            # half precision the error of the sum would grow with the branches.
+            prompt_keys, prompt_values = (_widened(states) for states in shared)
+            mask = self.branch_mask(tree.prompt, tree.prompt, query.device)
+            keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
+            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+            for length in tree.branches:
+                queries, own_keys, own_values = next(pieces)
+                if length == 0:
+                    continue
+                keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
+                values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
+                mask = self.branch_mask(length, tree.prompt + length, query.device)
+                outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+        _, _, padding = next(pieces)
+        outputs.append(torch.zeros_like(padding))
+        self.num_calls += 1
+        return torch.cat(outputs, dim=2)
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    prefix_trees: TreeMasks | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each prompt, and from each branch to its prompt and itself. Registered with transformers.
+
+    Batches that are not packed come without ``prefix_trees`` and take the usual path of PyTorch's attention.
+
+    Args:
+        module: The attention layer.
+        query: [S, H, T, D]; S is 1 when packed.
+        key: [S, H_kv, T, D].
+        value: [S, H_kv, T, D_v]; where keys are compressed (multi-head latent attention) D_v is not D.
+        attention_mask: The mask of a batch that is not packed.
+        scaling: Factor of the scores; None is 1 / sqrt(D).
+        dropout: Chance that an attention weight is dropped.
+        prefix_trees: Trees of the packed row.
+        arguments: What else the model hands over.
+
+    Returns:
+        ([S, T, H, D_v], None).
+
+    Raises:
+        PackingError: The model asks for a sliding window or another change of the scores, or lost the trees on the way.
+    """
+    if prefix_trees is None:
+        if attention_mask is not None and not attention_mask.numel():
+            raise PackingError(
+                f"Expected {type(module).__name__} to hand `prefix_trees` to its attention, but it did not: this model "
+                f"cannot run packed rows{WAY_OUT}"
+            )
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **arguments
+        )
+    asked = [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
+    if asked:
+        raise PackingError(
+            f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}{WAY_OUT}"
+        )
+    # Under autocast, rotated queries and keys may be float32 beside values in half precision. Fused kernels refuse it.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    output = prefix_trees.attend(query, key, value, scaling=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attention_kernel(query: Tensor) -> Callable[..., Tensor]:
+    """Return what attends by (query, key, value, mask, scaling, dropout) in the dtype of ``query``, on its device."""
+    return _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
+
+
+def _widened(states: Tensor) -> Tensor:
+    return states.float() if states.requires_grad and states.dtype in (torch.bfloat16, torch.float16) else states
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+
+
+def _attend_by_matmul(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float
+) -> Tensor:
+    """Do the same by two matrix products: in bfloat16 on a CPU up to twice as fast as the fused kernel."""
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    return F.dropout(weights, dropout, training=dropout > 0.0).to(query.dtype) @ value
+
+
+def register_segment_attention() -> None:
+    """Make ``attn_implementation="segments"`` known to transformers; batches that are not packed get SDPA's mask."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(SEGMENTS, segment_attention)
+    AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
+
+
+def check_attention(implementation: str | None) -> None:
+    """Raise InputError where packed rows would meet an attention that does not know their trees.
+
+    Args:
+        implementation: Name of a model's attention; None is the project's choice for it.
+    """
+    if implementation not in (None, SEGMENTS, FLEX):
+        raise InputError(
+            f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
+            f"{implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
+        )
+
+
+def packed_inputs(
+    trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str, *, position_ids: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass over a packed row; FlexAttention's is padded to whole blocks.
+
+    Args:
+        trees: The row's trees.
+        input_ids: Token ids, [1, T].
+        implementation: The model's attention, "segments" or "flex_attention".
+        position_ids: Those of the trees, [1, T], where they are on the device already; None computes them.
+
+    Raises:
+        InputError: Another attention, which would cut every response from its prompt or mix them up.
+    """
+    check_attention(implementation)
+    width = input_ids.shape[1]
+    check_trees(trees, width)
+    if position_ids is None:
+        position_ids = tree_position_ids(trees, width)[None].to(input_ids.device)
+    arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    if implementation == FLEX:  # its kernels are made for a width, so that few of them should do
+        padding = -width % FLEX_BLOCK
+        padded = {name: F.pad(values, (0, padding)) for name, values in arguments.items()}
+        return {**padded, "attention_mask": tree_block_mask(trees, width + padding, input_ids.device)}
+    # A mask of four dimensions is passed on as it is, where None makes transformers take restarting positions for
+    # sequences of their own. Of no size, so that an attention that does not know the trees cannot use it.
+    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=input_ids.device)
+    return {**arguments, "attention_mask": nothing, "prefix_trees": TreeMasks(trees)}
+
+
+def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.device) -> Any:
+    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
+
+    PyTorch's own function would make the mask of the whole row first, of T * T entries.
+
+    Args:
+        trees: The row's trees.
+        width: T, a multiple of the block.
+        device: Where to.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tree_ids, branch_ids = (ids.to(device) for ids in tree_segments(trees, width))
+
+    def may_attend(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = (branch_ids[key] == 0) | (branch_ids[key] == branch_ids[query])
+        return (key <= query) & (tree_ids[key] == tree_ids[query]) & visible
+
+    places = torch.arange(width, device=device)
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    counts = torch.stack(
+        [
+            may_attend(nothing, nothing, rows[:, None], places).unflatten(1, (-1, FLEX_BLOCK)).sum(dim=(0, 2))
+            for rows in places.split(FLEX_BLOCK)
+        ]
+    )
+    full = counts == FLEX_BLOCK**2
+    partial = (counts > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(full), FLEX_BLOCK, may_attend, seq_lengths=(width, width)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and which, first: int32 [1, 1, n] and [1, 1, n, n]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[None, None], order.int()[None, None]
+
+
+PROBED_LAYERS = 2
+_PROBED: dict[str, str | None] = {}  # what a look at an architecture found, by its class and configuration
+
+
+def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
+    """Say why models of this configuration cannot run packed rows; None where nothing speaks against it.
+
+    It needs no weights and no memory to speak of; under a second for most architectures.
+
+    Args:
+        config: A model's configuration.
+
+    Example:
+        >>> from transformers import LlamaConfig, MistralConfig
+        >>> shared_prefix_problem(LlamaConfig()) is None, shared_prefix_problem(MistralConfig(sliding_window=4096))
+        (True, 'its attention has a sliding window of 4096 tokens')
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(text, "sliding_window", None)
+    if kinds:
+        return f"it has layers other than full attention: {sorted(kinds)}"
+    if window is not None and getattr(text, "use_sliding_window", True):
+        return f"its attention has a sliding window of {window} tokens"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "its attention caps the scores"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "it is no causal language model of transformers"
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return f"{model_class.__name__} does not let its attention be exchanged"
+    # Some architectures take seconds to build, and a run asks several times.
+    key = f"{model_class.__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _PROBED:
+        _PROBED[key] = _packed_forward_problem(config, model_class.__name__)
+    return _PROBED[key]
+
+
+def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
+    """Say why a packed row does not get through two layers of the architecture; None where it does, or cannot be told.
+
+    The model is built without memory, on the device ``meta``, which has shapes and no values. What depends on values,
+    such as the routing of a mixture of experts, raises there: it is left to ``check_packed_equals_separate``.
+    """
+    register_segment_attention()
+    model = two_layers_on_meta(config, SEGMENTS)
+    if model is None:
+        return None
+    tree = PrefixTree(0, 3, (2, 4))
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        arguments = packed_inputs([tree], torch.zeros(1, tree.stop + 1, dtype=torch.int64), SEGMENTS)
+        masks: TreeMasks = arguments["prefix_trees"]
+        try:
+            model.eval()(**arguments, use_cache=False)
+        except PackingError as error:
+            return f"{name} fails on a packed row ({str(error).removesuffix(WAY_OUT)})"
+        except Exception as error:
+            if masks.num_calls or "meta" in str(error).lower():
+                return None
+            return f"{name} fails on a packed row ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if masks.num_calls < PROBED_LAYERS:
+        return f"{name} has layers that do not attend by the trees of a packed row"
+    return None
+
+
+def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
+    """Return a model of two layers of this architecture without memory; None where none can be made.
+
+    Args:
+        config: A model's configuration.
+        attn_implementation: Name that transformers knows, or has been told.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    # Constructors of some families draw numbers all the same; those of training must not depend on it.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        try:
+            config.quantization_config = None
+            text.num_hidden_layers = PROBED_LAYERS
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:PROBED_LAYERS]
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attn_implementation, trust_remote_code=False
+            )
+        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
+            return None
+
+
+def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
+    """Raise InputError, naming the model and the reason, where packed rows cannot be run."""
+    problem = shared_prefix_problem(config)
+    if problem is not None:
+        raise InputError(
+            f"Expected a model whose responses can share a prompt in training, but got {name!r}: {problem}. "
+            "Set `packing: auto` to fall back to batches of like length, or `packing: off`."
+        )
+
+
+def prefer_segments(model: PreTrainedModel) -> None:
+    """Give ``model`` attention by segments where it can run packed rows; else leave its own."""
+    if shared_prefix_problem(model.config) is None:
+        register_segment_attention()
+        model.set_attn_implementation(SEGMENTS)
+
+
+def runs_packed_rows(model: PreTrainedModel) -> bool:
+    """Return whether the attention that ``model`` has now knows packed rows."""
+    return model.config.get_text_config()._attn_implementation in (SEGMENTS, FLEX)
+
+
+@torch.no_grad()
+def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
+    """Hold a packed row of three branches against three sequences, so that no model trains on wrong logits in silence.
+
+    Args:
+        model: Causal language model, an adapted one too, in the attention that it will be trained with; of the trunk of
+            one its last hidden states are held.
+        tolerance: Largest mean difference of the logits, in units of their standard deviation; None is that of
+            ``logit_tolerance``.
+
+    Raises:
+        PackingError: They differ by more, or the packed row does not get through.
+    """
+    config = model.config.get_text_config()
+    device = next(model.parameters()).device
+    # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
+    tree = PrefixTree(0, 6, (64, 3, 5))
+    ids = spread_ids(tree.stop, config.get_text_config().vocab_size, device=device)
+    mode = model.training
+    model.eval()
+    try:
+        packed = _packed_logits(model, tree, ids)
+        tolerance = logit_tolerance(model, packed, ids) if tolerance is None else tolerance
+        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
+            own = slice(start, start + length)
+            alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]
+            error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
+            if not error <= tolerance:
+                raise PackingError(
+                    f"Expected {type(model).__name__} to give a response the same logits in a packed row as in a "
+                    f"sequence of its own, but they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
+                )
+    finally:
+        model.train(mode)
+
+
+def packs_rightly(model: PreTrainedModel) -> bool:
+    """Return whether a packed row gives the model's own logits, with the attention that it has now."""
+    try:
+        check_packed_equals_separate(model)
+    except PackingError:
+        return False
+    return True
+
+
+def spread_ids(number: int, vocabulary: int, *, device: torch.device) -> Tensor:
+    """Return ids to hold two ways to compute logits against each other by, [number], spread over the vocabulary.
+
+    The first ids of a vocabulary are control tokens, on which a trained model in half precision says nothing twice.
+    """
+    return torch.arange(1, number + 1, device=device) * 7919 % vocabulary
+
+
+def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> float:
+    """Return by how much two ways to compute ``logits`` may differ in the mean, in units of their standard deviation.
+
+    0.001 where all is computed in float32, whose rounding gives about 1e-6. Else 0.1, or twice what the model's own
+    rounding gives where that is more. In bfloat16 it gives about 0.01 for few layers, and 0.02 to 0.07 for the 30 of a
+    trained model of 135M parameters, where positions that are wrong by one give 0.1 to 0.5.
+
+    Args:
+        model: The model.
+        logits: Some that it gave, whose dtype tells.
+        ids: A sequence to measure its rounding on, [T].
+    """
+    # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
+    exact = {logits.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
+    exact &= not torch.is_autocast_enabled(logits.device.type)
+    if exact and torch.get_float32_matmul_precision() == "highest":
+        return 1e-3
+    return max(0.1, 2.0 * _rounding(model, ids))
+
+
+def _rounding(model: PreTrainedModel, ids: Tensor) -> float:
+    """Return how far the logits of a sequence move where tokens follow it, which a causal model cannot see."""
+    alone = model(input_ids=ids[None], use_cache=False)[0][0].float()
+    followed = model(input_ids=torch.cat((ids, ids[:7]))[None], use_cache=False)[0][0, : len(ids)].float()
+    return ((followed - alone).abs().mean() / alone.std()).item()
+
+
+def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Tensor:
+    """Return the logits of a row that holds ``tree``, [T, V]."""
+    implementation = model.config.get_text_config()._attn_implementation
+    try:
+        return model(**packed_inputs([tree], ids[None], implementation), use_cache=False)[0][0]
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PackingError(
+            f"Expected {type(model).__name__} to run a row in which responses share a prompt, but got "
+            f"{type(error).__name__}: {error}{WAY_OUT}"
+        ) from error

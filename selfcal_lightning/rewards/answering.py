@@ -1,0 +1,163 @@
+"""What a reward model says of each response as soon as it is there, for strategies that read it as their confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields as fields_of
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selfcal_lightning.confidence.base import SampleScorer
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.data.steps import RewardSettings, StepStops
+from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.registry import SEARCHES
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.rewards.estimator import REWARD_SCORES, RewardScore, check_judge
+from selfcal_lightning.rewards.reading import RewardReader, check_rewards, completed
+from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSettings) -> bool:
+    """Return whether ``name`` is a search, after refusing what it could not be run with; nothing is loaded.
+
+    Args:
+        name: Name of a strategy.
+        fields: The fields that the user set.
+        reward: The reward model.
+
+    Raises:
+        InputError: A search without a reward model that can steer it, or a field that it has not.
+    """
+    if name not in SEARCHES:
+        return False
+    format = check_rewards(reward)
+    if format.layout != "continued":
+        raise InputError(
+            f"Expected a reward model that reads the tokens of its policy, as `selfcal fit` trains one, but got "
+            f"{reward.model} of the format {format.name!r}. Score whole responses by `selfcal score` instead."
+        )
+    known = [field.name for field in fields_of(SEARCHES[name]) if field.name != "scorer"]
+    for field in fields:
+        if field not in known:
+            raise InputError(
+                f"Expected the settings of {name} to be among {', '.join(known)}, but got {field!r}."
+                f"{did_you_mean(field, known)}"
+            )
+    return True
+
+
+def open_search(
+    name: str, fields: Mapping[str, Any], reward: RewardSettings, *, tokenizer: PreTrainedTokenizerBase, dtype: str
+) -> tuple[Strategy, StepStops | None]:
+    """Load the reward model, and return the search, and where its steps end if it reads steps.
+
+    Args:
+        name: Its name.
+        fields: The fields that the user set.
+        reward: The reward model.
+        tokenizer: That of the policy.
+        dtype: Of the reward model's trunk.
+
+    Raises:
+        InputError: The reward model has another tokenizer than the policy, or its steps end at no token.
+    """
+    own = load_tokenizer(str(reward.model))
+    if own.get_vocab() != tokenizer.get_vocab() or own.chat_template != tokenizer.chat_template:
+        raise InputError(
+            f"Expected the reward model to have the tokenizer and the chat template of the policy, whose tokens it "
+            f"reads, but {reward.model} has others. Train one on this policy (`selfcal fit --config "
+            "rewards/demo.yaml`)."
+        )
+    stops = StepStops.of(tokenizer, completed(reward).steps) if SEARCHES[name].reads_steps else None
+    strategy: Strategy = SEARCHES[name](open_scaled_rewards(reward, dtype=dtype), **fields)
+    return strategy, stops
+
+
+KINDS = {kind.name: kind for kind in REWARD_SCORES}
+LIVE = "live"
+
+
+class LiveReward:
+    """A confidence that a reward model gives, by the estimator that `selfcal score` runs on recorded responses.
+
+    Args:
+        estimator: The estimator.
+        rewards: The model that it reads.
+        questions: The questions that responses come of.
+        chat: Renders their prompts, as for the engine.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    needs_pool: ClassVar[bool] = False
+
+    def __init__(
+        self, estimator: RewardScore, rewards: RewardReader, questions: Sequence[Question], chat: ChatFormat
+    ) -> None:
+        self._estimator, self._rewards, self._chat = estimator, rewards, chat
+        self._questions = {question.id: question for question in questions}
+        self._last: tuple[str, tuple[int, ...]] | None = None
+
+    @property
+    def name(self) -> str:
+        """Key under which the confidence is added."""
+        return self._estimator.name
+
+    def score_sample(self, sample: Sample) -> float | None:
+        """Return what the model says of a response; None where it cannot read it."""
+        question = self._questions[sample.question_id]
+        if self._last is None or self._last[0] != question.id:  # samples mostly come by question
+            self._last = question.id, self._chat.prompt_ids(question.messages)
+        entry = QuestionSamples(question, (sample,), LIVE, self._last[1])
+        ((value,),) = self._estimator.score([entry])
+        return value
+
+    def close(self) -> None:
+        """Give the model back. Closing twice is allowed."""
+        self._rewards.close()
+
+
+def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], reward: RewardSettings) -> list[str]:
+    """Return the confidences of a reward model that a strategy or its scorers read; nothing is loaded.
+
+    Raises:
+        InputError: They are read and no model is named, or one is named and nothing reads it, or it gives another kind.
+    """
+    read = [strategy.confidence, *(name for scorer in scorers for name in scorer.requires)]
+    names = [name for name in dict.fromkeys(read) if name in KINDS]
+    if names and reward.model is None:
+        raise InputError(
+            f"Expected `reward.model` with a strategy that reads {', '.join(names)}, but got none. Name the folder of "
+            "the reward model, or another `confidence`."
+        )
+    if not names and reward != RewardSettings():
+        raise InputError(
+            f"Expected `reward` with a strategy that a reward model steers, {' or '.join(SEARCHES)}, or whose "
+            f"`confidence` is of one ({', '.join(KINDS)}), but got {strategy}. Leave it out, or set `confidence`."
+        )
+    if names:
+        format = check_rewards(reward)
+        for name in names:
+            check_judge(name, format)
+    return names
+
+
+def open_live_rewards(
+    names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str
+) -> list[LiveReward]:
+    """Load a reward model, and return what gives confidences of these names; none loads nothing.
+
+    Args:
+        names: Those of ``check_live_rewards``.
+        reward: The model.
+        questions: What is answered.
+        chat: Renders their prompts.
+        dtype: Of the model's trunk.
+    """
+    if not names:
+        return []
+    reader = open_scaled_rewards(reward, dtype=dtype)
+    return [LiveReward(KINDS[name](reader), reader, questions, chat) for name in names]

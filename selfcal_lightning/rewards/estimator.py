@@ -1,0 +1,120 @@
+"""What a reward model says of a response, as confidences: of its steps, or of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import Aggregation, aggregate
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.formats import Judged, RewardFormat
+
+if TYPE_CHECKING:
+    from selfcal_lightning.rewards.reading import RewardReader
+
+
+class RewardScore:
+    """What they have in common; a member says which models it reads and how scores of steps become one.
+
+    Args:
+        rewards: Reads the scores.
+
+    Raises:
+        InputError: The model is not of the kind that it reads.
+    """
+
+    name: ClassVar[str]
+    is_probability: ClassVar[bool] = True
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "rewards"
+    judges: ClassVar[Judged] = "steps"
+    how: ClassVar[Aggregation] = "last"
+    needs_quantiles: ClassVar[bool] = False
+
+    def __init__(self, rewards: RewardReader) -> None:
+        check_judge(self.name, rewards.format)
+        self._rewards = rewards
+
+    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the confidence of every sample, [question][sample]; None where the model cannot read the response."""
+        read = self._rewards.read_lower if self.needs_quantiles else self._rewards.read
+        return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
+
+
+class StepReward(RewardScore):
+    """The score of a response's last step: of all that was written."""
+
+    name = "prm"
+
+
+class LowerStepReward(RewardScore):
+    """The lower quantile of the score of a response's last step."""
+
+    name = "prm_lower"
+    needs_quantiles = True
+
+
+class LowestStepReward(RewardScore):
+    """The lowest score of its steps."""
+
+    name = "prm_min"
+    how = "min"
+
+
+class StepRewardProduct(RewardScore):
+    """The product of the scores of its steps, which falls with their number."""
+
+    name = "prm_prod"
+    how = "prod"
+
+
+class OutcomeReward(RewardScore):
+    """The probability that a model of whole responses gives."""
+
+    name = "orm"
+    judges = "response"
+
+
+class RawReward(RewardScore):
+    """The score of a model of whole responses that gives no probability; scale it to get one."""
+
+    name = "reward"
+    is_probability = False
+    judges = "response"
+
+
+REWARD_SCORES: tuple[type[RewardScore], ...] = (
+    StepReward,
+    LowerStepReward,
+    LowestStepReward,
+    StepRewardProduct,
+    OutcomeReward,
+    RawReward,
+)
+
+
+def check_judge(name: str, format: RewardFormat) -> None:
+    """Raise unless the estimator ``name`` can read models of ``format``; estimators of plug-ins may read all.
+
+    Raises:
+        InputError: It cannot; the message names those that can.
+
+    Example:
+        >>> from selfcal_lightning.rewards.formats import reward_format
+        >>> check_judge("prm", reward_format("math-shepherd"))
+    """
+    able = [
+        kind.name
+        for kind in REWARD_SCORES
+        if (kind.judges, kind.is_probability) == (format.judges, format.is_probability)
+        and (format.has_quantiles or not kind.needs_quantiles)
+    ]
+    if name in {kind.name for kind in REWARD_SCORES} and name not in able:
+        what = "steps" if format.judges == "steps" else "whole responses"
+        scale = "by a probability" if format.is_probability else "without a probability"
+        scale += " and without quantiles" if name == LowerStepReward.name else ""
+        raise InputError(
+            f"Expected an estimator for the reward format {format.name!r}, which judges {what} {scale}, but got "
+            f"{name!r}. Use {' or '.join(able) or 'one of your own'}."
+        )

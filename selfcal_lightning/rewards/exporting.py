@@ -1,0 +1,147 @@
+"""A trained reward model as a folder that stock classes read: the whole trunk with three named outputs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_object
+from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.lora import LoraSettings, adapter_state, attach_lora, merge_adapter, set_adapter_state
+from selfcal_lightning.records import Dtype
+from selfcal_lightning.rewards.formats import RewardFormat
+from selfcal_lightning.rewards.heads import OUTPUTS, quantile_outputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+HEAD = "score"
+
+
+def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
+    """Raise InputError where transformers has no ``...ForTokenClassification`` of an architecture.
+
+    Args:
+        config: Configuration of the trunk.
+        base_model: Its name, for the message.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise InputError(
+            f"Expected `base_model` to be of a family with a `...ForTokenClassification` in transformers, which a "
+            f"reward model is exported as, but got {base_model!r} with {type(config).__name__}. Take a model of "
+            "another family, such as Llama or Qwen."
+        )
+
+
+def merged_trunk(
+    base_model: str,
+    model: Any,
+    *,
+    revision: str | None,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+    is_public: bool = False,
+) -> PreTrainedModel:
+    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training stays as it is.
+
+    Args:
+        base_model: Folder or hub name that the trunk is read from anew.
+        model: The model in training, which holds the adapter.
+        revision: Of a hub model.
+        lora: Settings of the adapter; None where the trunk is frozen.
+        dtype: Of the copy.
+        is_public: Whether it is a public reward model, which has no output layer to keep.
+    """
+    name = cast("Dtype", str(dtype).removeprefix("torch."))
+    trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
+    if lora is None:
+        return trunk
+    copy = attach_lora(trunk, lora)
+    set_adapter_state(copy, {name: tensor.cpu() for name, tensor in adapter_state(model).items()})
+    return merge_adapter(copy)
+
+
+def output_names(head: nn.Module) -> tuple[str, ...]:
+    """Return the names of a head's outputs.
+
+    Example:
+        >>> output_names(nn.Linear(2, 3)), output_names(nn.Linear(2, 4))[:2]
+        (('mean', 'gap_below', 'gap_above'), ('mean_1', 'mean_2'))
+    """
+    last = head[-1] if isinstance(head, nn.Sequential) else head
+    return quantile_outputs(cast("nn.Linear", last).out_features)
+
+
+def about(head: nn.Module, public: RewardFormat | None) -> str:
+    """Return what the README of an export says of how it is read.
+
+    Args:
+        head: Its head.
+        public: Format of the model that training started from; None where that was the policy.
+    """
+    places = "At the last token of a step, behind the chat that the policy was asked by,"
+    if public is not None:
+        places = f"Written and read at the places of the format {public.name!r},"
+    names = output_names(head)
+    rows = [f"exp({name})" for name in names[: -len(OUTPUTS) + 1]]
+    mean = "mean" if len(rows) == 1 else f"log({' + '.join(rows)})"
+    whole = "a whole model" if isinstance(head, nn.Linear) else "a trunk with a head of two layers (`score`)"
+    return (
+        f"It is {whole}, with {len(names)} outputs on every token. {places} the chance of a right answer is "
+        f"sigmoid(m) with m = {mean}, its lower quantile sigmoid(m - softplus(gap_below)), its upper one sigmoid(m + "
+        "softplus(gap_above)). `selfcal score --estimator prm --reward.model FOLDER` reads it."
+    )
+
+
+def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> None:
+    """Write trunk and head as the ``...ForTokenClassification`` of their family, with named outputs.
+
+    A head of two layers has no stock class: its folder names the bare trunk as its class, so that nothing takes it for
+    a classifier, whose head would then be one of chance.
+
+    Args:
+        trunk: Causal language model; its output layer is left out.
+        head: Outputs over its last hidden states: a linear layer, or two with ReLU between.
+        folder: Where to.
+    """
+    from transformers import AutoModel, AutoModelForTokenClassification
+
+    names = dict(enumerate(output_names(head)))
+    config = copy.deepcopy(trunk.config)
+    config.id2label, config.label2id = names, {name: number for number, name in names.items()}
+    config.tie_word_embeddings = False  # there is no output layer any more
+    with torch.device("meta"):
+        whole = AutoModelForTokenClassification.from_config(
+            config, dtype=trunk.dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    if isinstance(head, nn.Sequential):
+        whole.score = copy.deepcopy(head).to("meta")
+    state = {**_trunk_state(trunk), **{f"{HEAD}.{name}": value for name, value in _head_state(head).items()}}
+    missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        raise InputError(
+            f"Expected {type(whole).__name__} to have the tensors of {type(trunk).__name__} and `{HEAD}`, but "
+            f"{[*missing, *unexpected][:3]} differ: models of this family cannot be exported."
+        )
+    whole.save_pretrained(folder)
+    if isinstance(head, nn.Sequential):
+        file = folder / "config.json"
+        settings = read_json_object(file) | {"architectures": [AutoModel._model_mapping[type(config)].__name__]}
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _trunk_state(trunk: PreTrainedModel) -> dict[str, Tensor]:
+    prefix = f"{trunk.base_model_prefix}."
+    return {name: value.detach().cpu() for name, value in trunk.state_dict().items() if name.startswith(prefix)}
+
+
+def _head_state(head: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().float().cpu() for name, value in head.state_dict().items()}

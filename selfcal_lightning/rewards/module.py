@@ -1,0 +1,696 @@
+"""A process reward model on top of a policy: after every step, how likely the answer will be right, with quantiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.data.steps import Steps, check_steps
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
+from selfcal_lightning.models.folders import DIGESTS, model_folder, read_manifest
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.names import check_model
+from selfcal_lightning.models.outputs import has_plain_head, read_hidden
+from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
+from selfcal_lightning.rewards.exporting import about, check_exportable, merged_trunk, output_names, save_with_head
+from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
+from selfcal_lightning.rewards.heads import FIRST_GAP, OUTPUTS, check_head, head_with_quantiles, read_head
+from selfcal_lightning.rewards.layouts import RewardEncoder
+from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
+from selfcal_lightning.rewards.quantiles import StepScores, folded_outputs, monotone_quantiles
+from selfcal_lightning.rewards.rates import RewardTarget, check_target
+from selfcal_lightning.rewards.reading import RewardFile
+from selfcal_lightning.training.batches import FrozenBatch
+from selfcal_lightning.training.calibrated_model import CalibratedModel, trained_parameters
+from selfcal_lightning.training.checkpoints import check_base_model, check_optimizer_settings, check_trained
+from selfcal_lightning.training.contracts import ExportKind, check_step_data, class_path
+from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
+from selfcal_lightning.training.memory_plan import plan_memory
+from selfcal_lightning.training.metrics import CalibrationMetrics
+from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.resume import dropout_stream
+from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.scored import ScoredRows
+from selfcal_lightning.training.support import Support, Way, check_features
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel
+
+
+class RewardBatch(FrozenBatch):
+    """A batch of B responses with M places at which a reward model says how likely a right answer is. Immutable.
+
+    The places of a response are the last token of its prompt, where nothing is written yet, and the last token of each
+    of its steps. Rows lie apart or packed, as in ``SSCBatch``; there is no confidence query.
+
+    Attributes:
+        input_ids: Token ids, int64, [S, T].
+        attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
+        place: Position of each place in the flattened S * T tokens, int64, [M].
+        place_row: The row of each, int64, [M]; the places of a row stand together, in order.
+        place_kind: Index of each in ``functional.steps.POSITIONS``, int64, [M].
+        place_target: What is learnt there, in [0, 1]; nan where unknown, float32, [M].
+        place_rate: The observed share of right answers from there on; nan where unknown, float32, [M].
+        place_rollouts: Of how many continuations that is the share, int64, [M].
+        last_place: Which place is the end of each response, int64, [B]; -1 where it has no step.
+        target: What the response as a whole learns, float32, [B].
+        correct: 1 right, 0 wrong, nan unknown, float32, [B].
+        weight: Weight of the row in the loss, float32, [B].
+        total: Sum of ``weight`` over the whole optimiser step (all processes and micro-batches), float32 scalar.
+        question_index: Rows of one question share this number, the same on every process, int64, [B].
+        task: Name of each row's task, B strings.
+        row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
+        trees: Where prompts and branches lie in a packed sequence.
+        position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
+            sequences stand apart.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    place: Tensor
+    place_row: Tensor
+    place_kind: Tensor
+    place_target: Tensor
+    place_rate: Tensor
+    place_rollouts: Tensor
+    last_place: Tensor
+    target: Tensor
+    correct: Tensor
+    weight: Tensor
+    total: Tensor
+    question_index: Tensor
+    task: tuple[str, ...]
+    row: Tensor
+    trees: tuple[PrefixTree, ...]
+    position_ids: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        place: Tensor,
+        place_row: Tensor,
+        place_kind: Tensor,
+        place_target: Tensor,
+        place_rate: Tensor,
+        place_rollouts: Tensor,
+        last_place: Tensor,
+        target: Tensor,
+        correct: Tensor,
+        weight: Tensor,
+        total: Tensor,
+        question_index: Tensor,
+        task: tuple[str, ...],
+        row: Tensor,
+        trees: tuple[PrefixTree, ...] = (),
+        position_ids: Tensor | None = None,
+    ) -> None:
+        fields = {name: value for name, value in locals().items() if name != "self"}
+        places = {name: len(fields[name]) for name in fields if name.startswith("place")}
+        if len(set(places.values())) > 1:
+            raise InputError(f"Expected all columns of places to be of one length, but got {places}.")
+        rows = {name: len(fields[name]) for name in ("last_place", "target", "correct", "weight", "task", "row")}
+        if len(set(rows.values())) > 1:
+            raise InputError(f"Expected all columns of rows to be of one length, but got {rows}.")
+        if trees:
+            check_trees(trees, input_ids.shape[1])
+            if position_ids is None:
+                fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
+        self.__dict__.update(fields)
+
+    def __repr__(self) -> str:
+        layout = "packed" if self.trees else "apart"
+        return f"RewardBatch(rows={self.batch_size}, places={len(self.place)}, {layout})"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, zero-weight rows included."""
+        return len(self.task)
+
+    def at_ends(self, values: Tensor) -> Tensor:
+        """Return the values [M] at the ends of the responses, [B]; nan for a response without steps."""
+        found = torch.full((self.batch_size,), torch.nan, dtype=values.dtype, device=values.device)
+        there = self.last_place >= 0
+        found[there] = values[self.last_place[there]]
+        return found
+
+
+class RewardLosses(NamedTuple):
+    """A micro-batch's parts of the two losses of its optimiser step, scalars."""
+
+    cross_entropy: Tensor
+    pinball: Tensor
+
+
+def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> RewardLosses:
+    """Return both parts.
+
+    Every response weighs the same, however many steps it has: long wrong ones would else outweigh the others. The
+    quantiles do not pull the mean, which keeps what the cross-entropy makes of it.
+
+    Args:
+        raw: The three outputs at every place, [M, 3]; see ``functional.monotone_quantiles``.
+        batch: The places, with their targets and weights.
+        levels: Levels of the lower and the upper quantile.
+    """
+    known = ~batch.place_target.isnan()
+    raw, target, row = raw[known], batch.place_target[known], batch.place_row[known]
+    mean, gaps = raw[:, :1], raw[:, 1:]
+    quantiles = monotone_quantiles(torch.cat([mean.detach(), gaps], dim=1))
+    pinball = pinball_loss(torch.stack([quantiles.low, quantiles.high], dim=1), target, levels).mean(1)
+    parts = (soft_cross_entropy(mean.squeeze(1), target), pinball)
+    means = (row_means(part, row, num_rows=batch.batch_size) for part in parts)
+    return RewardLosses(*(share_of_step(values, batch.weight, batch.total) for values in means))
+
+
+class RewardStepLog:
+    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, batch: RewardBatch, losses: RewardLosses, mean: Tensor) -> None:
+        """Add a micro-batch: its parts of both losses, and the mean at every place [M]."""
+        known = ~batch.place_target.isnan()
+        values = (*losses, mean[known].sum(), batch.place_target[known].sum(), known.sum())
+        sums = torch.stack([value.detach().double() for value in values])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def finish(self, strategy: Strategy, *, pinball: float, lr: float) -> dict[str, float]:
+        """Return what the step is logged as, by its key, and begin the next. One small collective.
+
+        Args:
+            strategy: What adds up over processes.
+            pinball: Weight of the quantiles in the loss.
+            lr: Learning rate.
+        """
+        if self._sums is None:
+            return {}
+        entropy, quantiles, score, target, places = strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self._sums = None
+        return {
+            "train/loss/CrossEntropy": entropy,
+            "train/loss/Pinball": quantiles,
+            "train/loss/Total": entropy + pinball * quantiles,
+            "train/Score": score / max(places, 1.0),
+            "train/Target": target / max(places, 1.0),
+            "train/LearningRate": lr,
+        }
+
+
+class PlaceMetrics(torch.nn.Module):
+    """Brier, ECE, bias, pinball and coverage at every place of which a rate is known, by position and overall.
+
+    Args:
+        levels: Levels of the lower and the upper quantile.
+    """
+
+    def __init__(self, levels: tuple[float, float]) -> None:
+        super().__init__()
+        self.means, self.quantiles = StepMetrics(), QuantileMetrics(levels)
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self.means.reset()
+        self.quantiles.reset()
+
+    def update(self, batch: RewardBatch, scores: StepScores) -> None:
+        """Add the places of a batch, [M]."""
+        known = ~batch.place_rate.isnan()
+        rate, kind = batch.place_rate[known], batch.place_kind[known]
+        self.means.update(scores.mean[known], rate, batch.place_rollouts[known], kind)
+        self.quantiles.update(scores.low[known], scores.high[known], rate, kind)
+
+    def compute(self) -> dict[str, float]:
+        """Return the numbers by key; see ``StepMetrics`` and ``QuantileMetrics``. Empty where no rate is known."""
+        values = {**self.means.compute(), **self.quantiles.compute()}
+        return values if values[PREFIXES] else {}
+
+
+class ScoredRewardModel(CalibratedModel):
+    """A model with outputs on its last hidden states; logs ``val/...`` and ``test/...``.
+
+    Attributes:
+        head: The outputs; None until the model is loaded.
+        val_metrics: Metrics of the ends of the responses of the validation pool; they keep their points until the next
+            pass.
+        test_metrics: Likewise of the test pool.
+        val_places: Metrics of all places of the validation pool.
+        test_places: Likewise of the test pool.
+    """
+
+    head: nn.Module | None
+    val_metrics: CalibrationMetrics
+    test_metrics: CalibrationMetrics
+    val_places: PlaceMetrics
+    test_places: PlaceMetrics
+
+    def raw_outputs(self, batch: RewardBatch) -> Tensor:
+        """Return the three outputs at every place, float32 [M, 3]."""
+        hidden = read_hidden(
+            self.model,
+            batch.input_ids,
+            batch.attention_mask,
+            positions=batch.place,
+            trees=batch.trees,
+            position_ids=batch.position_ids,
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._outputs_of(hidden.float())
+
+    def _outputs_of(self, hidden: Tensor) -> Tensor:
+        return folded_outputs(cast("nn.Module", self.head)(hidden))
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last pass; not at the end of it, so that callbacks can still read its points."""
+        self.val_metrics.reset()
+        self.val_places.reset()
+
+    def validation_step(self, batch: RewardBatch, batch_idx: int) -> None:
+        """Score a batch of the fixed pool of the policy's samples."""
+        self._score(batch, self.val_metrics, self.val_places)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/...``; the metrics synchronise themselves."""
+        self._log_scores("val", self.val_metrics, self.val_places)
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the last pass."""
+        self.test_metrics.reset()
+        self.test_places.reset()
+
+    def test_step(self, batch: RewardBatch, batch_idx: int) -> None:
+        """Score a batch of the test pool."""
+        self._score(batch, self.test_metrics, self.test_places)
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/...``."""
+        self._log_scores("test", self.test_metrics, self.test_places)
+
+    def predict_step(self, batch: RewardBatch, batch_idx: int) -> ScoredRows:
+        """Return the score of every response at its end; nan where it has no step."""
+        mean = batch.at_ends(self.scores(batch).mean) if batch.batch_size else batch.target
+        return ScoredRows(batch.row, batch.question_index, mean, mean, 1.0 - mean)
+
+    def scores(self, batch: RewardBatch) -> StepScores:
+        """Return the chance of a right answer and its quantiles at every place, [M] each."""
+        return monotone_quantiles(self.raw_outputs(batch))
+
+    def _score(self, batch: RewardBatch, metrics: CalibrationMetrics, places: PlaceMetrics) -> None:
+        if batch.batch_size == 0:  # a process with fewer questions than the others
+            return
+        scores = self.scores(batch)
+        places.update(batch, scores)
+        confidence = batch.at_ends(scores.mean)
+        metrics.update(
+            confidence=confidence,
+            correct=batch.correct,
+            target=batch.target,
+            question_index=batch.question_index,
+            task=batch.task,
+            yes_no_mass=torch.ones_like(confidence),
+        )
+
+    def _log_scores(self, stage: str, metrics: CalibrationMetrics, places: PlaceMetrics) -> None:
+        # Every process computes the same values; `sync_dist` would weigh uneven processes wrongly (Lightning #21859).
+        values = {**metrics.compute(), **places.compute()}
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, sync_dist=False)
+
+
+def starting_format(format: str | None) -> RewardFormat | None:
+    """Return the format of the public model that training starts from; None where it starts from the policy.
+
+    Raises:
+        InputError: There is no such format, or its models are no start.
+    """
+    if format is None:
+        return None
+    found = reward_format(format)
+    quantiles_of(found)
+    return found
+
+
+def first_head(width: int, *, device: torch.device) -> nn.Linear:
+    """Return the three outputs over a policy's states: one half everywhere, with quantiles around it."""
+    head = nn.Linear(width, len(OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(FIRST_GAP))] * 2]))
+    return head
+
+
+def head_of_public(
+    base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
+) -> nn.Module:
+    """Return the head of a public reward model with quantiles beside its score, which it says as before.
+
+    Args:
+        base_model: Its folder or hub name.
+        format: Its format.
+        encoder: Writes for it, and knows its output tokens.
+        trunk: Its trunk.
+        revision: Of a hub model.
+
+    Raises:
+        InputError: The head is not that of the format, or its tokenizer has more tokens than it has embeddings.
+    """
+    folder = model_folder(base_model, revision=revision)
+    files = WeightFiles.of_model(base_model, revision=revision)
+    check_head(files, folder, format)
+    encoder.check_fits(trunk.get_input_embeddings().weight.shape[0], of=base_model)
+    head = read_head(files, folder, format, trunk, encoder.output_ids)
+    return head_with_quantiles(head, format).to(trunk.device)
+
+
+def check_start(
+    lora: LoraSettings | None, *, full: bool, low: float, high: float, pinball: float, warmup_steps: int
+) -> None:
+    """Raise InputError for settings of a reward model that cannot be."""
+    if lora is not None and full:
+        raise InputError(
+            "Expected `full` without `lora`, but got both: either all weights of the trunk are trained or an adapter "
+            "on it. Leave one of them out."
+        )
+    if lora is not None and lora.activated:
+        raise InputError(
+            "Expected `lora.activated` to be false for a reward model, which reads every token with its adapter, but "
+            "got true. Set `lora.activated: false`, or leave `lora` out for a frozen trunk."
+        )
+    if not 0.0 < low < high < 1.0:
+        raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {low} and {high}.")
+    if not 0.0 <= pinball < math.inf:
+        raise InputError(f"Expected `pinball` to be a number of at least 0, but got {pinball}.")
+    if warmup_steps < 0:
+        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+
+
+def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
+    """Raise InputError where a trunk that is trained would be held in half precision.
+
+    A step of AdamW changes a weight by about its learning rate, and bfloat16 keeps 8 binary digits: at 5e-5 weights
+    above about .02 would be rounded back to what they were, so that most of the trunk would never learn.
+
+    Args:
+        torch_dtype: Of the trunk's weights.
+        precision: That of the trainer.
+    """
+    halves = {"torch_dtype": torch_dtype == "bfloat16", "trainer.precision": precision in ("bf16-true", "16-true")}
+    for name, value in {"torch_dtype": torch_dtype, "trainer.precision": precision}.items():
+        if halves[name]:
+            raise InputError(
+                f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: the steps of "
+                "training are smaller than what half precision tells apart, and would be rounded away. Leave it out, "
+                "and use `trainer.precision: bf16-mixed` where a GPU is to compute in half precision."
+            )
+
+
+def check_no_sampling(callbacks: list[str], format: str) -> None:
+    """Raise InputError where a callback would sample from a public reward model, which answers no questions.
+
+    Args:
+        callbacks: Classes of the trainer's callbacks.
+        format: The model's format.
+    """
+    if any(name.startswith("selfcal_lightning.callbacks.generation.") for name in callbacks):
+        raise InputError(
+            f"Expected no `SSCGeneration` with `format={format!r}`, whose `base_model` is a reward model, but got one. "
+            "Sample the policy by `selfcal generate` first, and name its store as `data.store_dir`."
+        )
+
+
+# In a folder of its own: vLLM reads every safetensors file beside a configuration as weights of the model.
+TRAINED_FILE = "trained/weights.safetensors"
+FEATURE = "reward models"
+SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
+REASONS: dict[tuple[str, Way], str] = {
+    (FEATURE, "FSDP2"): "their head stands beside the trunk that is cut. Use `trainer.strategy: ddp`"
+}
+
+
+class QuantileRewardModule(ScoredRewardModel):
+    """A policy, or a public reward model, that says after every step the chance of a right answer and two quantiles.
+
+    Over one optimiser step, for responses with weights w and places t (the end of the prompt and of every step) with
+    targets c: ``L = sum(w * mean_t(CE(m_t, c_t) + pinball * mean_q rho_q(c_t - s_qt))) / sum(w)`` with m the log-odds
+    of the mean, s the quantiles and rho the pinball loss. The quantiles cannot cross, and do not pull the mean.
+
+    The mean is the score: targets are mostly 0 or 1, of which the median is one of the two. For the same reason a
+    lower quantile of *outcomes* is 0 wherever the chance is below ``1 - low``; it says more of success rates.
+
+    Args:
+        base_model: Folder or hub name of the model that training starts from.
+        revision: Branch, tag or commit of a hub model.
+        format: None where that is the policy, whose states get three outputs; else the format of a public reward model,
+            such as "math-shepherd". It is written and read as before, and says what it said until it is trained; the
+            responses are another model's, whose store is there. The data module takes it over.
+        lora: An adapter on the trunk, with ``activated: false``; without it and ``full`` the trunk stays as it is and
+            the outputs alone are trained.
+        full: Whether all weights of the trunk are trained.
+        steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
+            "marker:TEXT" (behind that text), or "auto", the coarsest of the first four that a response has. The data
+            module takes it over.
+        target: What is learnt, which the data module takes over too; see there.
+        low: Level of the lower quantile.
+        high: Level of the upper quantile.
+        pinball: Weight of the quantiles in the loss.
+        lr: Peak learning rate of AdamW for the adapter or the trunk; it follows a cosine to zero over optimiser steps.
+        head_lr: Likewise for the outputs.
+        weight_decay: Of AdamW.
+        warmup_steps: Optimiser steps of linear warm-up.
+        torch_dtype: Of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored dtype.
+            A trunk that is trained is float32.
+        attn_implementation: None takes "segments" where the model can run packed rows by it.
+        query: The confidence query that responses are sampled with, which is part of what a store is.
+        prompt: How questions are put to the model, to sample and to train; None is their tasks' own way.
+        seed: Of the adapter's start and of dropout.
+
+    Reference:
+        Park et al., Know What You Don't Know (arXiv 2506.09338), with a mean in the place of its median.
+    """
+
+    export_kind: ExportKind = "module"
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        format: str | None = None,
+        lora: LoraSettings | None = None,
+        full: bool = False,
+        steps: Steps = "auto",
+        target: RewardTarget = "outcome",
+        low: float = 0.1,
+        high: float = 0.9,
+        pinball: float = 1.0,
+        lr: float = 5e-5,
+        head_lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        attn_implementation: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        seed: int = 0,
+    ) -> None:
+        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
+        super().__init__()
+        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
+            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
+        plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        plain["prompt"] = None if prompt is None else prompt.as_json()
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
+        check_optimizer_settings(lr=head_lr, weight_decay=weight_decay, seed=seed)
+        check_target(target)
+        check_steps("steps", steps)
+        check_start(lora, full=full, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
+        self.base_model, self.revision, self.lora, self.full = base_model, revision, lora, full
+        self.format, self.public = format, starting_format(format)
+        self.steps, self.target, self.levels, self.pinball = steps, target, (low, high), pinball
+        self.lr, self.head_lr, self.weight_decay, self.warmup_steps = lr, head_lr, weight_decay, warmup_steps
+        self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
+        self.query, self.prompt, self.seed = query, prompt, seed
+        self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
+        self.activated, self.beside = False, {}
+        self.exported_from: Path | None = None
+        self.head: nn.Module | None = None
+        self.save_hyperparameters(plain)
+        self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
+        self.val_places, self.test_places = PlaceMetrics(self.levels), PlaceMetrics(self.levels)
+        self._step_log = RewardStepLog()
+
+    def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
+        super().check_support(trainer)
+        trainer = trainer or trainer_of(self)
+        if trainer is not None:
+            check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
+            if self.format is not None:
+                check_no_sampling([class_path(type(one)) for one in trainer.callbacks], self.format)
+        check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check the names of model and adapted layers, and return what the model takes in memory."""
+        check_model(self.base_model, revision=self.revision, option="base_model")
+        self.check_support(trainer)
+        if verb == "fit":
+            self._check_trunk_can_learn(trainer)
+        memory = plan_memory(
+            self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer="adamw", nf4=False,
+            trains=verb == "fit" and (self.full or self.lora is not None), device=trainer.strategy.root_device,
+        )  # fmt: skip
+        frozen = "all weights of its trunk" if self.full else "a frozen trunk"
+        trunk = frozen if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
+        return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
+
+    def configure_model(self) -> None:
+        """Load the model, put the adapter and the outputs on it, and take up an export; once."""
+        if self.model is not None:
+            return
+        super().configure_model()
+        if self.lora is None:
+            self.model.requires_grad_(self.full)
+            self.model.get_output_embeddings().requires_grad_(False)
+        if not has_plain_head(self.model):
+            raise InputError(
+                f"Expected `base_model` to have a plain output layer, before which its states are read, but got "
+                f"{self.base_model!r} with another one. Take it out of `lora.target_modules` if it is there."
+            )
+        if self.public is None:
+            self.head = first_head(self.model.config.get_text_config().hidden_size, device=self.model.device)
+        else:
+            self.head = head_of_public(
+                self.base_model, self.public, self._encoder, self.model, revision=self.revision
+            ).requires_grad_(True)
+        if self.exported_from is not None:
+            self._take_up(self.exported_from)
+
+    def _read_tokenizer(self) -> None:
+        if self.public is None:
+            super()._read_tokenizer()
+            self.tokenizer = cast("ChatFormat", self.chat).tokenizer
+            return
+        self.tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        self._encoder = RewardEncoder(self.public, self.tokenizer)
+
+    def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
+        return load_causal_lm(base_model, is_trunk=self.full or self.public is not None, **loading)
+
+    def on_fit_start(self) -> None:
+        """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
+        self._check_trunk_can_learn(self.trainer)
+        stated = {"steps": self.steps, "target": self.target, "format": self.format}
+        check_step_data(self.trainer.datamodule, stated, who=type(self).__name__)
+        self._check_packing()
+
+    def _check_trunk_can_learn(self, trainer: Trainer) -> None:
+        if self.full:
+            check_trunk_can_learn(torch_dtype=self.torch_dtype, precision=str(trainer.precision_plugin.precision))
+
+    # ---- training
+
+    def training_step(self, batch: RewardBatch, batch_idx: int) -> Tensor:
+        """Return this micro-batch's part of the loss of its optimiser step.
+
+        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
+        """
+        at = (self.current_epoch, batch_idx, self.global_rank)
+        with dropout_stream(self.seed, *at, device=self.device):
+            raw = self.raw_outputs(batch)
+        losses = reward_losses(raw, batch, self.levels)
+        self._step_log.add(batch, losses, raw[:, 0].sigmoid())
+        loss = losses.cross_entropy + self.pinball * losses.pinball
+        return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over the outputs and the adapter, each with its learning rate, and a cosine over *optimiser* steps."""
+        head = list(cast("nn.Module", self.head).parameters())
+        own = {id(parameter) for parameter in head}
+        adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
+        groups: list[dict[str, Any]] = [{"params": head, "lr": self.head_lr}]
+        groups += [{"params": adapter, "lr": self.lr}] if adapter else []
+        return with_cosine(
+            torch.optim.AdamW(groups, weight_decay=self.weight_decay), self.trainer, warmup_steps=self.warmup_steps
+        )
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the losses of the step."""
+        lr = optimizer.param_groups[-1]["lr"]
+        if logged := self._step_log.finish(self.trainer.strategy, pinball=self.pinball, lr=lr):
+            self.log_dict(logged)
+            self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
+
+    # ---- exports
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the reward model, JSON-able: the manifest of an export."""
+        return {
+            "base_model": dict(self.identity),
+            "outputs": list(output_names(cast("nn.Module", self.head))),
+            "about": about(cast("nn.Module", self.head), self.public),
+            "hyper_parameters": dict(self.hparams),
+        }
+
+    def confidence_origin(self) -> dict[str, Any]:
+        """Return what its scores depend on beside the trained weights."""
+        return {
+            "kind": QUANTILE_PRM,
+            "base_model": {name: self.identity[name] for name in DIGESTS},
+            "lora": self.hparams["lora"],
+            "steps": self.steps,
+            **({} if self.format is None else {"format": self.format}),
+        }
+
+    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the whole model, its tokenizer, and what was trained by itself."""
+        trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
+        trunk = self.model if self.full else merged_trunk(
+            self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,
+            is_public=self.public is not None,
+        )  # fmt: skip
+        save_with_head(trunk, cast("nn.Module", self.head), folder)
+        self.tokenizer.save_pretrained(folder)
+        (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
+        save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
+        format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
+        RewardFile(format, self.steps, self.levels, self.target).write(folder)
+
+    def load_export(self, folder: Path) -> None:
+        """Start from the export in ``folder``, as soon as the model is loaded."""
+        self.exported_from = folder
+
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint, on the CPU."""
+        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        return cls.load_from_checkpoint(path, map_location="cpu", torch_dtype=dtype, **place)
+
+    def _take_up(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        if manifest is None or not (folder / TRAINED_FILE).is_file():
+            raise InputError(
+                f"Expected an export of {type(self).__name__} with {TRAINED_FILE}, but got {folder}, which has none."
+            )
+        check_base_model(manifest["base_model"], self.identity, self.base_model, kind=type(self).__name__)
+        trained, written = trained_parameters(self), load_file(folder / TRAINED_FILE)
+        check_trained(written, trained, settings=manifest["hyper_parameters"])
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(written[name])

@@ -1,0 +1,264 @@
+"""A predicted chance with quantiles around it: outputs that cannot cross, how well they cover, heads to start from.
+
+The chance of success from a prefix of a response is often 0 or 1, so that the median of its distribution jumps between
+the two. The *mean* is the point score; the quantiles stand beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import Array, as_counts, as_rates, check_same_length
+from selfcal_lightning.metrics.capability import squared_error
+from selfcal_lightning.training.losses import at_least_float32
+
+
+class StepScores(NamedTuple):
+    """A predicted chance of success with a lower and an upper quantile, each [...], in [0, 1]: ``low <= mean <= high``.
+
+    Attributes:
+        mean: The predicted chance.
+        low: The lower quantile.
+        high: The upper quantile.
+    """
+
+    mean: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class QuantileHead(NamedTuple):
+    """A head of M outputs over hidden states; for one row an output it is a plain linear layer.
+
+    Attributes:
+        weight: [M, P, D].
+        bias: [M, P].
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., M] of hidden states [..., D]: ``log sum_p exp(w_mp . h + b_mp)``."""
+        return (torch.einsum("...d,mpd->...mp", hidden, self.weight) + self.bias).logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many observed rates fall outside a predicted quantile.
+
+    Attributes:
+        outside: Share of rates beyond the quantile by more than the tolerance.
+        nominal: The share that a right quantile leaves outside, at most.
+        count: Number of rates.
+    """
+
+    outside: float
+    nominal: float
+    count: int
+
+
+def monotone_quantiles(raw: Tensor) -> StepScores:
+    """Turn three outputs of a head into a chance and two quantiles that cannot cross, whatever the outputs are.
+
+    ``mean = sigmoid(m)``, ``low = sigmoid(m - softplus(a))``, ``high = sigmoid(m + softplus(b))``
+
+    Args:
+        raw: m, a and b, finite [..., 3].
+
+    Returns:
+        Mean, low and high, each [...], in float32 or wider; m is the log-odds of the mean.
+
+    Raises:
+        ValueError: If there are not three outputs.
+
+    Example:
+        >>> scores = monotone_quantiles(torch.tensor([0.0, 0.5413, 0.5413]))  # softplus(.5413) = 1
+        >>> [round(score.item(), 3) for score in scores]
+        [0.5, 0.269, 0.731]
+    """
+    if raw.dim() < 1 or raw.shape[-1] != 3:
+        raise InputError(f"Expected `raw` to have shape [..., 3], but got {tuple(raw.shape)}.")
+    centre, below, above = at_least_float32(raw).unbind(-1)
+    mean = centre.sigmoid()
+    low, high = (centre - F.softplus(below)).sigmoid(), (centre + F.softplus(above)).sigmoid()
+    # In floats sigmoid may fall by one unit in the last place where its argument rises.
+    return StepScores(mean, torch.minimum(low, mean), torch.maximum(high, mean))
+
+
+def folded_outputs(outputs: Tensor) -> Tensor:
+    """Return the three outputs of ``monotone_quantiles`` from those of a head whose mean has P rows.
+
+    ``m = log sum_p exp(o_p)``; the two gaps stay as they are. With one row nothing changes.
+
+    Args:
+        outputs: P rows of the mean, then the two gaps, [..., P + 2].
+
+    Returns:
+        m and the gaps, [..., 3], in the dtype of ``outputs``.
+
+    Raises:
+        ValueError: If there are fewer than three.
+
+    Example:
+        >>> folded_outputs(torch.tensor([0.0, 0.0, 1.0, 2.0])).tolist()  # log 2
+        [0.6931471824645996, 1.0, 2.0]
+    """
+    if outputs.dim() < 1 or outputs.shape[-1] < 3:
+        raise InputError(f"Expected `outputs` to have shape [..., P + 2], but got {tuple(outputs.shape)}.")
+    if outputs.shape[-1] == 3:
+        return outputs
+    return torch.cat([outputs[..., :-2].logsumexp(-1, keepdim=True), outputs[..., -2:]], dim=-1)
+
+
+def coverage(quantile: Array, rate: Array, level: float, *, tolerance: float = 0.0) -> Coverage | None:
+    """Count the observed rates that lie outside a predicted quantile.
+
+    A level below one half is a lower bound, which a rate misses when it is below it; any other one is an upper bound.
+    Rates of exactly 0 "miss" every positive lower quantile, however small; a tolerance keeps such misses out.
+
+    Args:
+        quantile: Predicted quantiles [N], in [0, 1].
+        rate: Observed rates [N], in [0, 1].
+        level: Level of the quantile, in (0, 1).
+        tolerance: By how much a rate may be beyond the quantile and still count as inside, at least 0.
+
+    Returns:
+        The share outside beside the nominal one; None without rates.
+
+    Raises:
+        ValueError: If the lengths differ or a value is out of its range.
+
+    Example:
+        >>> coverage([0.003, 0.2, 0.4, 0.6], [0.0, 0.5, 0.3, 0.6], 0.1, tolerance=0.05)
+        Coverage(outside=0.25, nominal=0.1, count=4)
+    """
+    if not 0.0 < level < 1.0:
+        raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
+    if not tolerance >= 0.0:
+        raise InputError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
+    predicted, observed = as_rates(quantile, "quantile"), as_rates(rate, "rate")
+    check_same_length(quantile=predicted, rate=observed)
+    if not observed.size:
+        return None
+    beyond = predicted - observed if level < 0.5 else observed - predicted
+    # A rate at the tolerance itself is inside, in spite of floats.
+    return Coverage(float((beyond > tolerance + 1e-9).mean()), min(level, 1.0 - level), observed.size)
+
+
+def brier_excess(score: Array, rate: Array, num_rollouts: Array) -> float | None:
+    """Compute the Brier score against rates of a few rollouts, less the part that is noise of the rollouts.
+
+    ``mean((s - r)^2 - r (1 - r) / (n - 1))``, an unbiased estimate of the squared error against the true chances.
+
+    Args:
+        score: s, the predicted chance of each prefix [N], in [0, 1].
+        rate: r, the share of its rollouts that succeeded [N].
+        num_rollouts: n, the rollouts of each prefix [N] or one number; at least 2.
+
+    Returns:
+        The mean; None without prefixes.
+
+    Raises:
+        ValueError: If the lengths differ, a value is out of its range, or a rate is no share of ``num_rollouts``.
+
+    Example:
+        >>> brier_excess([0.0, 1.0], [0.5, 1.0], 2)  # (1/4 - 1/4 / 1 + 0) / 2
+        0.0
+    """
+    observed, rollouts = as_rates(rate, "rate"), as_counts(num_rollouts, "num_rollouts")
+    successes = observed * rollouts
+    uneven = abs(successes - successes.round()) > 1e-4
+    if uneven.any():
+        n = rollouts if rollouts.ndim == 0 else rollouts[uneven][0]
+        raise InputError(
+            "Expected `rate` to be a whole number of successes among `num_rollouts`, "
+            f"but got {observed[uneven][0]:g} of {int(n)}."
+        )
+    return squared_error(score, successes.round(), rollouts)
+
+
+def quantile_head_from(
+    weight: Tensor, bias: Tensor | None, *, positive: Sequence[int], negative: int, num_outputs: int
+) -> QuantileHead:
+    """Turn the classes of a public reward model into outputs whose sigmoid is its score, exactly.
+
+    With class logits ``z_c = w_c . h + b_c`` the score ``sum_{c in positive} softmax(z)_c`` over positive and negative
+    classes is ``sigmoid(log sum_{c in positive} exp(z_c - z_negative))``.
+
+    - Qwen2.5-Math-PRM: rows of its last layer, ``positive=[1], negative=0``.
+    - Math-Shepherd: rows of the LM head, ``positive=[648], negative=387`` (the ids of ``+`` and ``-``).
+    - ReasonEval: rows of its score head, ``positive=[1, 2], negative=0`` (its validity). Its two rows do not add up to
+      one linear output, so that such a head keeps both.
+
+    Args:
+        weight: Rows of all classes [C, D].
+        bias: Likewise [C]; None where there is none, which is zero.
+        positive: Classes that mean right.
+        negative: The class that means wrong.
+        num_outputs: M; all start alike.
+
+    Returns:
+        The head, in the dtype of ``weight``. Nothing in it is random.
+
+    Raises:
+        ValueError: If the shapes do not fit, or a class is missing or stands on both sides.
+
+    Example:
+        >>> head = quantile_head_from(torch.eye(2), None, positive=[1], negative=0, num_outputs=2)
+        >>> head.weight.squeeze(1)
+        tensor([[-1.,  1.],
+                [-1.,  1.]])
+    """
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]) or num_outputs < 1:
+        shape = None if bias is None else tuple(bias.shape)
+        raise InputError(
+            "Expected `weight` [C, D], `bias` [C] or None, and at least one output, "
+            f"but got {tuple(weight.shape)}, {shape} and {num_outputs}."
+        )
+    classes = [*positive, negative]
+    if not positive or len(set(classes)) < len(classes) or not 0 <= min(classes) <= max(classes) < len(weight):
+        raise InputError(
+            f"Expected `positive` and `negative` to be different classes below {len(weight)}, "
+            f"but got {list(positive)} and {negative}."
+        )
+    constant = weight.new_zeros(len(weight)) if bias is None else bias
+    rows, offsets = weight[list(positive)] - weight[negative], constant[list(positive)] - constant[negative]
+    return QuantileHead(rows.expand(num_outputs, -1, -1).clone(), offsets.expand(num_outputs, -1).clone())
+
+
+def monotone_head_from(head: QuantileHead, *, gap: float = 1.0) -> QuantileHead:
+    """Turn the first output of a head into the three of ``monotone_quantiles``: the same mean, and equal gaps to start.
+
+    Args:
+        head: Its first output becomes the mean.
+        gap: Distance of both quantiles from the mean in log-odds, above 0.
+
+    Returns:
+        A head of three outputs; for one row an output, as Qwen's and Shepherd's, it is linear.
+
+    Raises:
+        ValueError: If ``gap`` is not above 0.
+
+    Example:
+        >>> start = QuantileHead(torch.tensor([[[1.0, -1.0]]]), torch.tensor([[0.5]]))
+        >>> scores = monotone_quantiles(monotone_head_from(start, gap=1.0)(torch.tensor([0.0, 0.5])))
+        >>> [round(score.item(), 3) for score in scores]  # sigmoid of 0, -1 and 1
+        [0.5, 0.269, 0.731]
+    """
+    if not gap > 0.0:
+        raise InputError(f"Expected `gap` to be above 0, but got {gap}.")
+    rows = head.weight.shape[1]
+    weight, bias = torch.zeros_like(head.weight[:1]).repeat(3, 1, 1), torch.zeros_like(head.bias[:1]).repeat(3, 1)
+    weight[0], bias[0] = head.weight[0], head.bias[0]
+    # softplus(x) = gap, spread over the rows that are added up inside the logarithm.
+    bias[1:] = math.log(math.expm1(gap)) - math.log(rows)
+    return QuantileHead(weight, bias)

@@ -1,0 +1,662 @@
+"""Beam search over the steps of a response, steered by a reward model; its width may follow from the scores."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, get_args
+
+import numpy as np
+
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.inference.base import Ask, Solving, make_verdict
+from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_rates, as_scores, check_positive
+from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.rewards.formats import Score
+
+_LEAST_SCORE = 1e-7
+
+
+@dataclass(frozen=True)
+class Path:
+    """A response that a search has come to.
+
+    Attributes:
+        segments: Its steps so far.
+        is_done: Whether it is finished: it stays in the search and keeps its place, but does not grow.
+    """
+
+    segments: tuple[Hashable, ...] = ()
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One more step of a path.
+
+    Attributes:
+        segment: The step.
+        is_last: Whether the path ends with it: the model ended its turn, gave its answer, or ran out of tokens.
+    """
+
+    segment: Hashable
+    is_last: bool
+
+
+def select_topk(scores: Array, k: int) -> list[int]:
+    """Return the positions of the k best paths, best first; of equal scores the earlier one comes first.
+
+    Args:
+        scores: One of each path [P]; higher is better.
+        k: How many to keep; all where there are fewer.
+
+    Raises:
+        ValueError: If a score is unknown or k is not positive.
+
+    Example:
+        >>> select_topk([0.2, 0.9, 0.9, 0.1], 2)
+        [1, 2]
+    """
+    check_positive(k, "k")
+    return np.argsort(-as_scores(scores, "scores"), kind="stable")[:k].tolist()
+
+
+def update_done(is_done: Sequence[bool], is_last: Sequence[bool]) -> list[bool]:
+    """Return which paths are finished after a step of each; one that was finished stays so.
+
+    Args:
+        is_done: Which were finished before [P].
+        is_last: Which ended with the step [P].
+
+    Raises:
+        ValueError: If the lengths differ.
+
+    Example:
+        >>> update_done([False, True, False], [False, False, True])
+        [False, True, True]
+    """
+    return [before or now for before, now in zip(is_done, is_last, strict=True)]
+
+
+def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]]) -> list[Path]:
+    """Return the paths after one more step: an open one with each of its continuations, a finished one as it is.
+
+    Args:
+        paths: The paths [P].
+        continuations: Those of each path [P]; none of a finished one.
+
+    Raises:
+        ValueError: If the lengths differ, a finished path has continuations, or an open one has none.
+
+    Example:
+        >>> paths = [Path(("a",)), Path(("b",), is_done=True)]
+        >>> grown = grow(paths, [[Continuation("c", False), Continuation("d", True)], []])
+        >>> [(path.segments, path.is_done) for path in grown]
+        [(('a', 'c'), False), (('a', 'd'), True), (('b',), True)]
+    """
+    grown: list[Path] = []
+    for path, steps in zip(paths, continuations, strict=True):
+        if path.is_done == bool(steps):
+            state = "a finished path to have no continuation" if path.is_done else "an open path to have a continuation"
+            raise InputError(f"Expected {state}, but got {len(steps)} for {path.segments!r}.")
+        grown += [path] if path.is_done else [Path((*path.segments, step.segment), step.is_last) for step in steps]
+    return grown
+
+
+def distinct(paths: Sequence[Path]) -> list[int]:
+    """Return the positions of the first of equal paths, in order: what is worth scoring or going on with.
+
+    Example:
+        >>> distinct([Path(("a",)), Path(("b",)), Path(("a",))])
+        [0, 1]
+    """
+    first: dict[Path, int] = {}
+    for position, path in enumerate(paths):
+        first.setdefault(path, position)
+    return list(first.values())
+
+
+def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
+    """Return the keys that have no score yet, each once, in order. A key names question and path.
+
+    Example:
+        >>> unscored(["a", "b", "a", "c"], known={"b": 0.5})
+        ['a', 'c']
+    """
+    return [key for key in dict.fromkeys(keys) if key not in known]
+
+
+def particle_weights(scores: Array) -> Floats:
+    """Return the chances with which particles are drawn anew: ``p / (1 - p)`` of each, made to add up to 1.
+
+    Args:
+        scores: p, the chance of success of each particle [P], taken as at least 1e-7 and at most 1 - 1e-7.
+
+    Returns:
+        Chances [P].
+
+    Raises:
+        ValueError: If a score lies outside [0, 1].
+
+    Example:
+        >>> particle_weights([0.75, 0.5]).tolist()  # 3 to 1
+        [0.75, 0.25]
+
+    Reference:
+        Puri et al., A Probabilistic Inference Approach to Inference-Time Scaling, arXiv 2502.01618.
+    """
+    p = as_rates(scores, "scores").clip(_LEAST_SCORE, 1.0 - _LEAST_SCORE)
+    odds = p / (1.0 - p)
+    return np.asarray(odds / odds.sum()) if odds.size else odds
+
+
+# As published: no question is thought easier or harder than this, so that 46,050 samples are the most.
+_LEAST_P = 1e-4
+
+
+def required_samples(p: Array, *, target: float = 0.99, num_paths: int = 1) -> Integers:
+    """Compute how many samples it takes until one of them is right with chance ``target``.
+
+    ``N = ceil(log(1 - target) / log(1 - p) / num_paths)``, from ``1 - (1 - p)^N >= target``.
+
+    Args:
+        p: Chance that a sample is right [...], taken as at least 1e-4 and at most 1 - 1e-4.
+        target: Wanted chance, in (0, 1).
+        num_paths: Among how many paths the samples are shared; N is then the number for each.
+
+    Returns:
+        Numbers of samples [...], at least 1.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> required_samples([0.9, 0.5, 0.0]).tolist()  # .1^2 = .01; .5^7 < .01 < .5^6
+        [2, 7, 46050]
+
+    Reference:
+        Park et al., arXiv 2506.09338.
+    """
+    if not 0.0 < target < 1.0:
+        raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
+    check_positive(num_paths, "num_paths")
+    chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P)
+    needed = np.log1p(-target) / np.log1p(-chances) / num_paths
+    # A number of samples a billionth above a whole one is that one, so that .9 needs 2 in spite of floats.
+    return np.maximum(np.ceil(needed - 1e-9), 1).astype(np.int64)
+
+
+def paths_to_keep(scores: Sequence[float], *, samples_per_path: int, maximum: int, target: float = 0.99) -> int:
+    """Compute how many of the best paths of a beam search are worth going on with (IAS of K).
+
+    The smallest k for which ``k * samples_per_path`` samples are enough for the k-th best path; at most ``maximum`` and
+    at most all of them.
+
+    Args:
+        scores: Chance of success of each path, in any order; a lower bound where one wants to be careful.
+        samples_per_path: Samples that each kept path will get.
+        maximum: Most paths to keep.
+        target: Wanted chance of a right answer, in (0, 1).
+
+    Returns:
+        The number of paths; 0 without paths.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> paths_to_keep([0.9, 0.1, 0.5], samples_per_path=8, maximum=8)  # 8 samples suffice at .9, which needs 2
+        1
+
+    Reference:
+        Park et al., arXiv 2506.09338.
+    """
+    check_positive(samples_per_path, "samples_per_path")
+    check_positive(maximum, "maximum")
+    needed = required_samples(np.sort(as_rates(np.asarray(scores, dtype=np.float64), "scores"))[::-1], target=target)
+    for k, samples in enumerate(needed[:maximum].tolist(), start=1):
+        if k * samples_per_path >= samples:
+            return k
+    return min(len(needed), maximum)
+
+
+def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: int, target: float = 0.99) -> int:
+    """Compute how many samples each kept path of a beam search needs (IAS of M).
+
+    ``min(ceil(N / num_paths), maximum)`` with N what the worst kept path needs, as published.
+
+    Args:
+        kept_scores: Chance of success of each kept path, in any order.
+        num_paths: Among how many paths the samples are shared. The published code takes the most that may be kept, also
+            where fewer are; their number shares them as they are.
+        maximum: Most samples of a path.
+        target: Wanted chance of a right answer, in (0, 1).
+
+    Returns:
+        Samples of each kept path, at least 1; 0 without paths.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> samples_per_path([0.9, 0.5], num_paths=2, maximum=8)  # .5 needs 7, which is 4 for each of 2
+        4
+    """
+    check_positive(maximum, "maximum")
+    scores = as_rates(np.asarray(kept_scores, dtype=np.float64), "kept_scores")
+    if not scores.size:
+        return 0
+    wanted = float(required_samples(scores.min(), target=target, num_paths=num_paths))
+    return int(min(wanted, float(maximum)))
+
+
+By = Literal["mean", "low"]
+
+
+class PathScorer(Protocol):
+    """Says how likely the answer will be right, of beginnings of responses to a question."""
+
+    def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
+        """Return a score for each.
+
+        Args:
+            question: The question.
+            paths: Token ids that stand already; none is the question itself.
+        """
+        ...
+
+
+def check_counts(least: int = 1, **counts: int) -> None:
+    """Raise InputError for whole numbers below ``least``; the keywords are their names."""
+    for name, value in counts.items():
+        if value < least:
+            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+
+
+def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -> None:
+    """Raise InputError for settings that cannot be; keywords in ``counts`` are names of whole numbers from 1."""
+    check_counts(**counts)
+    check_counts(0, lookahead=lookahead)
+    if not 0.0 < target < 1.0:
+        raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
+    if by not in get_args(By):
+        raise unknown_name("by", by, get_args(By))
+
+
+def tokens_of(sample: Sample) -> tuple[int, ...]:
+    """Return the tokens of a sample.
+
+    Raises:
+        InputError: They are not known, as of a pool that was made elsewhere.
+    """
+    if sample.token_ids is None:
+        raise InputError(
+            f"Expected samples with token ids for a reward model to score, but got one of question "
+            f"{sample.question_id!r} without. Sample with a model of your own."
+        )
+    return tuple(sample.token_ids)
+
+
+Tokens = tuple[int, ...]
+Drawing = Generator[Ask, list[Sample], list[Path]]
+
+
+class SearchedPaths:
+    """What is known of the paths of a question: their scores and the samples that ended them.
+
+    Args:
+        question: The question.
+        scorer: The reward model.
+    """
+
+    def __init__(self, question: Question, scorer: PathScorer) -> None:
+        self._question, self._scorer = question, scorer
+        self._known: dict[Tokens, Score] = {}
+        self._ended: dict[Tokens, Sample] = {}
+        self._seen: list[Sample] = []
+
+    def begin(self, number: int) -> Drawing:
+        """Ask for first steps, and return their paths."""
+        samples = yield Ask(number, to_step_end=True)
+        return self._grown([Path()], [samples])
+
+    def draw(self, paths: Sequence[Path], number: int = 1, *, to_step_end: bool = True) -> Drawing:
+        """Ask for a step of each open path, ``number`` times, and return the paths that follow; finished ones stay.
+
+        Args:
+            paths: The paths.
+            number: Continuations of each open one.
+            to_step_end: Whether they end with their next step, or with the response.
+        """
+        batches: list[list[Sample]] = []
+        for path in paths:
+            if path.is_done:
+                batches.append([])
+            else:
+                batches.append((yield Ask(number, prefix=tokens(path), to_step_end=to_step_end)))
+        return self._grown(paths, batches)
+
+    def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:
+        """Draw so many further steps of each open path, one of each, and return what they come to, in their order.
+
+        Nothing of it stays but its cost and its scores, which say more of a path than its own end does.
+        """
+        ahead = list(paths)
+        for _ in range(steps):
+            ahead = yield from self.draw(ahead)
+        return ahead
+
+    def scores(self, paths: Sequence[Path]) -> list[Score]:
+        """Return the scores of paths; each is scored once."""
+        new = unscored([tokens(path) for path in paths], self._known)
+        if new:
+            self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)  # type: ignore[arg-type]
+        return [self._known[tokens(path)] for path in paths]
+
+    def verdict(self, paths: Sequence[Path]) -> Verdict:
+        """Return the answer of the best readable response."""
+        answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}
+        done = [path for path in paths if answers.get(path) is not None]
+        if not done:
+            return make_verdict(self._question, self._seen, None, confidence=None, stopped_early=False)
+        scores = [score.mean for score in self.scores(done)]
+        (best,) = select_topk(scores, 1)
+        answer = answers[done[best]]
+        return make_verdict(self._question, self._seen, answer, confidence=scores[best], stopped_early=False)
+
+    def _grown(self, paths: Sequence[Path], batches: Sequence[Sequence[Sample]]) -> list[Path]:
+        """Return the paths after samples of each; a finished one has none, and one that got none stays as it was."""
+        grown: list[Path] = []
+        for path, samples in zip(paths, batches, strict=True):
+            self._seen += samples
+            steps = [self._continuation(path, sample) for sample in samples]
+            grown += grow([path], [steps]) if steps or path.is_done else [path]
+        return grown
+
+    def _continuation(self, path: Path, sample: Sample) -> Continuation:
+        """Return the step that a sample adds. One that the engine could not give ends its path without an answer."""
+        if is_failed(sample):
+            return Continuation((), is_last=True)
+        ids = tokens_of(sample)
+        is_last = sample.finish != "step"
+        if is_last:
+            self._ended[ids] = sample
+        return Continuation(ids[len(tokens(path)) :], is_last)
+
+
+def tokens(path: Path) -> Tokens:
+    """Return the token ids of a path.
+
+    Example:
+        >>> tokens(Path(((1, 2), (3,))))
+        (1, 2, 3)
+    """
+    return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
+
+
+Adaptive = Literal["none", "k", "m", "km"]
+Duplicates = Literal["merge", "refill", "keep"]
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """Draw steps of several responses, keep the best beginnings, go on with each several times, and so on.
+
+    A response that ended keeps its place among the best until better ones take it. After ``max_steps`` what is still
+    open is drawn to its end. The answer is that of the best response by the mean score; ties go to the first.
+
+    Attributes:
+        scorer: The reward model.
+        width: First steps that are drawn, and most beginnings at any time.
+        keep: Beginnings that are kept, at most; ``width`` is a multiple of it, and ``width // keep`` samples go on from
+            each.
+        max_steps: Steps after which the search ends.
+        frequency: Steps that each beginning gets from one choice to the next.
+        lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
+            They are thrown away, and cost what they cost.
+        duplicates: What becomes of equal beginnings: "merge" counts them once, "refill" too, and goes on with others
+            more than once where fewer than ``keep`` are left, "keep" lets each have its place.
+        adaptive: What follows from the scores: nothing, how many beginnings are kept ("k"), how many samples go on from
+            each ("m"), or both.
+        target: Wanted chance of a right answer where something does, in (0, 1).
+        by: Whether that is told by the "mean" or the "low" quantile.
+
+    Reference:
+        Park et al., Know What You Don't Know, arXiv 2506.09338; Snell et al., arXiv 2408.03314.
+    """
+
+    name: ClassVar[str] = "beam_search"
+    confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = True
+
+    scorer: PathScorer
+    width: int = 8
+    keep: int = 2
+    max_steps: int = 16
+    frequency: int = 1
+    lookahead: int = 0
+    duplicates: Duplicates = "merge"
+    adaptive: Adaptive = "none"
+    target: float = 0.99
+    by: By = "mean"
+
+    def __post_init__(self) -> None:
+        counts = {"width": self.width, "keep": self.keep, "max_steps": self.max_steps, "frequency": self.frequency}
+        check_search(target=self.target, by=self.by, lookahead=self.lookahead, **counts)
+        if self.keep > self.width:
+            raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
+        if self.width % self.keep:
+            raise InputError(
+                f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}: each beginning gets "
+                f"as many samples. Use {self.width - self.width % self.keep}, or another `keep`."
+            )
+        if self.adaptive not in get_args(Adaptive):
+            raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
+        if self.duplicates not in get_args(Duplicates):
+            raise unknown_name("duplicates", self.duplicates, get_args(Duplicates))
+
+    @property
+    def max_samples(self) -> int:
+        """Most samples of a question: steps, those that are looked ahead, and whole responses."""
+        choices = -(-self.max_steps // self.frequency)
+        return self.width * (self.max_steps + choices * self.lookahead + 1)
+
+    def solve(self, question: Question) -> Solving:
+        """Search, and return the answer of the best response."""
+        search = SearchedPaths(question, self.scorer)
+        paths = yield from search.begin(self.width)
+        for step in range(1, self.max_steps):
+            if all(path.is_done for path in paths):
+                break
+            each = 1
+            if step % self.frequency == 0:
+                paths, each = yield from self._kept(search, paths)
+            paths = yield from search.draw(paths, each)
+        paths = yield from search.draw(paths, to_step_end=False)
+        return search.verdict(paths)
+
+    def _kept(
+        self, search: SearchedPaths, paths: Sequence[Path]
+    ) -> Generator[Ask, list[Sample], tuple[list[Path], int]]:
+        """Return the paths to go on with, best first, and how many samples each gets."""
+        if self.duplicates != "keep":
+            paths = [paths[place] for place in distinct(paths)]
+        ahead = yield from search.look_ahead(paths, self.lookahead)
+        scores = search.scores(ahead)
+        bounds = [score.mean if self.by == "mean" else score.low for score in scores]
+        each, number = self.width // self.keep, self.keep
+        if "k" in self.adaptive:
+            number = paths_to_keep(bounds, samples_per_path=each, maximum=self.keep, target=self.target)
+        places = select_topk([score.mean for score in scores], number)
+        if "m" in self.adaptive:
+            kept = [bounds[place] for place in places]
+            each = samples_per_path(kept, num_paths=self.keep, maximum=each, target=self.target)
+        chosen = [paths[place] for place in places]
+        if self.duplicates == "refill":
+            open_ones = [path for path in chosen if not path.is_done]
+            chosen += [open_ones[place % len(open_ones)] for place in range(number - len(chosen)) if open_ones]
+        return chosen, each
+
+
+@dataclass(frozen=True)
+class DiverseTreeSearch:
+    """Share the first steps out to trees; each goes on from its own best beginning, until its response ends.
+
+    In a tree ``width // trees`` steps are drawn at a time and one is kept. After ``max_steps`` what is still open is
+    drawn to its end. The answer is that of the best response of all trees by the mean score; ties go to the first.
+
+    Attributes:
+        scorer: The reward model.
+        width: Steps that are drawn at a time, in all trees.
+        trees: Trees; ``width`` is a multiple of it.
+        max_steps: Steps after which the search ends.
+        lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
+            They are thrown away, and cost what they cost.
+
+    Reference:
+        Beeching, Tunstall and Rush, Scaling Test-Time Compute with Open Models, 2024.
+    """
+
+    name: ClassVar[str] = "diverse_tree_search"
+    confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = True
+
+    scorer: PathScorer
+    width: int = 8
+    trees: int = 4
+    max_steps: int = 16
+    lookahead: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(width=self.width, trees=self.trees, max_steps=self.max_steps)
+        check_counts(0, lookahead=self.lookahead)
+        if self.width % self.trees:
+            raise InputError(f"Expected `width` to be a multiple of `trees`, {self.trees}, but got {self.width}.")
+
+    @property
+    def max_samples(self) -> int:
+        """Most samples of a question: steps, those that are looked ahead, and whole responses."""
+        return self.width * self.max_steps * (1 + self.lookahead) + self.trees
+
+    def solve(self, question: Question) -> Solving:
+        """Search, and return the answer of the best response."""
+        search, each = SearchedPaths(question, self.scorer), self.width // self.trees
+        first = yield from search.begin(self.width)
+        trees = [first[start : start + each] for start in range(0, len(first), each)]
+        for step in range(1, self.max_steps + 1):
+            kept: list[Path] = []
+            for paths in trees:
+                ahead = yield from search.look_ahead(paths, self.lookahead)
+                (best,) = select_topk([score.mean for score in search.scores(ahead)], 1)
+                kept.append(paths[best])
+            if step == self.max_steps or all(path.is_done for path in kept):
+                break
+            trees = []
+            for path in kept:
+                trees.append((yield from search.draw([path], each)))
+        kept = yield from search.draw(kept, to_step_end=False)
+        return search.verdict(kept)
+
+
+@dataclass(frozen=True)
+class ParticleFiltering:
+    """Let several responses grow step by step; after each, as many are drawn anew among them, with replacement.
+
+    The chance of a beginning is ``p / (1 - p)`` of its mean score p, made to add up to 1; a response that ended takes
+    part and does not grow. After ``max_steps`` what is still open is drawn to its end. The answer is that of the best
+    response by the mean score; ties go to the first.
+
+    Attributes:
+        scorer: The reward model.
+        particles: Responses at any time.
+        max_steps: Steps after which the search ends.
+        seed: Of the draws; each question has its own, derived from it and the question's id.
+
+    Reference:
+        Puri et al., A Probabilistic Inference Approach to Inference-Time Scaling, arXiv 2502.01618.
+    """
+
+    name: ClassVar[str] = "particle_filtering"
+    confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = True
+
+    scorer: PathScorer
+    particles: int = 8
+    max_steps: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(particles=self.particles, max_steps=self.max_steps)
+        check_counts(0, seed=self.seed)
+
+    @property
+    def max_samples(self) -> int:
+        """Most samples of a question, steps and whole responses."""
+        return self.particles * (self.max_steps + 1)
+
+    def solve(self, question: Question) -> Solving:
+        """Search, and return the answer of the best response."""
+        digest = hashlib.sha256(f"{self.seed}/{question.id}".encode()).digest()
+        generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+        search = SearchedPaths(question, self.scorer)
+        paths = yield from search.begin(self.particles)
+        for _ in range(1, self.max_steps):
+            if not paths or all(path.is_done for path in paths):
+                break
+            chances = particle_weights([score.mean for score in search.scores(paths)])
+            drawn = np.sort(generator.choice(len(paths), size=self.particles, p=chances))
+            paths = yield from search.draw([paths[place] for place in drawn])
+        paths = yield from search.draw(paths, to_step_end=False)
+        return search.verdict(paths)
+
+
+@dataclass(frozen=True)
+class AdaptiveBestOfN:
+    """Draw as many samples as one right answer among them takes with the wanted chance, and take the best by score.
+
+    ``N = min(ln(1 - target) / ln(1 - p), max_samples)`` with p the score of the question alone. The verdict's
+    confidence is the score of the chosen response. Unreadable ones cannot be chosen.
+
+    Attributes:
+        scorer: The reward model.
+        max_samples: Most samples.
+        target: Wanted chance of a right answer among them, in (0, 1).
+        by: Whether p is the "mean" or the "low" quantile. That of outcomes is 0 unless p is near 1, which asks for
+            most samples always.
+
+    Reference:
+        Park et al., Know What You Don't Know, arXiv 2506.09338.
+    """
+
+    name: ClassVar[str] = "adaptive_best_of_n"
+    confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = False
+
+    scorer: PathScorer
+    max_samples: int = 16
+    target: float = 0.99
+    by: By = "mean"
+
+    def __post_init__(self) -> None:
+        check_search(target=self.target, by=self.by, max_samples=self.max_samples)
+
+    def solve(self, question: Question) -> Solving:
+        """Score the question, ask for what it takes, and choose."""
+        (prior,) = self.scorer.score_paths(question, [()])
+        chance = prior.mean if self.by == "mean" else prior.low
+        wanted = int(min(required_samples([chance], target=self.target)[0], self.max_samples))
+        samples = yield Ask(wanted)
+        readable = [sample for sample in samples if sample.answer is not None]
+        if not readable:
+            return make_verdict(question, samples, None, confidence=None, stopped_early=wanted < self.max_samples)
+        scores = [score.mean for score in self.scorer.score_paths(question, [tokens_of(one) for one in readable])]
+        best = int(np.argmax(scores))
+        return make_verdict(
+            question,
+            samples,
+            readable[best].answer,
+            confidence=scores[best],
+            stopped_early=wanted < self.max_samples,
+        )

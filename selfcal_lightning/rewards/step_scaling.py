@@ -1,0 +1,229 @@
+"""Post-hoc scaling of a reward model that is not trained: one rising function of the scores of all steps, as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from selfcal_lightning.confidence.base import P_TRUE, confidence_of
+from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.scaling import (
+    SCALER_KINDS,
+    IsotonicMap,
+    PlattMap,
+    ScalerKind,
+    ScalerMap,
+    TemperatureMap,
+    read_map,
+)
+from selfcal_lightning.confidence.splits import FittedOn
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import Rate, RewardSettings, Steps, step_position, step_prefixes
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.rewards.formats import Score
+from selfcal_lightning.rewards.rates import OF_PREFIXES, OF_ROLLOUTS, RewardTarget, response_targets
+
+if TYPE_CHECKING:
+    from selfcal_lightning.rewards.reading import RewardReader
+
+PREFIX = "steps_"  # of the kinds, so that no file is taken for the scaler of a confidence
+STEP_SCALER_KINDS = tuple(PREFIX + kind for kind in SCALER_KINDS)
+
+
+class StepRows(NamedTuple):
+    """Steps with a score and a target.
+
+    Attributes:
+        score: What the model says [M].
+        target: What it should say [M], in [0, 1].
+        position: Index in ``functional.steps.POSITIONS`` [M].
+        num_left_out: Responses without scores or target.
+    """
+
+    score: Floats
+    target: Floats
+    position: np.ndarray
+    num_left_out: int
+
+
+@dataclass(frozen=True)
+class StepScaler:
+    """Turns the scores of a reward model's steps into calibrated ones; its order of steps stays.
+
+    Attributes:
+        map: The fitted function, which never falls.
+        target: What it was fitted to.
+        reward_model: Digest of the model, its format and its steps.
+        fitted_on: The questions of the fit.
+        scores: What the scores were worth before and after, by a name such as "held_out before" and a metric's key.
+    """
+
+    map: ScalerMap
+    target: RewardTarget
+    reward_model: str
+    fitted_on: FittedOn
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __call__(self, scores: Sequence[Score]) -> list[Score]:
+        """Return scaled scores, with their quantiles."""
+        values = self.map.transform(np.array(scores, dtype=np.float64).reshape(-1))
+        return [Score(*row) for row in values.reshape(-1, len(Score._fields)).tolist()]
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a JSON file."""
+        content = {
+            "parameters": asdict(self.map),
+            "target": self.target,
+            "reward_model": self.reward_model,
+            "fitted_on": self.fitted_on.as_json(),
+            "scores": {name: dict(values) for name, values in self.scores.items()},
+        }
+        save_fitted(path, PREFIX + self.map.kind, content)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepScaler:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: It is no such file, or damaged.
+        """
+        kind, content = load_fitted(path, STEP_SCALER_KINDS)
+        try:
+            return cls(
+                map=read_map(kind.removeprefix(PREFIX), content["parameters"]),
+                target=content["target"],
+                reward_model=content["reward_model"],
+                fitted_on=FittedOn.from_json(content["fitted_on"]),
+                scores=content["scores"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"Expected {path} to hold a whole scaler of steps, but got {error}. Fit it again."
+            ) from error
+
+
+def step_rows(
+    pool: Sequence[QuestionSamples],
+    scores: Sequence[Sequence[Sequence[float] | None]],
+    *,
+    target: RewardTarget,
+    steps: Steps,
+    rates: Mapping[tuple[str, str], Rate],
+) -> StepRows:
+    """Return the scores of all steps beside what they should say.
+
+    Args:
+        pool: The responses.
+        scores: Of their steps, [question][sample][step]; None where there are none.
+        target: See ``datamodules.rewards.RewardDataModule``.
+        steps: Where steps end.
+        rates: How rollouts ended, by question and text of the prefix.
+
+    Raises:
+        InputError: The target is one of prefixes that were rolled out elsewhere.
+    """
+    if target == OF_PREFIXES:
+        raise InputError(
+            "Expected a `target` of whole responses to scale by, but got 'success_prob'. Use 'success_rate' with the "
+            "`rollouts` themselves, or 'outcome'."
+        )
+    found: list[tuple[float, float, int]] = []
+    left_out = 0
+    for entry, of_question in zip(pool, scores, strict=True):
+        learnt = response_targets(
+            target,
+            [sample.answer for sample in entry.samples],
+            confidences=[confidence_of(sample, P_TRUE) for sample in entry.samples],
+            correct=[sample.correct for sample in entry.samples],
+        )
+        for sample, values, whole in zip(entry.samples, of_question, learnt, strict=True):
+            if values is None or whole is None:
+                left_out += 1
+                continue
+            texts = [text for _, text in step_prefixes(sample.text, steps)] if target in OF_ROLLOUTS else []
+            for number, value in enumerate(values, start=1):
+                wanted: float | None = whole
+                if target in OF_ROLLOUTS and number < len(values):
+                    rate = rates.get((entry.question.id, texts[number - 1])) if len(texts) == len(values) else None
+                    wanted = None if rate is None else float(rate.share > 0) if target == "hard" else rate.share
+                if wanted is not None:
+                    found.append((value, wanted, step_position(number, len(values))))
+    score, wanted_of, position = np.array(found, dtype=np.float64).reshape(-1, 3).T.copy()
+    return StepRows(score, wanted_of, position.astype(np.int64), left_out)
+
+
+def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
+    """Fit a function of the scores of steps to their targets; every step weighs the same.
+
+    Raises:
+        InputError: The kind is unknown, or nothing has a score and a target.
+    """
+    if kind not in SCALER_KINDS:
+        raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
+    if not len(rows.score):
+        raise InputError(
+            f"Expected steps with a score and a target, but got none: {rows.num_left_out} responses have no steps, "
+            "hold a special token of the reward model, or nobody can tell whether they are right."
+        )
+    if kind == "isotonic":
+        return IsotonicMap.fit(rows.score, rows.target)
+    if kind == "temperature":
+        return TemperatureMap.fit(rows.score, rows.target)
+    return _rising(PlattMap.fit(rows.score, rows.target, takes_logit=True))
+
+
+def _rising(map_: PlattMap) -> PlattMap:
+    """Return a map that never falls: of scores that are worth less than nothing, their mean."""
+    if map_.slope >= 0.0 and math.isfinite(map_.slope):
+        return map_
+    raise InputError(
+        f"Expected scores that rise with the targets, but got a slope of {map_.slope:.3g}: the reward model ranks the "
+        "steps of this policy worse than chance does. Train it, or take another one."
+    )
+
+
+def reward_digest(settings: RewardSettings) -> str:
+    """Return what identifies a reward model with its format and its steps, without a scaler."""
+    from selfcal_lightning.rewards.reading import reward_identity
+
+    identity = reward_identity(replace(settings, scaler=None))
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
+    """Load the reward model of ``settings``, with the scaler of its steps where one is named.
+
+    Raises:
+        InputError: See ``open_rewards``; the scaler is damaged, or was fitted to another model.
+    """
+    from selfcal_lightning.rewards.reading import open_rewards
+
+    return open_rewards(settings, dtype=dtype, scale=load_step_scaler(settings))
+
+
+def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
+    """Return the scaler that ``settings`` name, held against their model; None where they name none.
+
+    Raises:
+        InputError: It is damaged, or was fitted to another model.
+    """
+    from selfcal_lightning.rewards.reading import check_rewards
+
+    if settings.scaler is None:
+        return None
+    check_rewards(settings)
+    scaler = StepScaler.load(settings.scaler)
+    if scaler.reward_model != reward_digest(settings):
+        raise InputError(
+            f"Expected `reward.scaler` to be fitted to the reward model, format and steps that are read, but "
+            f"{settings.scaler} was fitted to others. Fit it again by `selfcal fit-step-scaler`, or leave it out."
+        )
+    return scaler

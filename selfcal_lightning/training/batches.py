@@ -1,0 +1,179 @@
+"""The training and validation batch: responses with their confidence queries, each behind its prompt or sharing one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
+
+
+class FrozenBatch:
+    """Base of batches: immutable fields, which the constructor takes by name and puts into ``__dict__``.
+
+    It is written out rather than being a frozen dataclass: under ``precision="bf16-true"`` and FSDP Lightning walks
+    into dataclasses to cast their tensors, which fails on a frozen one and would round the targets and totals.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"Expected `{type(self).__name__}` to stay as it is, but got a new `{name}`; use `replace`."
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields exchanged."""
+        return type(self)(**{**self.__dict__, **changes})
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
+        """Return a copy whose tensors are on ``device``; dtypes stay.
+
+        Args:
+            device: Where to.
+            non_blocking: Whether the host goes on meanwhile; None is so towards another device than the CPU. (The
+                Trainer asks for it for bare tensors alone.)
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type != "cpu"
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in page-locked memory; the data loader calls this where there is a GPU."""
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        fields = self.__dict__.items()
+        return type(self)(**{name: change(value) if isinstance(value, Tensor) else value for name, value in fields})
+
+
+class SSCBatch(FrozenBatch):
+    """A batch of responses with everything that both losses and the metrics need. Immutable.
+
+    Its B rows are responses. They lie in one of two ways:
+
+    - apart: sequence b is prompt + response + query of row b, right-padded; S = B and ``trees`` is empty;
+    - packed: S = 1, and the one sequence holds ``trees``: a prompt, then response + query after response + query. The
+      branches of all trees, in their order, are the B rows.
+
+    Positions are those in the flattened S * T tokens.
+
+    Attributes:
+        input_ids: Token ids, int64, [S, T].
+        attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
+        query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
+        label_position: Position of the logits that are asked for each token of the responses whose generation weight
+            is above 0, int64, [N]. The end-of-turn is among them where the model stopped by itself. The first token of
+            a response is asked of its prompt's last.
+        label_id: Those tokens, int64, [N].
+        label_row: The row of each, int64, [N].
+        target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
+        correct: 1 right, 0 wrong, nan unknown, float32, [B].
+        calibration_weight: Weight of the row in the calibration loss, float32, [B].
+        generation_weight: Weight of the row in the generation loss, float32, [B].
+        calibration_total: Sum of ``calibration_weight`` over the whole optimiser step (all processes and
+            micro-batches), float32 scalar; 0 where the step holds no such row.
+        generation_total: Likewise for ``generation_weight``.
+        question_index: Rows of one question share this number, the same on every process, int64, [B].
+        task: Name of each row's task, B strings.
+        row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
+        trees: Where prompts and branches lie in a packed sequence.
+        position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
+            sequences stand apart.
+        beside_target: Targets of the adapters that are trained beside the first one, float32, [B, K]; None without any.
+
+    Example:
+        >>> batch = SSCBatch(
+        ...     input_ids=torch.tensor([[5, 6, 7, 8]]), attention_mask=torch.ones(1, 4, dtype=torch.long),
+        ...     query_position=torch.tensor([3]), label_position=torch.tensor([0]), label_id=torch.tensor([6]),
+        ...     label_row=torch.tensor([0]), target=torch.tensor([0.5]), correct=torch.tensor([1.0]),
+        ...     calibration_weight=torch.ones(1), generation_weight=torch.zeros(1), calibration_total=torch.tensor(1.0),
+        ...     generation_total=torch.tensor(0.0), question_index=torch.tensor([0]), task=("arithmetic",),
+        ...     row=torch.tensor([0]),
+        ... )
+        >>> batch.batch_size, batch.to("cpu").task
+        (1, ('arithmetic',))
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    query_position: Tensor
+    label_position: Tensor
+    label_id: Tensor
+    label_row: Tensor
+    target: Tensor
+    correct: Tensor
+    calibration_weight: Tensor
+    generation_weight: Tensor
+    calibration_total: Tensor
+    generation_total: Tensor
+    question_index: Tensor
+    task: tuple[str, ...]
+    row: Tensor
+    trees: tuple[PrefixTree, ...]
+    position_ids: Tensor | None
+    beside_target: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        query_position: Tensor,
+        label_position: Tensor,
+        label_id: Tensor,
+        label_row: Tensor,
+        target: Tensor,
+        correct: Tensor,
+        calibration_weight: Tensor,
+        generation_weight: Tensor,
+        calibration_total: Tensor,
+        generation_total: Tensor,
+        question_index: Tensor,
+        task: tuple[str, ...],
+        row: Tensor | None = None,
+        trees: tuple[PrefixTree, ...] = (),
+        position_ids: Tensor | None = None,
+        beside_target: Tensor | None = None,
+    ) -> None:
+        if row is None:
+            row = torch.full_like(question_index, -1)
+        fields = {name: value for name, value in locals().items() if name != "self"}
+        if attention_mask.shape != input_ids.shape:
+            raise InputError(
+                f"Expected `attention_mask` to have shape {tuple(input_ids.shape)}, but got "
+                f"{tuple(attention_mask.shape)}."
+            )
+        rows = sum(len(tree.branches) for tree in trees) if trees else input_ids.shape[0]
+        for name in ("query_position", "task"):
+            if len(fields[name]) != rows:
+                raise InputError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
+        labels = len(label_position), len(label_id), len(label_row)
+        if len(set(labels)) > 1:
+            raise InputError(
+                f"Expected `label_position`, `label_id` and `label_row` to be of one length, but got {labels}."
+            )
+        if trees:
+            check_trees(trees, input_ids.shape[1])
+            if input_ids.shape[0] != 1:
+                raise InputError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
+            if position_ids is None:
+                fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
+        self.__dict__.update(fields)
+
+    def __repr__(self) -> str:
+        layout = "packed" if self.trees else "apart"
+        slots, tasks = self.input_ids.numel(), sorted(set(self.task))
+        return f"SSCBatch(rows={self.batch_size}, slots={slots}, {layout}, tasks={tasks})"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, zero-weight rows included."""
+        return len(self.task)
+
+    @property
+    def separate_tokens(self) -> int | Tensor:
+        """Tokens that the rows would take if none shared its prompt."""
+        return sum(tree.separate_tokens for tree in self.trees) if self.trees else self.attention_mask.sum()

@@ -1,0 +1,339 @@
+"""What a SelfCalibrationModule refuses: settings out of range, and checkpoints of something else."""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import open_atomically, remove_abandoned
+from selfcal_lightning.models.folders import same_base_model
+
+DEFAULT_OMEGA = 0.1  # of the paper
+# Where the model lies, and how its layers are computed: not what is learned.
+INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing", "recompute_above"})
+
+
+def check_loss_settings(
+    *, omega: float, beta: float, loss: str, ranking: float, p_true: str, warmup_steps: int
+) -> None:
+    """Raise InputError where one of them is out of range."""
+    if not 0.0 <= omega < math.inf:
+        raise InputError(f"Expected `omega` to be a number of at least 0, but got {omega}.")
+    if not 0.0 < beta < math.inf:
+        raise InputError(f"Expected `beta` to be a positive number, but got {beta}.")
+    if loss not in {"smooth_l1", "squared"}:
+        raise InputError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
+    if not 0.0 <= ranking < math.inf:
+        raise InputError(f"Expected `ranking` to be a number of at least 0, but got {ranking}.")
+    if p_true not in {"normalised", "raw"}:
+        raise InputError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
+    if warmup_steps < 0:
+        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+
+
+def check_optimizer_settings(*, lr: float, weight_decay: float, seed: int) -> None:
+    """Raise InputError where one of them is out of range: the optimiser itself is built after all samples are drawn."""
+    if not 0.0 < lr < math.inf:
+        raise InputError(f"Expected `lr` to be a positive number, but got {lr}.")
+    if not 0.0 <= weight_decay < math.inf:
+        raise InputError(f"Expected `weight_decay` to be a number of at least 0, but got {weight_decay}.")
+    if seed < 0:
+        raise InputError(f"Expected `seed` to be at least 0, but got {seed}.")
+
+
+def generation_settings(
+    *, activated: bool, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
+) -> dict[str, Any]:
+    """Return `omega` and `generation_loss` with what was left out as what it stands for.
+
+    Args:
+        activated: Whether the adapter is awake at the confidence query alone.
+        omega: Weight of the generation loss; None is 0.1, and 0 with an activated adapter.
+        generation_loss: Whether there is one; None is yes, and no with an activated adapter.
+        gradient_checkpointing: Whether activations are recomputed.
+
+    Raises:
+        ValueError: An activated adapter is asked for what it has no use for.
+    """
+    if not activated:
+        return {
+            "omega": DEFAULT_OMEGA if omega is None else omega,
+            "generation_loss": True if generation_loss is None else generation_loss,
+        }
+    way_out = "leave it out, or set `lora.activated: false` for joint training"
+    for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
+        if value:
+            raise InputError(
+                f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
+                f"{value}: {way_out}."
+            )
+    if gradient_checkpointing:
+        raise InputError(
+            "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
+            f"responses, but got True: {way_out}."
+        )
+    return {"omega": 0.0, "generation_loss": False}
+
+
+def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -> None:
+    """Raise ValueError for a number of tokens that is none, or that nothing would read."""
+    if recompute_above < 0:
+        raise InputError(f"Expected `recompute_above` to be at least 0, but got {recompute_above}.")
+    if recompute_above and not gradient_checkpointing:
+        raise InputError(
+            f"Expected `recompute_above` with `gradient_checkpointing: true` only, but got {recompute_above} without "
+            "it: nothing is recomputed. Set it, or leave `recompute_above` out."
+        )
+
+
+def check_base_model(
+    stored: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    base_model: str,
+    *,
+    kind: str = "SelfCalibrationModule",
+) -> None:
+    """Raise InputError where a checkpoint is not of this base model.
+
+    Args:
+        stored: What the checkpoint says of its base model; None where it says nothing.
+        identity: What is known of the model here.
+        base_model: Its name or folder.
+        kind: Class of the module.
+    """
+    if stored is None:
+        raise InputError(f"Expected a checkpoint of {kind}, but got one that names no base model.")
+    if not same_base_model(stored, identity):
+        raise InputError(
+            f"Expected a checkpoint of the base model {base_model!r} ({identity}), but got one of "
+            f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
+        )
+
+
+def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
+    """Raise InputError unless a checkpoint holds just the parameters that are trained here.
+
+    Args:
+        state: Tensors of the checkpoint.
+        trained: Trained parameters of the module.
+        settings: Hyper-parameters of the checkpoint, for the message.
+    """
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    wanted = {name: tuple(value.shape) for name, value in trained.items()}
+    differing = [
+        f"{name}: {wanted.get(name, 'not trained')} here, {found.get(name, 'absent')} in the checkpoint"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    if differing:
+        told = {name: settings[name] for name in ("lora",) if name in settings} or dict(settings)
+        named = " and ".join(f"`{name}`" for name in told)
+        same = f"The {named} settings must be those of the checkpoint: {', '.join(map(str, told.values()))}."
+        raise InputError(
+            f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
+            f"{len(differing)} that differ, the first: {differing[0]}. "
+            f"{same if told else 'The settings must be those of the run that wrote it.'}"
+        )
+
+
+def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any], *, resuming: bool) -> None:
+    """Raise InputError where a checkpoint was trained with settings that make it another model, or another run.
+
+    Args:
+        stored: Hyper-parameters in the checkpoint; what it does not say cannot be judged.
+        current: Those of the module.
+        resuming: Whether training goes on: then all must agree that it depends on. Else those of the adapter, without
+            its dropout, which only training has.
+    """
+    before, now = _flat(stored), _flat(current)
+    names = [
+        name
+        for name in now.keys() & before.keys() - INCIDENTAL
+        if resuming or (name.startswith("lora.") and name != "lora.dropout")
+    ]
+    if differing := sorted(name for name in names if before[name] != now[name]):
+        wanted = " and ".join(f"`{name}` to be {before[name]!r}" for name in differing)
+        found = " and ".join(repr(now[name]) for name in differing)
+        of = "run that is resumed" if resuming else "checkpoint"
+        new = ", or start a new run without `ckpt_path`" if resuming else ""
+        raise InputError(
+            f"Expected {wanted}, as in the {of}, but got {found}. Restore what the checkpoint was trained with "
+            f"(`model.init_args`){new}."
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of the adapter beside the others, as ``lora.r``."""
+    lora = settings.get("lora") or {}
+    if lora:  # what was trained before there were activated adapters was trained jointly
+        lora = {"activated": False, **lora}
+    adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
+    return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}
+
+
+# What every checkpoint of Lightning holds, weights-only ones too.
+LIGHTNING_KEYS = ("state_dict", "pytorch-lightning_version", "epoch", "global_step")
+ZIP_START = b"PK\x03\x04"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint under a temporary name in its own folder, flushes it to the disk and renames it.
+
+    Lightning's default writes through the temporary folder of the machine and does not flush: after a power cut, or
+    where that folder is another disk, the file can be cut short. ``selfcal fit`` uses this class by default; in Python
+    it is ``Trainer(plugins=[AtomicCheckpointIO()])``. Addresses such as "s3://..." are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before.
+
+        Raises:
+            ValueError: The path was an address before it became a ``Path``, which takes one slash of "://" away.
+            OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
+        """
+        if storage_options is not None or is_address(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if re.match(r"\w{2,}:/", str(path)):
+            raise InputError(
+                f"Expected the address of a checkpoint to be text, but got {str(path)!r}, an address that became a "
+                "`Path` on the way and would be a folder on this disk. Give it as a string."
+            )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path.parent, of=path.name)  # they are as large as a checkpoint
+        with open_atomically(path) as file:
+            _save(checkpoint, file)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``, on the CPU unless ``map_location`` says otherwise.
+
+        Args:
+            path: The file.
+            map_location: Where its tensors go.
+            weights_only: False leaves the file to Lightning, which unpickles whatever it holds; None is True.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is empty, cut short, damaged, no checkpoint, or holds more than tensors and plain values.
+        """
+        if is_address(path) or weights_only is False:
+            return super().load_checkpoint(path, map_location, weights_only is not False)
+        return read_checkpoint(Path(path), map_location=map_location)
+
+
+def read_checkpoint(
+    path: Path,
+    *,
+    map_location: Callable[..., Any] | str | None = "cpu",
+) -> dict[str, Any]:
+    """Return the checkpoint in ``path``; see :meth:`AtomicCheckpointIO.load_checkpoint`."""
+    check_checkpoint_file(path)
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except (UnpicklingError, EOFError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(_refusal(path, f"which cannot be read as one: {reason}")) from error
+    missing = [key for key in LIGHTNING_KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
+    if missing:
+        raise InputError(_refusal(path, f"a file of torch without {missing[0]!r}, which Lightning's checkpoints hold"))
+    return checkpoint
+
+
+def check_checkpoint_file(path: Path) -> None:
+    """Refuse a file that is not a whole archive of torch, before anything in it is unpickled.
+
+    Every byte is held against the checksums in the archive, which torch's own reader passes over.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is empty, cut short, damaged, or something else.
+    """
+    if path.is_dir():
+        raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a checkpoint of `selfcal fit`, but got {path}, which is absent.{_way(path)}")
+    with open(path, "rb") as file:
+        start = file.read(len(ZIP_START))
+    if not start:
+        raise InputError(_refusal(path, "an empty file"))
+    if start != ZIP_START:
+        raise InputError(_refusal(path, f"another kind of file, which begins with {start!r}"))
+    if not _is_whole(path):
+        raise InputError(_refusal(path, "a file that is cut short"))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
+        raise InputError(_refusal(path, f"a damaged file: {error}")) from error
+    if damaged is not None:
+        raise InputError(_refusal(path, f"a damaged file: the checksum of {damaged!r} differs"))
+
+
+def check_training_state(checkpoint: dict[str, Any]) -> None:
+    """Refuse to go on with training from weights alone.
+
+    Raises:
+        ValueError: The checkpoint holds no optimiser or no learning-rate schedule.
+    """
+    missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
+    if missing:
+        raise InputError(
+            f"Expected `ckpt_path` to hold the state of training, but got a checkpoint without {missing[0]!r}: it was "
+            "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start anew."
+        )
+
+
+def _refusal(path: Path, found: str) -> str:
+    return (
+        "Expected a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got "
+        f"{path}, {found}.{_way(path)}"
+    )
+
+
+def _way(path: Path) -> str:
+    """Name the newest other checkpoint of the folder that is whole, as far as its last bytes tell."""
+    others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
+    if not others:
+        return " There is no other checkpoint in its folder: train anew, without `ckpt_path`."
+    newest = max(others, key=lambda other: other.stat().st_mtime_ns)
+    return f" Another one in its folder is {newest}: give its name instead."
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file ends as an archive does: its table of contents comes last."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return False
+
+
+def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
+    return "://" in str(path)
+
+
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    """Write a checkpoint. Raises OSError when the disk refuses, which torch turns into an error about positions."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise

@@ -1,0 +1,478 @@
+"""Where an export goes: which folders may be replaced, and how one takes the place of another in one step."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import is_empty_folder, read_json_object
+from selfcal_lightning.core.imports import is_installed
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.store.manifest import flatten
+from selfcal_lightning.models.folders import (
+    BUNDLED_NAME,
+    FORMAT,
+    MANIFEST,
+    list_files,
+    read_manifest,
+    resolve_model,
+    strange_files,
+)
+from selfcal_lightning.training.contracts import Exportable, class_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What is compared to tell whether two exports are of one training, and what of it does not change what is learned.
+TRAINING_KEYS = (
+    "kind",
+    "module",
+    "base_model",
+    "prompt",
+    "p_true",
+    "quantization",
+    "hyper_parameters",
+    "store",
+    "training",
+)
+INCIDENTAL = {
+    "base_model.model", "base_model.revision", "hyper_parameters.base_model", "hyper_parameters.revision",
+    "hyper_parameters.attn_implementation", "hyper_parameters.gradient_checkpointing", "store.path",
+}  # fmt: skip
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, others: bool = False) -> None:
+    """Raise ValueError where writing an export to ``target`` would lose something.
+
+    Args:
+        target: The folder.
+        kinds: What may be replaced, by the `kind` of its manifest.
+        overwrite: Whether that may be replaced here.
+        others: Whether other files may lie with it, since all of it is kept then; see ``reasons_to_keep``.
+    """
+    if not target.exists() or is_empty_folder(target):
+        return
+    manifest = read_manifest(target) if target.is_dir() else None
+    if manifest is None:
+        raise InputError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
+    if manifest["kind"] not in kinds:
+        what = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}.get(
+            manifest["kind"], "what a module has trained"
+        )
+        raise InputError(
+            f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds {what}: that is never "
+            "replaced here. Choose another folder."
+        )
+    if not overwrite:
+        raise InputError(
+            f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds an earlier export. "
+            "Choose another folder, or set `overwrite`."
+        )
+    strange = [] if others else strange_files(target, manifest)
+    if strange:
+        raise InputError(
+            f"Expected `output_dir` to hold nothing but an earlier export, but got {str(target)!r} with other files in "
+            f"it, such as {strange[0]!r}. Move them away, or choose another folder."
+        )
+
+
+def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return why the export in ``folder`` must not be lost when another one takes its place; nothing where it may be.
+
+    It may where it is of the same training: of the same run, or with the same settings, so that it can be had again.
+
+    Args:
+        folder: What may hold an export.
+        manifest: What is known of the one that takes its place.
+    """
+    earlier = read_manifest(folder)
+    if earlier is None:
+        return []
+    reasons = [f"it holds {name!r} too" for name in strange_files(folder, earlier)[:1]]
+    if earlier.get("run") is not None and earlier["run"] == manifest.get("run"):
+        return reasons
+    if "training" not in earlier:
+        return [*reasons, "its manifest does not say how it was trained"]
+    return reasons + differences(earlier, manifest)
+
+
+def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """Return "name: earlier -> now" for each setting in which two trainings differ, of those that both state.
+
+    Example:
+        >>> differences({"hyper_parameters": {"lr": 0.1, "omega": 0.1}}, {"hyper_parameters": {"lr": 0.2}})
+        ['hyper_parameters.lr: 0.1 -> 0.2']
+    """
+    # JSON makes lists of tuples.
+    sides = [json.loads(json.dumps({key: side.get(key) for key in TRAINING_KEYS})) for side in (earlier, manifest)]
+    before, now = (dict(flatten(side)) for side in sides)
+    shared = [name for name in before if name in now and name not in INCIDENTAL]
+    return [f"{name}: {before[name]} -> {now[name]}" for name in shared if before[name] != now[name]]
+
+
+def place_aside(folder: Path) -> Path:
+    """Return a free name beside ``folder`` with the time at which the export in it was made."""
+    manifest = read_manifest(folder) or {}
+    made = manifest.get("created") or datetime.now(UTC).isoformat(timespec="seconds")
+    name = f"{folder.name}-{datetime.fromisoformat(made):%Y%m%dT%H%M%S}"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    return next(place for place in map(folder.with_name, names) if not place.exists())
+
+
+@contextmanager
+def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
+    """Give a new folder to write to, and put it in the place of ``directory`` when the block ends without an error.
+
+    What lay there before is renamed to ``keep``, or removed without one; then it is called ``.<name>.old`` for the
+    moment between the two renames, and after a crash in that moment until the next export is in its place.
+
+    Raises:
+        OSError: The disk is full or refuses, with the folder; what lay there before is untouched.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
+    fresh, old = (directory.with_name(f".{directory.name}.{age}") for age in ("new", "old"))
+    _remove(fresh)
+    try:
+        with _space_for(directory):
+            fresh.mkdir()
+            yield fresh
+        if directory.exists():
+            if keep is None:
+                _remove(old)
+            directory.rename(old if keep is None else keep)
+        fresh.rename(directory)
+    finally:
+        _remove(fresh)
+    _remove(old)
+
+
+@contextmanager
+def _space_for(directory: Path) -> Iterator[None]:
+    """Name the folder, and the way out, where writing fails; safetensors has an error of its own for it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _os_error(error)
+        if number not in NO_SPACE:
+            raise
+        free = shutil.disk_usage(directory.parent).free
+        raise OSError(
+            number,
+            f"Expected space to write {directory}, but got {str(error)!r} with {free:,} bytes free. What was there "
+            "before is untouched: free some space and start the same command again.",
+        ) from error
+
+
+def _os_error(error: Exception) -> int | None:
+    """Return the number in a message such as "I/O error: No space left on device (os error 28)"."""
+    number = str(error).rpartition("(os error ")[2].partition(")")[0]
+    return int(number) if number.isdigit() else None
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+SNIPPET = """\
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({base!r}, revision={revision!r}, dtype=torch.float32)
+model = PeftModel.from_pretrained(base, folder).eval()  # folder: the one that holds this file
+tokenizer = AutoTokenizer.from_pretrained(folder)
+query_ids = {query_ids}
+yes_ids, no_ids = {yes_ids}, {no_ids}
+
+
+def confidence(messages, response):
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = [i for text in (prompt, response) for i in tokenizer.encode(text, add_special_tokens=False)]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + query_ids])).logits[0, -1]
+    p = logits.float().softmax(-1)
+    yes, no = p[yes_ids].sum().item(), p[no_ids].sum().item()
+    return {formula}
+"""
+
+
+LOCAL_BASE = "FOLDER_OF_THE_BASE_MODEL"  # where the base lies is not told: it may be a folder of another machine
+
+
+def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the lines of Markdown.
+
+    Args:
+        manifest: Of the export; ``activated``, with the chat format under ``prompt``.
+    """
+    prompt, base = manifest["prompt"], manifest["base_model"]
+    snippet = SNIPPET.format(
+        base=LOCAL_BASE if base["model"] is None else resolve_model(base["model"]),
+        revision=base.get("revision"),
+        query_ids=prompt["suffix_ids"],
+        yes_ids=prompt["yes_ids"],
+        no_ids=prompt["no_ids"],
+        formula="yes / (yes + no)" if manifest["p_true"] == "normalised" else "yes",
+    )
+    return [
+        "The adapter is *activated* (aLoRA, arXiv 2504.12397): its weights act on the tokens of the query alone, "
+        "`alora_invocation_tokens` in its configuration. Prompts and responses are read by the base model, which "
+        "generates what it always did; so the adapter must not be merged, and may be asked over the base model's own "
+        "key-value cache.",
+        "",
+        "- With selfcal-lightning: `selfcal answer --model BASE --adapter FOLDER ...`, likewise `generate`, `score`, "
+        "`evaluate` and `predict`.",
+        "- With vLLM's server, where selfcal-lightning is installed: `SELFCAL_ACTIVATED_ADAPTER=FOLDER vllm serve BASE "
+        "--enable-lora --max-loras 2 --lora-modules confidence=FOLDER`; then `--engine.name openai` with "
+        "`served_model: confidence`, or any client that asks `BASE` for answers and `confidence` for the query.",
+        "- With PEFT alone, on whole sequences, `response` being the text without its end-of-turn token:",
+        "",
+        "```python",
+        *snippet.splitlines(),
+        "```",
+        "",
+    ]
+
+
+LOCAL = "a local model"
+# Where transformers and PEFT note the place that something was loaded from.
+CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
+PLACES = ("_name_or_path", "name_or_path", "base_model_name_or_path")
+# Texts that people wrote, and what was made of them: never a place.
+WRITTEN = frozenset({"prompt", "query", "files", "metrics"})
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}/?$")
+ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
+
+
+def public_name(model: str | None) -> str | None:
+    """Return what others know a model by: its name on the hub, or None for a folder of this machine.
+
+    Example:
+        >>> public_name("Qwen/Qwen2.5-7B"), public_name("/disk/my-model"), public_name("../models/mine")
+        ('Qwen/Qwen2.5-7B', None, None)
+        >>> public_name(f"/home/me/.cache/models--Qwen--Qwen2.5-7B/snapshots/{'0' * 40}")
+        'Qwen/Qwen2.5-7B'
+    """
+    if model is None:
+        return None
+    if model == BUNDLED_NAME or model == resolve_model(BUNDLED_NAME):
+        return BUNDLED_NAME
+    if cached := CACHED.search(model):
+        return f"{cached[1]}/{cached[2]}"
+    is_name = HUB_NAME.fullmatch(model) and not model.startswith(".") and not Path(model).exists()
+    return model if is_name else None
+
+
+def public_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest without places on this machine; a base model that nobody else can name has the name None."""
+    public: dict[str, Any] = _without_places(manifest)
+    base = public_name(manifest["base_model"]["model"])
+    public["base_model"] = {**manifest["base_model"], "model": base}
+    if "hyper_parameters" in public:
+        trained_on = public_name(manifest["hyper_parameters"].get("base_model")) or base
+        public["hyper_parameters"] = {**public["hyper_parameters"], "base_model": trained_on}
+    if public.get("store") is not None:
+        public["store"] = {name: value for name, value in public["store"].items() if name != "path"}
+    return public
+
+
+def public_configurations(folder: Path) -> dict[str, str]:
+    """Return what becomes of the configurations in ``folder`` that name a place on this machine, by file name."""
+    texts = {}
+    for file in (folder / name for name in CONFIGURATIONS):
+        content = read_json_object(file) if file.is_file() else {}
+        named = {name: public_name(content[name]) for name in PLACES if isinstance(content.get(name), str)}
+        if any(content[name] != value for name, value in named.items()):
+            texts[file.name] = json.dumps({**content, **named}, indent=2, ensure_ascii=False) + "\n"
+    return texts
+
+
+def upload(folder: Path, repository: str, *, texts: Mapping[str, str], private: bool, token: str | None) -> None:
+    """Create the repository where it is missing and upload the folder as one commit.
+
+    Args:
+        folder: What is uploaded; it stays as it is.
+        repository: "owner/name".
+        texts: What is uploaded in the place of files of these names.
+        private: Whether a repository that is created is private.
+        token: Of the hub.
+    """
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi(token=token)
+    hub.create_repo(repository, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="selfcal-upload-") as place:
+        _lay_out(folder, Path(place), texts)
+        hub.upload_folder(repo_id=repository, folder_path=place, commit_message="Merged self-calibrated model")
+
+
+def _lay_out(folder: Path, place: Path, texts: Mapping[str, str]) -> None:
+    """Fill ``place`` with the texts, and links to all other files of ``folder``."""
+    for name, text in texts.items():
+        (place / name).write_text(text, encoding="utf-8")
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        target = place / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.symlink_to(file.resolve())
+
+
+def _without_places(value: Any) -> Any:
+    """Return JSON without the texts that are places on this machine."""
+    if isinstance(value, Mapping):
+        kept = {key: item if key in WRITTEN else _without_places(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None or value[key] is None}
+    if isinstance(value, list | tuple):
+        return [_without_places(item) for item in value if not _is_place(item)]
+    return None if _is_place(value) else value
+
+
+def _is_place(value: Any) -> bool:
+    home = str(Path.home())
+    return isinstance(value, str) and (ABSOLUTE.match(value) is not None or (len(home) > 1 and home in value))
+
+
+PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
+OPTIONAL_PACKAGES = ("bitsandbytes",)
+
+
+def write_export(
+    module: Exportable,
+    directory: Path,
+    *,
+    store: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    run: str | None = None,
+    training: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    described: Mapping[str, Any] | None = None,
+    beside: str | None = None,
+) -> Path:
+    """Write what ``module`` has learned: a PEFT adapter, the whole model where all weights were trained, or its own.
+
+    Beside it lies ``selfcal_manifest.json``.
+
+    Args:
+        module: The module, its model configured.
+        directory: Where to. An export of the same training that lies there is replaced in one step; one of another run
+            with other settings is first given a name with its date.
+        store: What identifies the samples that it was trained on.
+        metrics: Validation metrics to keep with it.
+        run: Name of the training, the same after a resume.
+        training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
+        state: The trained parameters of ``module`` in full, where it is cut over processes.
+        described: Parts of the manifest that differ from what ``module`` says of itself.
+        beside: The adapter beside the first one that is meant; None is the first one.
+    """
+    manifest = {
+        "kind": module.export_kind,
+        **({} if module.export_kind != "module" else {"module": class_path(type(module))}),
+        **(module.describe() if beside is None else module.describe_beside(beside)),
+        **(described or {}),
+        "store": None if store is None else dict(store),
+        # JSON has no nan: what is not defined is left out.
+        "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+        "run": run,
+        "training": dict(training or {}),
+        "versions": versions(),
+        "created": now(),
+    }
+    reasons = reasons_to_keep(directory, manifest)
+    kept = place_aside(directory) if reasons else None
+    with replacing(directory, keep=kept) as folder:
+        if beside is None:
+            module.save_export(folder, state=state)
+        else:
+            module.save_beside(beside, folder)
+        describe_folder(folder, manifest)
+    if kept is not None:
+        why = "; ".join(reasons[:3])
+        say(f"{directory} held an earlier export that is not of this training; it is kept as {kept}: {why}")
+    return directory
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that an export depends on; the optional ones where they are installed."""
+    found = [*PACKAGES, *(name for name in OPTIONAL_PACKAGES if is_installed(name))]
+    return {name: importlib.metadata.version(name) for name in found}
+
+
+def describe_folder(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a model card in the place of PEFT's empty form, and the manifest with hashes of what was written."""
+    (folder / "README.md").write_text(model_card(public_manifest(manifest)))
+    (folder / MANIFEST).write_text(manifest_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+
+
+def model_card(manifest: Mapping[str, Any]) -> str:
+    """Return a short model card: what the folder holds, and how its confidence is read.
+
+    Args:
+        manifest: As others may see it: see ``public_manifest``.
+    """
+    kind, base = manifest["kind"], manifest["base_model"]["model"]
+    library = "peft" if kind == "adapter" else "transformers"
+    what = {
+        "adapter": "A LoRA adapter for",
+        "merged": "A LoRA adapter merged into",
+        "model": "All weights of",
+        "module": f"What `{manifest.get('module')}` trains beside",
+    }[kind]
+    named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
+    lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
+    lines += [] if kind == "module" else [f"library_name: {library}", "pipeline_tag: text-generation"]
+    lines += ["---", ""]
+    if kind == "module":
+        lines += ["# Trained weights", "", f"{what} {named}. That class loads them: `load_export`.", ""]
+        lines += [manifest["about"], ""] if manifest.get("about") else []
+    else:
+        lines += ["# Self-calibrated model", "", f"{what} {named}, trained to know when its own answers are right.", ""]
+    if manifest.get("quantization"):
+        into = " and merged into the model as it is stored" if kind == "merged" else ""
+        lines += [f"It was trained on the base model in {manifest['quantization'].upper()} (QLoRA){into}.", ""]
+    if "prompt" in manifest and "p_true" in manifest:
+        formula = "P(Yes) / (P(Yes) + P(No))" if manifest["p_true"] == "normalised" else "P(Yes)"
+        lines += [
+            f"Confidence in a response: put the user turn `{manifest['prompt']['query']}` after it and read {formula} "
+            f"of the next token. The token ids are in `{MANIFEST}`.",
+            "",
+        ]
+    if manifest.get("activated"):
+        lines += activated_usage(manifest)
+    if manifest.get("metrics"):
+        before = " before it was merged" if kind == "merged" and manifest.get("quantization") else ""
+        lines += [f"Scores on validation responses of the base model{before}:", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.4g} |" for name, value in sorted(manifest["metrics"].items())]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _unnamed(base: Mapping[str, Any]) -> str:
+    sha256 = base.get("weights_sha256")
+    return LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
+
+
+def now() -> str:
+    """Return the time in ISO format, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,272 @@
+"""Losses of confidences, rates and ranks. They take tensors, keep gradients, and compute in float32 or wider."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
+
+from selfcal_lightning.core.errors import InputError
+
+
+def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) -> Tensor:
+    """Compute the SmoothL1 loss of each confidence against its target.
+
+    ``0.5 d^2 / beta`` where ``|d| < beta``, else ``|d| - 0.5 beta``, with ``d = confidence - target``.
+
+    Args:
+        confidence: P(True) of each response [B], in [0, 1].
+        target: Soft self-consistency of each response [B], in [0, 1].
+        beta: Where the square turns into a line, above 0.
+
+    Returns:
+        One loss per example [B].
+
+    Raises:
+        ValueError: If the shapes differ or ``beta`` is not positive.
+
+    Example:
+        >>> calibration_loss(torch.tensor([0.5, 0.1]), torch.tensor([0.5, 0.85]))
+        tensor([0.0000, 0.6250])
+
+    Reference:
+        arXiv 2503.00031, section 4.2.
+    """
+    if beta <= 0.0:
+        raise InputError(f"Expected `beta` to be above 0, but got {beta}.")
+    first, second = _same_shape(confidence, target)
+    return F.smooth_l1_loss(first, second, reduction="none", beta=beta)
+
+
+def squared_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
+    """Compute the squared error of each confidence against its target: the ablation of ``calibration_loss``.
+
+    Args:
+        confidence: P(True) of each response [B], in [0, 1].
+        target: Soft self-consistency of each response [B], in [0, 1].
+
+    Returns:
+        One loss per example [B].
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    Example:
+        >>> squared_calibration_loss(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor([0.2500])
+    """
+    first, second = _same_shape(confidence, target)
+    return F.mse_loss(first, second, reduction="none")
+
+
+def soft_cross_entropy(logit: Tensor, rate: Tensor) -> Tensor:
+    """Compute the cross-entropy of a predicted chance against an observed rate, in nats.
+
+    ``-r log sigmoid(z) - (1 - r) log(1 - sigmoid(z))``: least where ``sigmoid(z)`` is the mean of the rates, whatever
+    the shape of their distribution.
+
+    Args:
+        logit: z, the log-odds of the predicted chance [...].
+        rate: r, the share of successes [...], in [0, 1].
+
+    Returns:
+        One loss per example [...].
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    Example:
+        >>> soft_cross_entropy(torch.tensor([0.0, 0.0]), torch.tensor([0.25, 1.0]))  # log 2 whatever the rate
+        tensor([0.6931, 0.6931])
+    """
+    first, second = _same_shape(logit, rate, "logit", "rate")
+    return F.binary_cross_entropy_with_logits(first, second, reduction="none")
+
+
+def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[float]) -> Tensor:
+    """Compute the pinball loss of predicted quantiles: least, on average, where a score is that quantile of the target.
+
+    ``max((q - 1) u, q u)`` with ``u = target - score``.
+
+    Args:
+        quantile_scores: Predicted quantiles [..., Q].
+        target: What they are quantiles of [...].
+        quantiles: Their levels q, each in (0, 1).
+
+    Returns:
+        One loss per example and quantile [..., Q]; the weighted quantile loss is their mean.
+
+    Raises:
+        ValueError: If the shapes do not fit or a level lies outside (0, 1).
+
+    Example:
+        >>> pinball_loss(torch.tensor([[0.2, 0.5, 0.8]]), torch.tensor([0.5]), [0.1, 0.5, 0.9])  # .1 * .3, 0, -.1 * -.3
+        tensor([[0.0300, 0.0000, 0.0300]])
+
+    Reference:
+        Koenker and Bassett, Regression Quantiles, 1978; Park et al., arXiv 2506.09338.
+    """
+    if not all(0.0 < level < 1.0 for level in quantiles):
+        raise InputError(f"Expected `quantiles` to lie in (0, 1), but got {list(quantiles)}.")
+    if quantile_scores.shape != (*target.shape, len(quantiles)):
+        raise InputError(
+            f"Expected `quantile_scores` to have shape {(*target.shape, len(quantiles))}, that of `target` and one "
+            f"column for each level, but got {tuple(quantile_scores.shape)}."
+        )
+    scores, wanted = _same_shape(quantile_scores, target[..., None].expand_as(quantile_scores))
+    levels = torch.as_tensor(quantiles, dtype=scores.dtype, device=scores.device)
+    below = wanted - scores
+    return torch.where(below < 0.0, (levels - 1.0) * below, levels * below)
+
+
+def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, tie_weight: float = 0.0) -> Tensor:
+    """Compute the logistic loss of the order of pairs: a mean over pairs, plus that over ties where it is wanted.
+
+    With ``d = (s_i - s_j) / tau`` it is the mean of ``softplus(-sign(t_i - t_j) d)`` over pairs whose targets differ,
+    plus ``tie_weight`` times the mean of ``(softplus(d) + softplus(-d)) / 2 - log 2`` over pairs whose targets agree.
+
+    Args:
+        scores: s, any real numbers [B].
+        target: t, what they are to be ordered by [B].
+        temperature: tau, above 0.
+        tie_weight: Weight of the second mean, at least 0.
+
+    Returns:
+        A scalar. It is 0, with a gradient of 0, where there is no pair to order.
+
+    Raises:
+        ValueError: If the shapes differ or are not [B], or a setting is out of its range.
+
+    Example:
+        >>> ranknet_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.1, 0.9]))  # log(1 + e^-2)
+        tensor(0.1269)
+
+    Reference:
+        Burges et al., Learning to Rank using Gradient Descent, 2005, section 3.
+    """
+    if temperature <= 0.0 or tie_weight < 0.0:
+        raise InputError(
+            "Expected `temperature` to be above 0 and `tie_weight` to be at least 0, "
+            f"but got {temperature} and {tie_weight}."
+        )
+    first, second = _same_shape(scores, target, "scores", "target")
+    if first.dim() != 1:
+        raise InputError(f"Expected `scores` and `target` to have shape [B], but got {tuple(first.shape)}.")
+    i, j = torch.triu_indices(len(first), len(first), offset=1, device=first.device)
+    difference, order = (first[i] - first[j]) / temperature, torch.sign(second[i] - second[j])
+    is_tie = order == 0.0
+    ordered = F.softplus(-order * difference)
+    tied = 0.5 * (F.softplus(difference) + F.softplus(-difference)) - math.log(2.0)
+    loss = (ordered * ~is_tie).sum() / (~is_tie).sum().clamp(min=1)
+    return loss + tie_weight * (tied * is_tie).sum() / is_tie.sum().clamp(min=1)
+
+
+def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
+    """Compute how badly each example is ordered among those of its group, by the logistic loss of pairs.
+
+    ``mean over j of softplus(-sign(t_i - t_j) (s_i - s_j))``, j being the examples of its group whose target differs.
+
+    Args:
+        scores: s, any real numbers [B].
+        target: t, what they are to be ordered by [B].
+        group: The group of each example, such as its question [B].
+
+    Returns:
+        One loss per example [B]; 0 where its group holds no other target.
+
+    Raises:
+        ValueError: If the shapes differ or are not [B].
+
+    Example:
+        >>> group_ranking_loss(torch.tensor([2.0, 0.0, 9.0]), torch.tensor([0.9, 0.1, 0.5]), torch.tensor([0, 0, 1]))
+        tensor([0.1269, 0.1269, 0.0000])
+
+    Reference:
+        Burges et al., Learning to Rank using Gradient Descent, 2005, section 3.
+    """
+    first, second = _same_shape(scores, target, "scores", "target")
+    if first.dim() != 1 or group.shape != first.shape:
+        raise InputError(
+            f"Expected `scores`, `target` and `group` to have one shape [B], but got {tuple(first.shape)} and "
+            f"{tuple(group.shape)}."
+        )
+    order = torch.sign(second[:, None] - second[None]) * (group[:, None] == group[None])
+    losses = F.softplus(-order * (first[:, None] - first[None])) * order.abs()
+    return losses.sum(1) / order.abs().sum(1).clamp(min=1.0)
+
+
+def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+    """Return what some examples add to the weighted mean over a whole optimiser step.
+
+    Args:
+        values: One loss per example [B].
+        weight: Their weights [B].
+        total: Sum of the weights over the step, a scalar; where it is 0, so is the share.
+
+    Returns:
+        ``sum(weight * values) / total``, a scalar.
+
+    Example:
+        >>> share_of_step(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]), torch.tensor(2.0))
+        tensor(0.5000)
+    """
+    return (weight * values).sum() / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def packed_negative_log_likelihood(logits: Tensor, token_ids: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
+    """Compute the mean negative log-likelihood per row from the logits of the needed positions only, in nats.
+
+    Args:
+        logits: Logits [n, V] of the n tokens that count, over all rows.
+        token_ids: Those tokens [n].
+        row_index: The row of each token [n], in [0, num_rows).
+        num_rows: B.
+
+    Returns:
+        One mean per row [B]; 0 for a row without tokens, so that a row of zero weight adds no NaN.
+
+    Example:
+        >>> packed_negative_log_likelihood(torch.zeros(2, 4), torch.tensor([0, 3]), torch.tensor([1, 1]), num_rows=2)
+        tensor([0.0000, 1.3863])
+    """
+    return row_means(
+        F.cross_entropy(at_least_float32(logits), token_ids, reduction="none"), row_index, num_rows=num_rows
+    )
+
+
+def row_means(values: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
+    """Return the mean of the values of each row [num_rows]; 0 for a row without values.
+
+    Args:
+        values: One value per token [n].
+        row_index: The row of each token [n], in [0, num_rows).
+        num_rows: B.
+
+    Example:
+        >>> row_means(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 2, 2]), num_rows=3)
+        tensor([1., 0., 4.])
+    """
+    zeros = values.new_zeros(num_rows)
+    counts = zeros.index_add(0, row_index, torch.ones_like(values))
+    return zeros.index_add(0, row_index, values) / counts.clamp(min=1.0)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return ``values`` in float32, or float64 where they are."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _same_shape(
+    first: Tensor, second: Tensor, name: str = "confidence", other: str = "target"
+) -> tuple[Tensor, Tensor]:
+    """Return both tensors in their wider dtype, at least float32; ``name`` and ``other`` stand in the message."""
+    if first.shape != second.shape:
+        raise InputError(
+            f"Expected `{name}` and `{other}` to have the same shape, "
+            f"but got {tuple(first.shape)} and {tuple(second.shape)}."
+        )
+    dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
+    return first.to(dtype), second.to(dtype)

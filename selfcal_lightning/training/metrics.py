@@ -1,0 +1,250 @@
+"""All numbers of a validation epoch, per task and overall, from one pass over the responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.arrays import (
+    AUROC,
+    BRIER,
+    ECE,
+    MCE,
+    PASS_AT_1,
+    WITHIN_QUESTION_AUROC,
+    Floats,
+    Integers,
+    question_codes,
+)
+from selfcal_lightning.metrics.calibration import brier_score, reliability_bins
+from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
+from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
+from selfcal_lightning.metrics.streaming import ExactMetric, check_vectors
+from selfcal_lightning.records import question_hash
+from selfcal_lightning.training.losses import calibration_loss
+
+WITHIN_QUESTION_PAIRS = "discrimination/WithinQuestionPairs"
+MIXED_QUESTIONS = "discrimination/MixedQuestions"
+TARGET_MAE = "target/MAE"
+TARGET_SPEARMAN = "target/Spearman"
+TARGET_SMOOTH_L1 = "target/SmoothL1"
+YES_NO_MASS = "mass/YesNo"
+RESPONSES = "count/Responses"
+QUESTIONS = "count/Questions"
+WITHOUT_CONFIDENCE = "count/WithoutConfidence"
+WITHOUT_LABEL = "count/WithoutLabel"
+WITHOUT_TARGET = "count/WithoutTarget"
+KEYS = (
+    ECE, MCE, BRIER, AUROC, WITHIN_QUESTION_AUROC, WITHIN_QUESTION_PAIRS, MIXED_QUESTIONS, PASS_AT_1,
+    TARGET_MAE, TARGET_SPEARMAN, TARGET_SMOOTH_L1, YES_NO_MASS,
+    RESPONSES, QUESTIONS, WITHOUT_CONFIDENCE, WITHOUT_LABEL, WITHOUT_TARGET,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CalibrationPoints:
+    """The responses that ``CalibrationMetrics`` saw, sorted, as columns of length N.
+
+    Attributes:
+        confidence: P(True) in [0, 1]; NaN where unknown.
+        correct: 1.0 or 0.0; NaN where nobody can tell.
+        target: Soft self-consistency in [0, 1]; NaN where unknown.
+        yes_no_mass: P(Yes) + P(No).
+        question_index: The question, within its task.
+        task: Name of the task.
+    """
+
+    confidence: Floats
+    correct: Floats
+    target: Floats
+    yes_no_mass: Floats
+    question_index: Integers
+    task: NDArray[np.str_]
+
+    def select(self, mask: NDArray[np.bool_]) -> CalibrationPoints:
+        """Return the responses where ``mask`` [N] is True."""
+        return CalibrationPoints(**{name: column[mask] for name, column in vars(self).items()})
+
+    @property
+    def questions(self) -> Integers:
+        """A number for every pair of task and question [N], from 0."""
+        tasks, numbers = question_codes(self.task)[1], question_codes(self.question_index)[1]
+        return question_codes(tasks * (numbers.max(initial=0) + 1) + numbers)[1]
+
+
+class CalibrationMetrics(ExactMetric):
+    """Calibration, discrimination, accuracy, agreement with the target, and counts, in one namespace.
+
+    The keys of ``compute`` are ``family/Name`` over all responses and, where there are several tasks,
+    ``task/family/Name`` as well:
+
+    - ``calibration/ECE``, ``calibration/MCE``, ``calibration/Brier``: lower is better;
+    - ``discrimination/AUROC``, ``discrimination/WithinQuestionAUROC`` (mean over questions with right and wrong
+      responses), ``discrimination/WithinQuestionPairs`` (share of concordant pairs), ``discrimination/MixedQuestions``
+      (number of such questions);
+    - ``accuracy/PassAt1``: mean over questions of the share of right responses;
+    - ``target/MAE``, ``target/Spearman``, ``target/SmoothL1``: confidence against soft self-consistency;
+    - ``mass/YesNo``: mean P(Yes) + P(No);
+    - ``count/Responses``, ``count/Questions``, ``count/WithoutConfidence``, ``count/WithoutLabel``,
+      ``count/WithoutTarget``.
+
+    The first three families are absent where no label is known, ``target`` where no target is known. A value that is
+    not defined (AUROC of one class) is NaN. A response without confidence leaves all but the counts and ``accuracy``.
+
+    As input to ``update``:
+        confidence: P(True) of each response [B], in [0, 1]; NaN where unknown.
+        correct: Labels [B]; NaN where unknown. An unreadable response is a wrong one.
+        target: Soft self-consistency [B]; NaN where unknown.
+        question_index: The question of each response [B], the same number in every process.
+        task: Names of the tasks [B].
+        yes_no_mass: P(Yes) + P(No) [B].
+
+    Args:
+        num_bins: Bins of equal width of the calibration errors.
+        beta: Of the SmoothL1 loss.
+        kwargs: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metrics = CalibrationMetrics()
+        >>> ones = torch.ones(4)
+        >>> confidence, correct = torch.tensor([0.75, 0.75, 0.75, 0.25]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+        >>> metrics.update(confidence, correct, ones, torch.tensor([0, 0, 1, 1]), ["arithmetic"] * 4, ones)
+        >>> values = metrics.compute()
+        >>> values["accuracy/PassAt1"], values["discrimination/AUROC"], values["count/Questions"]
+        (0.5, 0.75, 2.0)
+    """
+
+    def __init__(self, num_bins: int = 10, *, beta: float = 0.25, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_bins = num_bins
+        self.beta = beta
+        self.add_rows("values", width=4, dtype=torch.float64)
+        self.add_rows("keys", width=2, dtype=torch.int64)
+        # Names of tasks as rows of (hash, position, byte): processes may meet different tasks.
+        self.add_rows("letters", width=3, dtype=torch.int64)
+
+    def update(
+        self,
+        confidence: Tensor,
+        correct: Tensor,
+        target: Tensor,
+        question_index: Tensor,
+        task: Sequence[str],
+        yes_no_mass: Tensor,
+    ) -> None:
+        """Keep the responses."""
+        columns = {"confidence": confidence, "correct": correct, "target": target, "yes_no_mass": yes_no_mass}
+        check_vectors(**columns, question_index=question_index)
+        if len(task) != len(confidence):
+            raise InputError(f"Expected `task` to name the task of all {len(confidence)} rows, but got {len(task)}.")
+        hashes = {name: question_hash(name) for name in task}
+        letters = [(hashes[name], at, byte) for name in hashes for at, byte in enumerate(name.encode())]
+        self.values.append(torch.stack([column.detach().double() for column in columns.values()], dim=1))
+        task_keys = torch.tensor([hashes[name] for name in task], dtype=torch.int64, device=question_index.device)
+        self.keys.append(torch.stack([task_keys, question_index.long()], dim=1))
+        if letters:
+            self.letters.append(torch.tensor(letters, dtype=torch.int64, device=confidence.device))
+
+    def compute(self) -> dict[str, float]:
+        """Return the numbers over all responses of all processes, by key."""
+        points = self._local_points()
+        results = self._summary(points)
+        tasks = np.unique(points.task).tolist()
+        if len(tasks) > 1:
+            for task in tasks:
+                summary = self._summary(points.select(points.task == task))
+                results.update({f"{task}/{key}": value for key, value in summary.items()})
+        return results
+
+    def points(self) -> CalibrationPoints:
+        """Return the responses of all processes, for diagrams; every process has to call it."""
+        with self.synced():
+            return self._local_points()
+
+    def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw accuracy over confidence, of all tasks; where no label is known, the target in its place."""
+        points = self.points()
+        labelled = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
+        aimed = points.select(~np.isnan(points.target) & ~np.isnan(points.confidence))
+        has_labels = len(labelled.correct) > 0
+        shown, values = (labelled, labelled.correct) if has_labels else (aimed, aimed.target)
+        figure, axes = axes_to_draw_on(ax)
+        bins = reliability_bins(shown.confidence, values, num_bins=self.num_bins)
+        draw_reliability_of(axes, bins, outcome="accuracy" if has_labels else "target")
+        return figure, axes
+
+    def _local_points(self) -> CalibrationPoints:
+        values, keys, letters = (self.rows(name).cpu().numpy() for name in ("values", "keys", "letters"))
+        # In one order, however the responses were dealt to processes and batches: sums then agree to the last bit.
+        order = np.lexsort((*values.T, *keys.T))
+        values, keys = values[order], keys[order]
+        spelled: dict[int, list[int]] = {}
+        for key, _, byte in np.unique(letters, axis=0).tolist():
+            spelled.setdefault(key, []).append(byte)
+        names = {key: bytes(spelling).decode() for key, spelling in spelled.items()}
+        hashes, position = question_codes(keys[:, 0])
+        task = np.array([names.get(key, "") for key in hashes.tolist()], dtype=np.str_)[position]
+        return CalibrationPoints(*values.T, question_index=keys[:, 1], task=task)
+
+    def _summary(self, points: CalibrationPoints) -> dict[str, float]:
+        has_confidence, has_label = ~np.isnan(points.confidence), ~np.isnan(points.correct)
+        has_target = ~np.isnan(points.target)
+        results: dict[str, float | None] = {}
+        if has_label.any():
+            results.update(_against_labels(points.select(has_label & has_confidence), self.num_bins))
+            results[PASS_AT_1] = _pass_at_1(points.select(has_label))
+        if has_target.any():
+            results.update(_against_targets(points.select(has_target & has_confidence), self.beta))
+        results[YES_NO_MASS] = _mean(points.yes_no_mass)
+        results[RESPONSES] = len(points.confidence)
+        results[QUESTIONS] = len(np.unique(points.questions))
+        results[WITHOUT_CONFIDENCE] = (~has_confidence).sum()
+        results[WITHOUT_LABEL] = (~has_label).sum()
+        results[WITHOUT_TARGET] = (~has_target).sum()
+        return {key: float("nan") if value is None else float(value) for key, value in results.items()}
+
+
+def _against_labels(points: CalibrationPoints, num_bins: int) -> dict[str, float | None]:
+    """Return the families calibration and discrimination of responses with confidence and label."""
+    confidence, correct = points.confidence, points.correct
+    bins = reliability_bins(confidence, correct, num_bins=num_bins)
+    within = within_question_discrimination(confidence, correct, points.questions)
+    return {
+        ECE: bins.expected_error,
+        MCE: bins.maximum_error,
+        BRIER: brier_score(confidence, correct),
+        AUROC: auroc(confidence, correct),
+        WITHIN_QUESTION_AUROC: within.mean,
+        WITHIN_QUESTION_PAIRS: within.pooled,
+        MIXED_QUESTIONS: within.num_questions,
+    }
+
+
+def _against_targets(points: CalibrationPoints, beta: float) -> dict[str, float | None]:
+    """Return the family target of responses with confidence and target."""
+    losses = calibration_loss(torch.from_numpy(points.confidence), torch.from_numpy(points.target), beta=beta)
+    return {
+        TARGET_MAE: _mean(np.abs(points.confidence - points.target)),
+        TARGET_SPEARMAN: spearman(points.confidence, points.target),
+        TARGET_SMOOTH_L1: _mean(losses.numpy()),
+    }
+
+
+def _pass_at_1(points: CalibrationPoints) -> float:
+    """Return the mean over questions of the share of right responses."""
+    questions = points.questions
+    return float(np.mean(np.bincount(questions, weights=points.correct) / np.bincount(questions)))
+
+
+def _mean(values: Floats) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(values.mean()) if len(values) else None

@@ -1,0 +1,422 @@
+"""Does an engine serve the adapter that was trained? Log-probabilities of recorded tokens, compared."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.transformers.model import MASKABLE_ATTENTION, exact_head
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, Floats
+from selfcal_lightning.metrics.calibration import expected_calibration_error
+from selfcal_lightning.metrics.consistency import soft_self_consistency
+from selfcal_lightning.metrics.discrimination import auroc, spearman
+from selfcal_lightning.models.attention_backends import without_cudnn
+from selfcal_lightning.models.causal_lm import evaluation_mode
+from selfcal_lightning.models.folders import read_manifest
+from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
+from selfcal_lightning.training.contracts import RoundModule
+from selfcal_lightning.training.export import write_export
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from selfcal_lightning.models.chat_format import ChatFormat
+
+_LOG = logging.getLogger(__name__)
+
+
+def adapter_folder(store_dir: str | Path, round: int) -> Path:
+    """Return the folder of the adapter that ``round`` is sampled with."""
+    return Path(store_dir) / "adapters" / f"round-{round:03d}"
+
+
+def checkpoint_file(store_dir: str | Path, round: int) -> Path:
+    """Return the trainer's checkpoint from right before ``round`` was sampled."""
+    return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
+
+
+def keep_adapter(module: RoundModule, store_dir: str | Path, *, round: int, training: str) -> Path:
+    """Write the module's adapter as that of ``round``, unless it lies there; to be called by one process.
+
+    What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
+    last bit, as on GPUs) of a run with the same settings, whose samples are then completed with *its* adapter.
+
+    Args:
+        module: The module at the end of an epoch.
+        store_dir: Folder of the sample store.
+        round: The round that will be sampled.
+        training: What identifies the training, such as a hash of its settings.
+
+    Raises:
+        ValueError: The store holds the adapter of another training.
+    """
+    folder = adapter_folder(store_dir, round)
+    if not folder.exists():
+        return write_export(module, folder, store={"path": str(store_dir), "round": round, "training": training})
+    difference = adapter_difference(module.model, folder)
+    if difference == 0.0:
+        return folder
+    check_same_training(folder, round, training)
+    _LOG.warning(
+        "Round %d was begun with the adapter in %s; the weights that arrive there now differ from it by up to %.3g. "
+        "The round is completed with the adapter on disk.",
+        round,
+        folder,
+        difference,
+    )
+    return folder
+
+
+def check_same_training(folder: Path, round: int, training: str) -> None:
+    """Raise ValueError where the adapter of ``round`` in ``folder`` is of another training than ``training``."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["store"]["training"] != training:
+        raise InputError(
+            f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
+            "training with other settings. Samples are never mixed: go back to those settings, or use another "
+            "`store_dir`. To keep the samples of the base model, copy this store and take the later rounds out of the "
+            "copy with `selfcal drop-rounds --store_dir COPY --first 1`."
+        )
+
+
+@contextmanager
+def serving(module: RoundModule, folder: Path) -> Iterator[None]:
+    """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
+
+    Afterwards it is as it was: its own adapter, the modes of all its parts, its attention implementation.
+    """
+    model = module.model
+    own = None
+    if adapter_difference(model, folder) != 0.0:
+        own = adapter_state(model)
+        set_adapter_state(model, read_adapter_state(folder))
+    attention = model.config._attn_implementation
+    if attention not in MASKABLE_ATTENTION:
+        model.set_attn_implementation("sdpa")
+    try:
+        with evaluation_mode(model):
+            yield
+    finally:
+        if attention not in MASKABLE_ATTENTION:
+            model.set_attn_implementation(attention)
+        if own is not None:
+            set_adapter_state(model, own)
+
+
+FLOAT32_TOLERANCE = 1e-4
+HALF_TOLERANCE = 0.02
+TOKENS_PER_PROBE = 16
+SMALLEST = 1e-30
+
+
+class AdapterMismatchError(RunError):
+    """The engine does not serve what the trainer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A sequence of tokens, of which some are compared.
+
+    Attributes:
+        ids: Prompt, response, confidence query, and the Yes after it.
+        places: Positions in ``ids``, each at least 1, whose token is predicted from all that stands before it.
+    """
+
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def make_probes(
+    rows: Sequence[StoredRow], chat: ChatFormat, *, max_tokens: int = TOKENS_PER_PROBE, max_length: int | None = None
+) -> list[Probe]:
+    """Return one probe for every row that has token ids.
+
+    Compared are up to ``max_tokens - 1`` tokens spread evenly over the response, and the Yes after the confidence
+    query, which training moves most.
+
+    Args:
+        rows: Recorded responses.
+        chat: Chat format of the model.
+        max_tokens: Tokens to compare in a row.
+        max_length: Longest sequence in tokens; longer rows are left out. None takes all.
+    """
+    probes = []
+    for row in rows:
+        response = row.sample.token_ids
+        if row.prompt_ids is None or not response:
+            continue
+        ids = (*row.prompt_ids, *response, *chat.query.suffix_ids, chat.query.yes_ids[0])
+        if max_length is not None and len(ids) > max_length:
+            continue
+        count = min(len(response), max_tokens - 1)
+        places = [len(row.prompt_ids) + i * len(response) // count for i in range(count)]
+        probes.append(Probe(ids, (*places, len(ids) - 1)))
+    return probes
+
+
+def check_adapter(
+    engine: Engine,
+    network: PreTrainedModel,
+    probes: Sequence[Probe],
+    *,
+    earlier: AbstractContextManager[Any] | None = None,
+) -> float:
+    """Return the mean absolute difference of log-probability between the engine and the trainer's model, in nats.
+
+    Bound: 1e-4 where both compute in float32, else 0.02. In half precision two engines differ by more where a model's
+    logits are large: then they are asked once more with the adapter put aside on both sides. Twice the difference that
+    is left is the bound, and the engine must stand nearer to the adapter that was trained than to the earlier one: an
+    engine that still serves that passes only if the two agree to within 0.02 on these tokens.
+
+    Args:
+        engine: Who is to sample.
+        network: The trainer's model in evaluation mode, or its PEFT wrapper.
+        probes: What to compare; see ``make_probes``.
+        earlier: In its block ``network`` is the model that an engine may still serve; None is the base model.
+
+    Raises:
+        AdapterMismatchError: The engine serves something else, or something that is no number.
+        ValueError: There is nothing to compare.
+    """
+    if not probes:
+        raise InputError(
+            "Expected recorded responses with token ids to check the engine's adapter on, but got none. Sample the "
+            "earlier round with SSCGeneration or `selfcal generate`."
+        )
+    served, dtype = engine.describe(), str(network.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    exact = served["dtype"] == dtype == "float32"
+    theirs, ours = _engine_logprobs(engine, probes), _network_logprobs(network, probes)
+    difference, bound, null = _distance(theirs, ours), FLOAT32_TOLERANCE if exact else HALF_TOLERANCE, None
+    if not exact and math.isfinite(difference) and difference > bound:
+        null = _difference_without_adapter(engine, network, probes)
+        bound = bound if null is None else max(bound, 2.0 * null)
+    if difference <= bound and null is None:
+        return difference
+    problem = None
+    if not difference <= bound:
+        problem = f"{difference:.3g}"
+    elif not _is_nearer(theirs, ours, network, probes, earlier):
+        problem = f"{difference:.3g} and an engine that stands nearer to the earlier one"
+    if problem is not None:
+        apart = "" if null is None else f" (without the adapter they differ by {null:.3g})"
+        raise AdapterMismatchError(
+            f"Expected the engine ({served['engine']}, {served['dtype']}) to serve the adapter that was trained "
+            f"({dtype}), with log-probabilities that differ by at most {bound:.3g} in the mean{apart}, but got "
+            f"{problem}: its samples would come from another model, and none was kept. Set the engine's `dtype` "
+            "to the trainer's if they differ; with a quantised base, set `engine: transformers`, which samples with "
+            "the trainer's own model."
+        )
+    _LOG.warning(
+        "The engine (%s, %s) and the trainer's model (%s) differ by %.3g nats in the mean, and by %.3g without the "
+        "adapter: P(True) and targets of its samples are as much apart. `dtype: float32` would bring them together.",
+        served["engine"],
+        served["dtype"],
+        dtype,
+        difference,
+        null,
+    )
+    return difference
+
+
+def mean_logprob_difference(engine: Engine, network: PreTrainedModel, probes: Sequence[Probe]) -> float:
+    """Return the mean over all compared tokens of |log p_engine - log p_network|."""
+    return _distance(_engine_logprobs(engine, probes), _network_logprobs(network, probes))
+
+
+def _distance(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    return math.fsum(abs(one - other) for one, other in zip(theirs, ours, strict=True)) / len(ours)
+
+
+def _difference_without_adapter(engine: Engine, network: PreTrainedModel, probes: Sequence[Probe]) -> float | None:
+    """Return how much the two differ with the adapter put aside on both sides; None where that cannot be."""
+    from peft import PeftModel
+
+    if not isinstance(network, PeftModel):
+        return None
+    try:
+        theirs = _engine_logprobs(engine, probes, with_adapter=False)
+    except ValueError:  # it is merged into the engine's weights
+        return None
+    with network.disable_adapter():
+        return _distance(theirs, _network_logprobs(network, probes))
+
+
+def _is_nearer(
+    theirs: Sequence[float],
+    ours: Sequence[float],
+    network: PreTrainedModel,
+    probes: Sequence[Probe],
+    earlier: AbstractContextManager[Any] | None,
+) -> bool:
+    """Return whether an engine has gone more than half of the way from the earlier model to the trained one.
+
+    Noise of rounding stands at right angles to that way, nearly: an engine of the trained adapter is at 1, one of the
+    earlier at 0. True where the two models agree to within the tolerance, since either will do.
+    """
+    with earlier or network.disable_adapter():
+        before = _network_logprobs(network, probes)
+    if _distance(before, ours) <= HALF_TOLERANCE:
+        return True
+    way = [new - old for new, old in zip(ours, before, strict=True)]
+    gone = math.fsum(step * (one - old) for step, one, old in zip(way, theirs, before, strict=True))
+    return gone > 0.5 * math.fsum(step * step for step in way)
+
+
+def _engine_logprobs(engine: Engine, probes: Sequence[Probe], *, with_adapter: bool = True) -> list[float]:
+    """Return the log-probabilities of all compared tokens, by probe and place."""
+    logprobs = []
+    for probe in probes:
+        wanted = [probe.ids[place] for place in probe.places]
+        columns = list(dict.fromkeys(wanted))
+        prompts = [probe.ids[:place] for place in probe.places]
+        table = engine.next_token_probabilities(prompts, columns, with_adapter=with_adapter)
+        if any(row is None for row in table):
+            raise AdapterMismatchError(
+                "Expected the engine to read recorded responses to check its adapter on, but it refuses one."
+            )
+        logprobs += [
+            math.log(max(row[columns.index(token)], SMALLEST)) for row, token in zip(table, wanted, strict=True)
+        ]
+    return logprobs
+
+
+@torch.no_grad()
+def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list[float]:
+    """Teacher-force the sequences through the trainer's model. Logits are made at the compared places only."""
+    device = network.get_input_embeddings().weight.device
+    found: list[float] = []
+    for probe in probes:
+        ids = torch.tensor([probe.ids[:-1]], device=device)
+        before = torch.tensor(probe.places, device=device) - 1
+        mask = torch.ones_like(ids)
+        with without_cudnn(), exact_head(network):
+            (logits,) = network(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=before).logits
+        wanted = torch.tensor([probe.ids[place] for place in probe.places], device=device)
+        logprobs = logits.double().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+        found += logprobs.clamp(min=math.log(SMALLEST)).tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionTargets:
+    """The soft self-consistency of a question's readable responses.
+
+    Attributes:
+        task: Task of the question.
+        mean: Mean over the responses.
+        leader: Answer with the largest target, the first seen among equals.
+    """
+
+    task: str
+    mean: float
+    leader: str
+
+
+def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, QuestionTargets]:
+    """Return the targets of every question that has one, by its id.
+
+    Args:
+        index: Rows of one round, sorted by question.
+        raw: Whether confidences are P(Yes) rather than Yes / (Yes + No).
+        drop_none: As in ``soft_self_consistency``.
+    """
+    confidence = index.yes_mass if raw else index.p_true
+    found: dict[str, QuestionTargets] = {}
+    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
+    for start, stop in pairwise(edges):
+        answers = index.answer[start:stop].tolist()
+        known = [None if np.isnan(value) else float(value) for value in confidence[start:stop]]
+        targets = soft_self_consistency(answers, known, drop_none=drop_none)
+        pairs = [pair for pair in zip(targets, answers, strict=True) if None not in pair]
+        if pairs:
+            leader = max(pairs, key=lambda pair: pair[0])[1]
+            mean = float(np.mean([target for target, _ in pairs]))
+            found[str(index.question_id[start])] = QuestionTargets(str(index.task[start]), mean, leader)
+    return found
+
+
+def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, float]:
+    """Return what a round's own samples are like, by keys without their stage; what is not defined is left out.
+
+    ``rate/Unreadable``, ``rate/Truncated`` and ``rate/WithoutConfidence`` (shares of responses), ``target/Mean`` (mean
+    over questions of their mean target), and where labels are known ``accuracy/PassAt1``, ``calibration/ECE`` and
+    ``discrimination/AUROC`` of the sampling model's own confidence. An unreadable response is a wrong one.
+
+    Args:
+        index: Rows of one round.
+        raw: Whether confidences are P(Yes) rather than Yes / (Yes + No).
+        drop_none: As in ``soft_self_consistency``.
+    """
+    unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
+    confidence = index.yes_mass if raw else index.p_true
+    targets = question_targets(index, raw=raw, drop_none=drop_none)
+    values: dict[str, float | None] = {
+        "rate/Unreadable": float(unreadable.mean()),
+        "rate/Truncated": float((index.finish == "length").mean()),
+        "rate/WithoutConfidence": float(np.isnan(confidence).mean()),
+        "target/Mean": float(np.mean([target.mean for target in targets.values()])) if targets else None,
+    }
+    correct = _labels(index, unreadable)
+    if (labelled := ~np.isnan(correct)).any():
+        values[PASS_AT_1] = _mean_over_questions(correct[labelled], index.question_index[labelled])
+        scored = labelled & ~np.isnan(confidence)
+        values[ECE] = expected_calibration_error(confidence[scored], correct[scored] > 0)
+        values[AUROC] = auroc(confidence[scored], correct[scored] > 0)
+    return {name: value for name, value in values.items() if value is not None and not np.isnan(value)}
+
+
+def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, QuestionTargets]) -> dict[str, float]:
+    """Return how the targets moved, over the questions that have one in both rounds; nothing where there is none.
+
+    ``shift/Mean`` and ``shift/MeanAbsolute``: later minus earlier of a question's mean target; ``shift/Spearman``: rank
+    correlation of the questions' mean targets; ``shift/LeaderKept``: share of questions whose leading answer stayed.
+
+    Example:
+        >>> earlier, later = (
+        ...     {name: QuestionTargets("word_problems", mean, leader) for name, mean, leader in round}
+        ...     for round in ([("a", 0.5, "7"), ("b", 0.75, "3")], [("a", 0.75, "7"), ("b", 0.5, "4"), ("c", 1.0, "1")])
+        ... )
+        >>> describe_shift(earlier, later)
+        {'shift/Mean': 0.0, 'shift/MeanAbsolute': 0.25, 'shift/Spearman': -1.0, 'shift/LeaderKept': 0.5}
+    """
+    names = sorted(earlier.keys() & later.keys())
+    if not names:
+        return {}
+    before = np.array([earlier[name].mean for name in names])
+    after = np.array([later[name].mean for name in names])
+    values = {
+        "shift/Mean": float((after - before).mean()),
+        "shift/MeanAbsolute": float(np.abs(after - before).mean()),
+        "shift/Spearman": spearman(before, after),
+        "shift/LeaderKept": float(np.mean([_same_leader(earlier[name], later[name]) for name in names])),
+    }
+    return {name: value for name, value in values.items() if value is not None and not np.isnan(value)}
+
+
+def _same_leader(one: QuestionTargets, other: QuestionTargets) -> bool:
+    return len(set(get_task(one.task).group([one.leader, other.leader]))) == 1
+
+
+def _labels(index: SampleIndex, unreadable: np.ndarray) -> Floats:
+    """Return ``correct``; an unreadable response to a question with other labels is wrong."""
+    known = {name for name, value in zip(index.question_id, index.correct, strict=True) if not np.isnan(value)}
+    labelled = np.array([name in known for name in index.question_id], dtype=bool)
+    return np.where(np.isnan(index.correct) & unreadable & labelled, 0.0, index.correct)
+
+
+def _mean_over_questions(values: Floats, questions: np.ndarray) -> float:
+    codes = np.unique(questions, return_inverse=True)[1]
+    return float((np.bincount(codes, values) / np.bincount(codes)).mean())

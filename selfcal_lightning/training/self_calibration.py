@@ -1,0 +1,417 @@
+"""Self-calibration: train a model so that one forward pass gives the pooled confidence of its own samples."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
+from selfcal_lightning.models.causal_lm import recompute_layers
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.quantization import OptimizerName, Quantization, build_optimizer, check_settings
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.calibrated_model import (
+    BesideSettings,
+    ExportedModel,
+    adapter_name,
+    plain_beside,
+    read_beside,
+    trained_parameters,
+)
+from selfcal_lightning.training.checkpoints import (
+    check_loss_settings,
+    check_optimizer_settings,
+    check_recomputation,
+    generation_settings,
+)
+from selfcal_lightning.training.losses import (
+    calibration_loss,
+    group_ranking_loss,
+    row_means,
+    share_of_step,
+    squared_calibration_loss,
+)
+from selfcal_lightning.training.metrics import CalibrationMetrics
+from selfcal_lightning.training.resume import dropout_stream
+from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.scored import ScoredModel
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+    from torch.optim import Optimizer
+
+SMALLEST = 1e-6  # log-odds stay within +-13.8
+
+
+def calibration_part(
+    batch: SSCBatch,
+    confidence: Tensor,
+    *,
+    loss: str,
+    beta: float,
+    ranking: float = 0.0,
+    targets: Tensor | None = None,
+) -> Tensor:
+    """Return the part of the calibration loss, a scalar.
+
+    Args:
+        batch: The rows, with their targets and weights.
+        confidence: P(True), [B].
+        loss: "smooth_l1" or "squared".
+        beta: Width of the quadratic part of SmoothL1.
+        ranking: Weight of the order of the responses to one question, of those in this micro-batch.
+        targets: Targets in the place of the batch's own, [B].
+    """
+    weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
+    target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
+    per_row = squared_calibration_loss if loss == "squared" else partial(calibration_loss, beta=beta)
+    values = per_row(confidence, target)
+    if ranking > 0.0:
+        # Rows without weight are ordered with nobody: among them are copies that fill a short step.
+        alone = -1 - torch.arange(len(target), device=target.device)
+        question = torch.where(weight > 0, batch.question_index, alone)
+        values = values + ranking * group_ranking_loss(torch.logit(confidence, eps=SMALLEST), target, question)
+    return share_of_step(values, weight, batch.calibration_total)
+
+
+def generation_part(batch: SSCBatch, token_losses: Tensor) -> Tensor:
+    """Return the part of the generation loss, a scalar, from the ``token_losses`` of the batch's labels, [N]."""
+    nll = row_means(token_losses, batch.label_row, num_rows=batch.batch_size)
+    return share_of_step(nll, batch.generation_weight, batch.generation_total)
+
+
+NAMES = (
+    "calibration", "generation", "confidence", "calibration_rows", "above_eta", "rows", "tokens", "slots", "separate",
+)  # fmt: skip
+GIB = 2**30
+
+
+class StepLog:
+    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was done since the last step, and its time: a step begins."""
+        self._sums: Tensor | None = None
+        self._seconds = 0.0
+        self._started = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock, since a validation begins, perhaps inside a step."""
+        self._seconds += time.perf_counter() - self._started
+
+    def go_on(self) -> None:
+        """Start the clock again."""
+        self._started = time.perf_counter()
+
+    def add(
+        self, batch: SSCBatch, calibration: Tensor, generation: Tensor, confidence: Tensor, *, eta: float | None
+    ) -> None:
+        """Add a micro-batch: its parts of both losses (scalars), P(True) [B], and the threshold of the targets."""
+        calibrates, generates = batch.calibration_weight > 0, batch.generation_weight > 0
+        real = calibrates | generates
+        values = (
+            calibration.detach(),
+            generation.detach(),
+            (confidence.detach() * calibrates).sum(),
+            calibrates.sum(),
+            math.nan if eta is None else (real & (batch.target > eta)).sum(),
+            real.sum(),
+            batch.attention_mask.sum(),
+            batch.attention_mask.numel(),
+            batch.separate_tokens,
+        )
+        sums = torch.stack([_float64(value, batch.input_ids.device) for value in values])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
+        """Return what the step is logged as, by its key in the loggers, and begin the next. One small collective.
+
+        Empty where no micro-batch was added.
+        """
+        if self._sums is None:
+            return {}
+        sums = dict(zip(NAMES, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
+        seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
+        device = self._sums.device
+        self.restart()
+        return {
+            "train/loss/Calibration": sums["calibration"],
+            "train/loss/Generation": sums["generation"],
+            "train/loss/Total": sums["calibration"] + omega * sums["generation"],
+            "train/Confidence": sums["confidence"] / max(sums["calibration_rows"], 1.0),
+            "train/TargetAboveEta": sums["above_eta"] / max(sums["rows"], 1.0),
+            "train/speed/TokensPerSecond": sums["tokens"] / seconds,
+            "train/speed/ResponsesPerSecond": sums["rows"] / seconds,
+            "train/speed/PaddingShare": 1.0 - sums["tokens"] / max(sums["slots"], 1.0),
+            # Tokens that were not computed since responses share their prompt.
+            "train/speed/SharedShare": 1.0 - sums["tokens"] / max(sums["separate"], 1.0),
+            "train/memory/PeakGiB": peak_memory(device) / GIB,
+            "train/LearningRate": lr,
+        }
+
+
+def _float64(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a scalar in float64: above 2**24 tokens a step float32 would no longer count. Nothing is copied."""
+    if isinstance(value, Tensor):
+        return value.double()
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+BAR = {
+    "cal": "train/loss/Calibration",
+    "gen": "train/loss/Generation",
+    "conf": "train/Confidence",
+    ">eta": "train/TargetAboveEta",
+    "tok/s": "train/speed/TokensPerSecond",
+    "pad": "train/speed/PaddingShare",
+    "GiB": "train/memory/PeakGiB",
+}
+
+
+def bar_values(logged: dict[str, float]) -> dict[str, float]:
+    """Return what the progress bar shows, under short names: its line is narrow."""
+    return {short: logged[name] for short, name in BAR.items()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory so far, in bytes: of PyTorch's on a GPU, of this whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+DEFAULT_LORA = LoraSettings()
+
+
+class SelfCalibrationModule(ScoredModel, ExportedModel):
+    """A causal language model trained to state its soft self-consistency.
+
+    Over one optimiser step, for responses y to x with target c:
+    ``L = sum(w_cal * l(P(Yes | x, y, query), c)) / sum(w_cal) + omega * sum(w_gen * mean_t NLL) / sum(w_gen)``
+    with l the SmoothL1 of width beta, w the weights and their sums over the step that every batch carries.
+
+    An *activated* adapter (the default) acts on the tokens of the query alone: the base model reads x and y without
+    autograd, and the query runs forward and backward over the keys and values that it left. There is no generation loss
+    then, and what the model generates stays what it was, to the last bit. Without ``lora.activated``, training is
+    *joint*, as in the paper: one pass over x, y and query carries both losses, and tunes the generator too.
+
+    Args:
+        base_model: Folder or hub name of the model to calibrate; "bundled" is the small one that comes along.
+        revision: Branch, tag or commit of a hub model.
+        lora: The adapter; None trains all weights, jointly.
+        omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
+        beta: Width of the quadratic part of SmoothL1.
+        loss: "smooth_l1", or "squared" for the ablation.
+        ranking: Weight of a further term of the calibration loss: how far the log-odds of P(True) put the responses to
+            one question in the order of their targets, in the mean over the others of a micro-batch (`group_size` of
+            the data module says how many these are).
+        generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
+        p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
+        quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
+            extra `qlora`); embeddings, norms and the output layer are not. Round 0 is sampled from, and an export is
+            merged into, the model as it is stored; later rounds are sampled with the one in four bits. None trains on
+            the stored model too.
+        optimizer: "adamw", or of bitsandbytes (the extra `qlora`) "adamw_8bit" with 8-bit moments, "paged_adamw" with
+            moments that may leave the GPU, "paged_adamw_8bit" with both.
+        lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
+        weight_decay: Of AdamW.
+        warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
+        torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
+            float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
+        gradient_checkpointing: Recompute activations in the backward pass of joint training, for a forward pass more:
+            with a frozen base half as much time again.
+        recompute_above: Where activations are recomputed, those of micro-batches of more tokens than this. Below they
+            are kept: about 6 MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
+        attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
+            module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
+            on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
+        query: The question about the response whose Yes is the confidence.
+        prompt: How questions are put to the model, to sample and to train; it is written into the export, so that
+            `selfcal answer` asks alike. None is their tasks' own way.
+        beside: Further activated adapters by name, each with a target, loss or query of its own, that are trained over
+            the same reading of the responses and become what they would become alone. They are exported beside the
+            first one; validation, test and predict score the first one.
+        seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
+
+    Reference:
+        Huang et al., Efficient Test-Time Scaling via Self-Calibration (arXiv 2503.00031), section 3.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        revision: str | None = None,
+        lora: LoraSettings | None = DEFAULT_LORA,
+        omega: float | None = None,
+        beta: float = 0.25,
+        loss: Literal["smooth_l1", "squared"] = "smooth_l1",
+        ranking: float = 0.0,
+        generation_loss: bool | None = None,
+        p_true: Literal["normalised", "raw"] = "normalised",
+        quantization: Quantization | None = None,
+        optimizer: OptimizerName = "adamw",
+        lr: float = 5e-5,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        gradient_checkpointing: bool = False,
+        recompute_above: int = 0,
+        attn_implementation: str | None = None,
+        query: str = DEFAULT_QUERY,
+        prompt: Prompt | None = None,
+        beside: dict[str, BesideSettings] | None = None,
+        seed: int = 0,
+    ) -> None:
+        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
+        super().__init__()
+        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
+            # One of before there were activated adapters does not say so, and was trained jointly.
+            lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
+        # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
+        plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
+        if isinstance(prompt, Mapping):
+            prompt = Prompt.from_json(prompt)
+        # Left out where there is none, as in checkpoints of before there were such.
+        plain.pop("prompt")
+        plain |= {} if prompt is None else {"prompt": prompt.as_json()}
+        self.activated = lora is not None and lora.activated
+        self.beside = read_beside(beside, activated=self.activated)
+        plain["beside"] = plain_beside(self.beside)
+        plain |= generation_settings(
+            activated=self.activated,
+            omega=omega,
+            generation_loss=generation_loss,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        omega = plain["omega"]
+        check_loss_settings(
+            omega=omega, beta=beta, loss=loss, ranking=ranking, p_true=p_true, warmup_steps=warmup_steps
+        )
+        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
+        check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
+        check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
+        self.quantization, self.optimizer_name = quantization, optimizer
+        self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
+        self.prompt = prompt
+        self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
+        self.loss, self.ranking, self.p_true = loss, ranking, p_true
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
+        self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
+        self.save_hyperparameters(plain)
+        self.val_metrics = CalibrationMetrics(beta=beta)
+        self.test_metrics = CalibrationMetrics(beta=beta)
+        self._step_log = StepLog()
+
+    def on_fit_start(self) -> None:
+        """Refuse a model that packed rows would train on wrong logits."""
+        self._check_packing()
+
+    def on_validation_start(self) -> None:
+        """Leave the time of validation out of the speed."""
+        self._step_log.pause()
+        super().on_validation_start()
+
+    # ---- training
+
+    def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
+        """Return this micro-batch's part of the loss of its optimiser step.
+
+        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
+        """
+        if self.gradient_checkpointing:
+            recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
+        at = (self.current_epoch, batch_idx, self.global_rank)
+        # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
+        stream = partial(dropout_stream, self.seed, *at, device=self.device)
+        contexts = self._contexts(batch) if self.beside else None
+        with stream():
+            calibration, generation, confidence = self._losses(batch, contexts)
+        data = self._row_data()
+        eta = None if data is None else data.eta
+        self._step_log.add(batch, calibration, generation, confidence, eta=eta)
+        loss = calibration + self.omega * generation
+        for place, name in enumerate(self.beside):
+            with stream(), adapter_in_use(self.model, adapter_name(name)):
+                loss = loss + self._loss_beside(batch, contexts, place, name)
+        return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
+
+    def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
+
+        Joint training has both from one forward pass; ``contexts`` are those of an activated adapter, where the first
+        pass was run before.
+        """
+        asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
+        if contexts is not None:
+            outputs = ask(self.model, contexts, self.chat.query)
+        else:
+            outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
+        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
+        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
+        if not asks:
+            return calibration, torch.zeros_like(calibration), confidence
+        return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
+
+    def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
+        """Return the part of the calibration loss of an adapter beside the first one, which is in use; a scalar."""
+        own, query = self.beside[name], self.chats[name].query
+        return calibration_part(
+            batch,
+            ask(self.model, contexts, query).p_true(query, normalised=self.p_true == "normalised"),
+            loss=self.loss if own.loss is None else own.loss,
+            beta=self.beta,
+            ranking=self.ranking if own.ranking is None else own.ranking,
+            targets=batch.target if batch.beside_target is None else batch.beside_target[:, place],
+        )
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of each adapter by themselves, as if it were trained alone."""
+        if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        for name in map(adapter_name, (None, *self.beside)):
+            own = [parameter for key, parameter in trained_parameters(self).items() if f".{name}." in key]
+            torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over what is trained, and a cosine over *optimiser* steps."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = build_optimizer(self.optimizer_name, parameters, lr=self.lr, weight_decay=self.weight_decay)
+        return with_cosine(optimizer, self.trainer, warmup_steps=self.warmup_steps)
+
+    # ---- what is logged in training
+
+    def on_train_epoch_start(self) -> None:
+        """Leave the time between epochs out of the tokens per second."""
+        self._step_log.restart()
+
+    def on_validation_end(self) -> None:
+        """Count the time of training again."""
+        self._step_log.go_on()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the losses of the step, in full for the loggers and in short for the progress bar."""
+        lr = optimizer.param_groups[0]["lr"]
+        logged = self._step_log.finish(self.trainer.strategy, omega=self.omega, lr=lr)
+        if logged:
+            self.log_dict(logged)
+            self.log_dict(bar_values(logged), prog_bar=True, logger=False)

@@ -1,0 +1,151 @@
+"""The settings of a training as one of two stages: the user's own file, with the places and the model of the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.config_files import read_config
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models.folders import config_path
+
+GENERATION = "selfcal_lightning.callbacks.generation.SSCGeneration"
+EXPORT = "selfcal_lightning.callbacks.adapter_export.AdapterExport"
+CHECKPOINTS = "lightning.pytorch.callbacks.ModelCheckpoint"
+EVERY_STEPS = 100  # between two checkpoints, where the user's file names none
+ADAPTER, SAMPLES, CONFIG = "adapter", "samples", "config.yaml"
+
+
+def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str, Any]:
+    """Return the settings of ``selfcal fit`` in a file, overridden by ``options``.
+
+    Args:
+        name: A file, or the name of one that ships with the package, such as "demo.yaml".
+        options: Nested or dotted settings; ``init_args`` may be left out.
+        stage: The verb's option, for messages.
+
+    Raises:
+        InputError: There is no such file, or it does not name a model and data as a file of ``selfcal fit`` does.
+    """
+    path = Path(name)
+    settings = read_config(path if path.exists() or not _ships(name) else Path(config_path(name)))
+    for section in ("model", "data"):
+        if not isinstance(settings.get(section), dict) or "init_args" not in settings[section]:
+            raise InputError(
+                f"Expected `{stage}` to be a file for `selfcal fit`, with `class_path` and `init_args` of model and "
+                f"data, but {name} has none of its {section}. {config_path('demo.yaml')} is the smallest."
+            )
+    return override(settings, options)
+
+
+def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``options`` into settings of ``selfcal fit``, in place, and return these.
+
+    Args:
+        settings: The settings.
+        options: Nested or dotted; ``init_args`` may be left out.
+
+    Example:
+        >>> override({"data": {"class_path": "D", "init_args": {"seed": 0}}}, {"data": {"seed": 1}})
+        {'data': {'class_path': 'D', 'init_args': {'seed': 1}}}
+    """
+    for key, value in _leaves(options):
+        _put(settings, key.split("."), value)
+    return settings
+
+
+def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None) -> dict[str, Any]:
+    """Return the settings with all that the stage writes in ``folder``, and with what a resumed run needs.
+
+    Args:
+        settings: Settings of ``selfcal fit``.
+        folder: The stage's folder.
+        base_model: The model of the stage; None is that of the settings.
+    """
+    laid = deepcopy(dict(settings))
+    trainer = laid.setdefault("trainer", {})
+    trainer["default_root_dir"] = str(folder)
+    loggers = trainer.get("logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if isinstance(logger, dict):
+            logger.setdefault("init_args", {})["save_dir"] = str(folder)
+    _settle(trainer, GENERATION, {})
+    _settle(trainer, EXPORT, {"output_dir": str(folder / ADAPTER)})
+    own = {"dirpath": str(folder / "checkpoints")}
+    _settle(trainer, CHECKPOINTS, own, otherwise={"every_n_train_steps": EVERY_STEPS, "save_last": True})
+    laid["data"]["init_args"]["store_dir"] = str(folder / SAMPLES)
+    if base_model is not None:
+        laid["model"]["init_args"] |= {"base_model": base_model, "revision": None}
+    return laid
+
+
+def model_of(settings: Mapping[str, Any]) -> str:
+    """Return the name of the model that settings train."""
+    return str(settings["model"]["init_args"]["base_model"])
+
+
+def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
+    """Raise InputError unless the first stage tunes the generator and the second one leaves it as it is."""
+    if _is_activated(tune):
+        raise InputError(
+            "Expected `tune` to train the generator (`lora.activated: false`, or `lora: null` for all weights), but "
+            "got an activated adapter, which leaves the generator as it is: there would be nothing to merge. Take a "
+            "file of joint training, such as demo-joint.yaml; `data.generation_ratio: 1.0` tunes by the generation "
+            "loss alone."
+        )
+    if not _is_activated(calibrate):
+        raise InputError(
+            "Expected `calibrate` to train an activated adapter (`lora.activated: true`), but got joint training, "
+            "which would tune the generator a second time. Take a file such as demo.yaml, or run `selfcal fit` twice."
+        )
+
+
+def _is_activated(settings: Mapping[str, Any]) -> bool:
+    lora = settings["model"]["init_args"].get("lora", {})
+    return lora is not None and bool(lora.get("activated", True))
+
+
+def _ships(name: str) -> bool:
+    try:
+        config_path(name)
+    except InputError:
+        return False
+    return True
+
+
+def _leaves(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the settings by dotted name."""
+    found: list[tuple[str, Any]] = []
+    for name, value in options.items():
+        is_branch = isinstance(value, Mapping) and value
+        found += _leaves(value, f"{prefix}{name}.") if is_branch else [(f"{prefix}{name}", value)]
+    return found
+
+
+def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
+    """Set one value in nested settings, inside ``init_args`` where a class is named."""
+    name, *rest = names
+    if "class_path" in settings and name not in ("class_path", "init_args"):
+        settings = settings.setdefault("init_args", {})
+    if not rest:
+        settings[name] = value
+        return
+    if not isinstance(settings.get(name), dict):
+        settings[name] = {}
+    _put(settings[name], rest, value)
+
+
+def _settle(
+    trainer: dict[str, Any], class_path: str, own: Mapping[str, Any], *, otherwise: Mapping[str, Any] | None = None
+) -> None:
+    """Give every callback of a class its settings; where there is none, add one with ``otherwise`` too."""
+    callbacks = trainer.get("callbacks") or []
+    trainer["callbacks"] = callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    mine = [one for one in callbacks if one["class_path"].rpartition(".")[2] == class_path.rpartition(".")[2]]
+    if not mine:
+        callbacks.append(one := {"class_path": class_path, "init_args": dict(otherwise or {})})
+        mine = [one]
+    for one in mine:
+        one.setdefault("init_args", {}).update(own)

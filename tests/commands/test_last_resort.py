@@ -1,0 +1,367 @@
+"""The last words of a command: a mistake of the user's, a defect of ours, and Ctrl-C are three different things."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from selfcal_lightning.cli import FUNCTION_VERBS, run
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.folders import config_path
+
+INTERRUPTED, FAILED = 130, 1
+EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
+
+
+def replace_verb(monkeypatch: pytest.MonkeyPatch, verb: str, work: Callable[[], Any]) -> None:
+    """Let ``work`` be what the function of a verb does, behind the same options."""
+    room, name, _ = FUNCTION_VERBS[verb]
+    module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
+
+    @functools.wraps(getattr(module, name))
+    def replaced(*_: Any, **__: Any) -> Any:
+        return work()
+
+    monkeypatch.setattr(module, name, replaced)
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    def work(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    return work
+
+
+def status_of(arguments: list[str]) -> int | None:
+    """Return the exit status of a command, None where Ctrl-C falls out of it: that would end pytest itself."""
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        return None
+
+
+# ---- defects
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("'NoneType' object is not subscriptable"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        ValueError("not enough values to unpack (expected 2, got 1)"),
+        ImportError("cannot import name 'Cache' from 'transformers'"),
+        KeyError("weights"),
+        IndexError("list index out of range"),
+        AssertionError("never"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_defect_is_told_from_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    replace_verb(monkeypatch, "evaluate", raising(error))
+    assert run(EVALUATE) == FAILED
+    shown = capsys.readouterr().err
+    assert f"{type(error).__name__}: {error}" in shown, "what happened, by class and message"
+    assert "error: " not in shown.replace(f"{type(error).__name__}: ", ""), "not as a mistake of the user's"
+    assert "SELFCAL_TRACEBACK=1 selfcal evaluate --model bundled --output_dir 'out folder'" in shown, "to be copied"
+    assert "Traceback" not in shown
+    assert len(shown.splitlines()) == 2
+
+
+def test_a_trace_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFCAL_TRACEBACK", "1")
+    replace_verb(monkeypatch, "evaluate", raising(KeyError("weights")))
+    with pytest.raises(KeyError, match="weights"):
+        run(EVALUATE)
+
+
+def test_a_mistake_is_one_sentence_whatever_its_class(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of those that no handler of single classes of Python would name."""
+    from selfcal_lightning.core import errors
+
+    for error in (
+        errors.InputError("Expected `a` to be b, but got c."),
+        errors.RunError("Expected a server, but got none."),
+        errors.MissingPackageError("Expected `vllm` to be installed, but it is not."),
+        errors.UserError("Expected `a` to be b, but got c."),
+    ):
+        replace_verb(monkeypatch, "evaluate", raising(error))
+        assert run(EVALUATE) == FAILED
+        assert capsys.readouterr().err == f"selfcal evaluate: error: {error}\n"
+
+
+def test_the_operating_systems_refusal_names_the_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_verb(monkeypatch, "evaluate", raising(PermissionError(13, "Permission denied", "/srv/results")))
+    assert run(EVALUATE) == FAILED
+    assert capsys.readouterr().err == "selfcal evaluate: error: Permission denied: /srv/results\n"
+
+
+def test_too_little_memory_says_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    replace_verb(
+        monkeypatch, "evaluate", raising(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
+    )
+    assert run(EVALUATE) == FAILED
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 1
+    assert "`max_batch`" in shown
+
+
+def test_a_worker_tells_a_defect_from_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from selfcal_lightning.engines.sampling import running as devices
+    from selfcal_lightning.engines.sampling import running as shares
+
+    monkeypatch.setattr(devices, "_watch_parent", lambda: None)
+    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
+    job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
+    for error in (TypeError("unsupported operand"), KeyError("weights")):
+        monkeypatch.setattr(shares, "sample_share", raising(error))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+        assert devices.work() == FAILED
+        shown = capsys.readouterr().err
+        assert shown.startswith("worker 1 of 2: ")
+        assert f"{type(error).__name__}: {error}" in shown
+        assert "SELFCAL_TRACEBACK=1" in shown
+
+
+def test_a_worker_keeps_other_packages_quiet_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is a process of its own, in which the command line's own preparations were not made."""
+    from selfcal_lightning.engines.sampling import running as devices
+    from selfcal_lightning.engines.sampling import running as shares
+
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(devices, "_watch_parent", lambda: None)
+    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
+    monkeypatch.setattr(shares, "sample_share", raising(KeyboardInterrupt()))
+    job = json.dumps({"settings": {}, "shard": [0, 2], "report": str(tmp_path / "report.json")})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+    assert devices.work() == INTERRUPTED
+    advice = "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
+    assert not logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, advice, (), None))
+
+
+# ---- Ctrl-C
+
+ASKED = "What is 1 + 1?\nWhat is 2 + 2?\n"
+
+
+def commands(folder: Path) -> dict[str, tuple[list[str], str, str]]:
+    """Of each verb: its options, the function at which it is interrupted, and what the last line must say."""
+    (folder / "asked.txt").write_text(ASKED)
+    pool = folder / "pool.jsonl"
+    line = {"id": "q", "task": "gsm8k", "split": "calibration", "question": "1?", "reference": "7"}
+    pool.write_text(json.dumps({**line, "responses": [{"text": "It is 7.", "confidence": {"p_true": 0.5}}]}) + "\n")
+    store, task = str(folder / "store"), ["--task", "word_problems"]
+    tests = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
+    shared = "selfcal_lightning.engines.sampling.running.open_engine"
+    return {
+        "generate": (
+            ["--model", "bundled", "--store_dir", store, *task, "--limit", "2"],
+            shared, f"0 questions with all their samples are in {store}; the same command goes on",
+        ),
+        "answer": (
+            ["--model", "bundled", "--questions", str(folder / "asked.txt")],
+            "selfcal_lightning.commands.answer.run_strategy", "the same command asks all questions again",
+        ),
+        "evaluate": (
+            ["--model", "bundled", "--tests", tests, "--output_dir", str(folder / "out")],
+            shared, "the same command goes on",
+        ),
+        "score": (
+            ["--pool", str(pool), "--output", str(folder / "scored.jsonl"), "--estimator", "response_consistency"],
+            "selfcal_lightning.confidence.scoring._score", "the same command goes on",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["generate", "answer", "evaluate", "score"])
+def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, place, kept = commands(tmp_path)[verb]
+    monkeypatch.setattr(place, raising(KeyboardInterrupt()))
+    assert status_of([verb, *options]) == INTERRUPTED
+    shown = capsys.readouterr().err
+    last = shown.splitlines()[-1]
+    assert last.startswith(f"selfcal {verb}: stopped by Ctrl-C. ")
+    assert kept in last
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("verb", sorted(FUNCTION_VERBS))
+def test_so_does_every_verb_that_is_a_function(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    monkeypatch.setattr("selfcal_lightning.cli.run_function", raising(KeyboardInterrupt()))
+    assert status_of([verb]) == INTERRUPTED
+    shown = capsys.readouterr().err.strip()
+    assert shown.startswith(f"selfcal {verb}: stopped by Ctrl-C. ")
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """The handlers of signals that a process of the command line has."""
+    from selfcal_lightning.core.signals import INTERRUPTION, NAMES
+
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in NAMES}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this in the background, deaf
+    INTERRUPTION.listen()
+    yield
+    INTERRUPTION.received = None
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def press_ctrl_c(*_: Any, **__: Any) -> NoReturn:
+    signal.raise_signal(signal.SIGINT)
+    raise AssertionError("the signal was not heard")
+
+
+def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listening: None
+) -> None:
+    """Modules of C that are being imported put errors of their own on top of KeyboardInterrupt."""
+
+    def load() -> NoReturn:
+        try:
+            press_ctrl_c()
+        except KeyboardInterrupt:
+            raise ImportError("numpy.core.multiarray failed to import") from None
+
+    replace_verb(monkeypatch, "evaluate", load)
+    assert status_of(EVALUATE) == INTERRUPTED
+    shown = capsys.readouterr().err.strip()
+    assert shown.startswith("selfcal evaluate: stopped by Ctrl-C. ")
+    assert len(shown.splitlines()) == 1
+
+
+def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, listening: None
+) -> None:
+    """Lightning makes an exit of it; and each would leave a folder `version_N` that never saw a step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", press_ctrl_c)
+    small = ["--data.train", "[{task: word_problems, split: train, limit: 2}]", "--data.num_samples", "2"]
+    assert status_of(["fit", "--config", config_path("demo.yaml"), *small]) == INTERRUPTED
+    shown = capsys.readouterr().err
+    last = shown.splitlines()[-1]
+    assert last.startswith("selfcal fit: stopped by Ctrl-C. Complete samples are kept")
+    assert "training begins anew, since no ModelCheckpoint" in last
+    assert "Traceback" not in shown
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def hear_ctrl_c() -> None:
+    """A shell may have started the tests in the background, deaf: processes inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def started(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
+    """A process of its own, with output to files, so that nobody waits for anybody."""
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "selfcal_lightning", *arguments], stdout=out, stderr=err, text=True, cwd=folder,
+            start_new_session=True, preexec_fn=hear_ctrl_c,
+        )  # fmt: skip
+
+
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and not happened():
+        time.sleep(0.05)
+    assert process.returncode is None, "it ended before it could be interrupted"
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_while_sampling_keeps_what_is_complete(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    arguments = ["generate", "--model", "bundled", "--store_dir", str(store), "--task", "word_problems",
+                 "--split", "train", "--limit", "4000", "--num_samples", "8", "--engine.max_batch", "8",
+                 "--questions_per_shard", "1"]  # fmt: skip
+    process = started(arguments, tmp_path)
+    try:
+        wait_for(lambda: bool(list(store.glob("parts/*/*.parquet"))), process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == INTERRUPTED
+    finally:
+        process.kill()
+    shown = (tmp_path / "err").read_text()
+    assert "Traceback" not in shown
+    number = len(SampleStore(store).question_ids(include_parts=True))
+    assert number >= 1
+    assert f"stopped by Ctrl-C. {number:,} questions with all their samples are in {store};" in shown.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_in_a_training(tmp_path: Path) -> None:
+    process = started(["fit", "--config", config_path("demo.yaml")], tmp_path)
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/demo/samples/parts/*/lock"))), process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == INTERRUPTED
+    finally:
+        process.kill()
+    shown = (tmp_path / "err").read_text()
+    assert "Traceback" not in shown
+    assert "stopped by Ctrl-C. Complete samples are kept" in shown.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_while_answering(tmp_path: Path) -> None:
+    (tmp_path / "asked.txt").write_text(
+        "".join(f"Tom has {n} pens and finds 2. How many has he?\n" for n in range(999))
+    )
+    arguments = ["answer", "--model", "bundled", "--questions", "asked.txt", "--json", "--engine.max_batch", "4"]
+    process = started(arguments, tmp_path)
+    try:
+        wait_for(lambda: (tmp_path / "out").stat().st_size > 0, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == INTERRUPTED
+    finally:
+        process.kill()
+    shown = (tmp_path / "err").read_text()
+    assert "Traceback" not in shown
+    assert "stopped by Ctrl-C. The answers above stand;" in shown.splitlines()[-1]
+    assert all(json.loads(line) for line in (tmp_path / "out").read_text().splitlines()), "no line is cut short"
+
+
+def test_nobody_is_told_where_nobody_reads(tmp_path: Path) -> None:
+    """As `selfcal answer ... | head -1` ends it."""
+    code = (
+        "import sys\n"
+        "from selfcal_lightning.cli import run_to_the_end\n"
+        "work = lambda: [sys.stdout.write('x' * 100_000) for _ in range(100)]\n"
+        "sys.exit(run_to_the_end(work, command=['selfcal', 'answer'], kept=''))"
+    )
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.read(reading, 10)
+    os.close(reading)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE

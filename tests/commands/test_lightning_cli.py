@@ -1,0 +1,125 @@
+"""The Trainer's verbs: what their help says first, what stays off the terminal, and what a checkpoint may hold."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfcal_lightning.cli import TRAINER_VERBS, run
+from selfcal_lightning.commands.lightning_cli import LIGHTNING_LOGGER, silence_lightning
+from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
+from selfcal_lightning.models.folders import base_model_identity
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def validate(tiny_model: str, folder: Path, checkpoint: Path) -> int:
+    return run(
+        ["validate", "--trainer.accelerator", "cpu", "--trainer.use_distributed_sampler", "false",
+         "--trainer.logger", "false", "--trainer.default_root_dir", str(folder),
+         "--model", MODULE, "--model.base_model", tiny_model,
+         "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"),
+         "--ckpt_path", str(checkpoint)]
+    )  # fmt: skip
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": {}, "callbacks": Evil(tmp_path / "taken")}, tmp_path / "evil.ckpt")
+    assert validate(tiny_model, tmp_path, tmp_path / "evil.ckpt") == 1
+    assert not (tmp_path / "taken").exists()
+    error = capsys.readouterr().err
+    assert "selfcal validate: error: Expected a checkpoint of tensors and plain values" in error
+    assert "Traceback" not in error
+    torch.load(tmp_path / "evil.ckpt", weights_only=False)
+    assert (tmp_path / "taken").exists(), "the checkpoint of this test is one that runs code"
+
+
+def test_a_config_of_the_user_is_never_replaced(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a logger the resolved configuration goes to the folder of the run, where the user's may lie."""
+    monkeypatch.chdir(tmp_path)
+    mine = f"# mine\nmodel: {{class_path: {MODULE}, init_args: {{base_model: {tiny_model}}}}}\n"
+    Path("config.yaml").write_text(mine)
+
+    def validate_by(*options: str) -> set[str]:
+        command = ["validate", "--config", "config.yaml", "--trainer.logger", "false", "--trainer.accelerator", "cpu"]
+        run([*command, "--data", DATA_MODULE, "--data.store_dir", "absent", *options])
+        return {path.name for path in tmp_path.glob("*.yaml")}
+
+    assert validate_by() == {"config.yaml", "config-2.yaml"}
+    assert validate_by() == {"config.yaml", "config-2.yaml"}, "the same settings are not written twice"
+    assert validate_by("--model.lr", "0.5") == {"config.yaml", "config-2.yaml", "config-3.yaml"}
+    assert Path("config.yaml").read_text() == mine
+    assert "lr: 0.5" not in Path("config-2.yaml").read_text()
+    assert "lr: 0.5" in Path("config-3.yaml").read_text()
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint"])
+def test_a_file_that_is_no_checkpoint_is_named(
+    tiny_model: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.ckpt").write_bytes(content)
+    assert validate(tiny_model, tmp_path, tmp_path / "notes.ckpt") == 1
+    assert "Expected a checkpoint of tensors" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = {**base_model_identity(tiny_model), "model": "meta/other", "weights_sha256": "0" * 64}
+    kept = {"state_dict": {}, "base_model_identity": identity, "epoch": 0, "global_step": 0}
+    torch.save({**kept, "pytorch-lightning_version": "2.6.6"}, tmp_path / "other.ckpt")
+    assert validate(tiny_model, tmp_path, tmp_path / "other.ckpt") == 1
+    error = capsys.readouterr().err
+    assert f"Expected a checkpoint of the base model '{tiny_model}'" in error
+    assert "but got one of 'meta/other'" in error
+    assert "Set `base_model`" in error
+
+
+@pytest.mark.parametrize("verb", sorted(TRAINER_VERBS))
+@pytest.mark.parametrize("full", [["--help=full"], ["--help", "all"]], ids=" ".join)
+def test_the_full_help_begins_with_what_to_type(verb: str, full: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run([verb, *full])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: selfcal {verb} --config FILE.yaml [--ckpt_path FILE.ckpt]")
+    assert f"`selfcal {verb} --model.help {MODULE}`" in text
+    assert "default: True" in text.rpartition("--weights_only")[2], "nothing is unpickled unless a user says so"
+
+
+def test_advertisements_stay_off_the_terminal(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Lightning's own words: the tips of 2.6, and a line that must stay."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    logger = logging.getLogger(LIGHTNING_LOGGER)
+    before, logger.filters[:] = list(logger.filters), []
+    logger.addHandler(caplog.handler)
+    try:
+        Trainer(accelerator="cpu", default_root_dir=tmp_path)
+        assert "litlogger" in caplog.text, "this version has no advertisement: drop the filter"
+        caplog.clear()
+        silence_lightning()
+        Trainer(accelerator="cpu", default_root_dir=tmp_path)
+        rank_zero_info("Epochs go on.")
+    finally:
+        logger.filters[:] = before
+        logger.removeHandler(caplog.handler)
+    assert "litlogger" not in caplog.text
+    assert "Epochs go on." in caplog.text

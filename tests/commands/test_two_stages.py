@@ -1,0 +1,318 @@
+"""Two stages as one command: the generator tuned and merged, then an activated confidence on the tuned model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from support.module_batches import quiet_trainer
+from support.ssc_pools import Pool
+
+from selfcal_lightning.commands import two_stages
+from selfcal_lightning.commands.answer import run_answer
+from selfcal_lightning.commands.two_stages import run_tune_and_calibrate
+from selfcal_lightning.core.config_files import read_config
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocation_ids, read_manifest, resolve_model
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.training.stages import lay_out, read_stage
+
+SMALL: dict[str, Any] = {
+    "num_samples": 4,
+    "batch_size": 4,
+    "train": [{"task": "word_problems", "split": "train", "limit": 6}],
+    "validation": [],
+}
+OPTIONS: dict[str, Any] = {
+    "tune_options": {
+        "trainer": {"precision": "32-true", "logger": False},
+        "model": {"warmup_steps": 0},
+        "data": {**SMALL, "total_tuples": 24, "generation_ratio": 1.0},
+    },
+    "calibrate_options": {"trainer": {"logger": False}, "model": {"warmup_steps": 0}, "data": SMALL},
+}
+
+
+class Steps:
+    """Stands in for the processes of the steps: notes what is asked for, and leaves what each step would."""
+
+    def __init__(self, folder: Path, *, stops_at: str | None = None, refused: str | None = None) -> None:
+        self.folder, self.stops_at, self.refused = folder, stops_at, refused
+        self.asked: list[list[str]] = []
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        self.asked.append(list(arguments))
+        if "--check" in arguments:
+            return int(self.refused is not None and f"{self.refused}.yaml" in arguments[2])
+        settings = read_config(Path(arguments[2])) if arguments[0] == "fit" else None
+        stage = "merged" if settings is None else Path(arguments[2]).parent.name
+        if stage == self.stops_at:
+            return 137
+        target = Path(arguments[4]) if settings is None else self.folder / stage / "adapter"
+        target.mkdir(parents=True)
+        leave_export(target)
+        return 0
+
+    @property
+    def verbs(self) -> list[str]:
+        return [" ".join([one[0], *(["check"] if "--check" in one else [])]) for one in self.asked]
+
+
+def leave_export(folder: Path, *, run: str = "a run") -> None:
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "kind": "adapter", "run": run, "files": {}}))
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
+    def make(**settings: Any) -> Steps:
+        made = Steps(tmp_path / "run", **settings)
+        monkeypatch.setattr(two_stages, "run_step", made)
+        return made
+
+    return make
+
+
+def start(folder: Path, **changes: Any) -> str:
+    return run_tune_and_calibrate("demo-joint.yaml", "demo.yaml", str(folder / "run"), **{**OPTIONS, **changes})
+
+
+def test_both_stages_are_checked_before_anything_runs(
+    steps: Callable[..., Steps], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = steps()
+    merged, adapter = tmp_path / "run" / "merged", tmp_path / "run" / "calibrated" / "adapter"
+    assert start(tmp_path) == str(merged)
+    assert made.verbs == ["fit check", "fit check", "fit", "export", "fit"]
+    said = capsys.readouterr().out
+    assert f"selfcal answer --model {merged} --adapter {adapter}" in said
+    kept = {name: read_config(tmp_path / "run" / name / "config.yaml") for name in ("tuned", "calibrated")}
+    assert kept["tuned"]["model"]["init_args"]["base_model"] == "bundled"
+    assert kept["calibrated"]["model"]["init_args"]["base_model"] == str(merged)
+    for name, settings in kept.items():
+        folder = tmp_path / "run" / name
+        assert settings["data"]["init_args"]["store_dir"] == str(folder / "samples")
+        assert made.asked[2 if name == "tuned" else 4][1:] == [
+            "--config", str(folder / "config.yaml"), "--ckpt_path", "last",
+        ]  # fmt: skip
+    assert not Path(made.asked[0][2]).exists(), "what was checked is not left behind"
+
+
+@pytest.mark.parametrize("refused", ["tuned", "calibrated"])
+def test_a_stage_that_is_refused_stops_all(refused: str, steps: Callable[..., Steps], tmp_path: Path) -> None:
+    made = steps(refused=refused)
+    with pytest.raises(RuntimeError, match=f"both stages to pass their check, but {refused} did not"):
+        start(tmp_path)
+    assert "fit" not in made.verbs
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_check_writes_nothing(steps: Callable[..., Steps], tmp_path: Path) -> None:
+    made = steps()
+    start(tmp_path, check=True)
+    assert made.verbs == ["fit check", "fit check"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("stops_at", "again"),
+    [
+        ("tuned", ["fit check", "fit check", "fit", "export", "fit"]),
+        ("merged", ["export", "fit"]),
+        ("calibrated", ["fit"]),
+        (None, []),
+    ],
+)
+def test_the_same_command_goes_on(
+    stops_at: str | None, again: list[str], steps: Callable[..., Steps], tmp_path: Path
+) -> None:
+    steps(stops_at=stops_at)
+    if stops_at is not None:
+        with pytest.raises(RuntimeError, match=r"with status 137.*The same command goes on from what is there"):
+            start(tmp_path)
+    else:
+        start(tmp_path)
+    made = steps()
+    start(tmp_path)
+    assert made.verbs == again
+
+
+def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: Callable[..., Steps], tmp_path: Path) -> None:
+    steps(stops_at="calibrated")
+    with pytest.raises(RuntimeError, match="step 3/3"):
+        start(tmp_path)
+    leave_export(tmp_path / "run" / "tuned" / "adapter", run="another")
+    made = steps(stops_at="merged")
+    with pytest.raises(RuntimeError, match="step 2/3"):
+        start(tmp_path)
+    assert made.asked[0][-2:] == ["--overwrite", "true"]
+
+
+def test_all_weights_need_no_merge(steps: Callable[..., Steps], tmp_path: Path) -> None:
+    made = steps()
+    options = {**OPTIONS["tune_options"], "model": {"lora": None}}
+    assert start(tmp_path, tune_options=options) == str(tmp_path / "run" / "tuned" / "adapter")
+    assert made.verbs == ["fit check", "fit check", "fit", "fit"]
+
+
+def test_other_settings_than_those_that_were_begun_with_are_refused(
+    steps: Callable[..., Steps], tmp_path: Path
+) -> None:
+    steps(stops_at="calibrated")
+    with pytest.raises(RuntimeError, match="step 3/3"):
+        start(tmp_path)
+    made = steps()
+    with pytest.raises(ValueError, match=r"calibrated was begun, but got others: `model\.init_args\.lr` was 0\.0005"):
+        start(tmp_path, calibrate_options={**OPTIONS["calibrate_options"], "model": {"warmup_steps": 0, "lr": 0.01}})
+    assert made.asked == []
+
+
+@pytest.mark.parametrize(
+    ("tune", "calibrate", "options", "message"),
+    [
+        ("demo.yaml", "demo.yaml", {}, "`tune` to train the generator .*but got an activated adapter"),
+        ("demo-joint.yaml", "demo-joint.yaml", {}, "`calibrate` to train an activated adapter .*but got joint"),
+        ("demo-joint.yaml", "demo.yaml", {"calibrate_options": {"model.lora": None}}, "`calibrate` to train an act"),
+        ("demo-joint.yaml", "evaluate/demo.yaml", {}, "`calibrate` to be a file for `selfcal fit`.* none of its model"),
+        ("absent.yaml", "demo.yaml", {}, "YAML file, but there is none at absent.yaml"),
+    ],
+)
+def test_stages_that_cannot_be(
+    tune: str, calibrate: str, options: dict[str, Any], message: str, steps: Callable[..., Steps], tmp_path: Path
+) -> None:
+    made = steps()
+    with pytest.raises(ValueError, match=message):
+        run_tune_and_calibrate(tune, calibrate, str(tmp_path / "run"), **options)
+    assert made.asked == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_is_refused(steps: Callable[..., Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="one process that starts both stages, but got 8 from a launcher"):
+        start(tmp_path)
+
+
+def test_options_reach_the_settings_wherever_they_are(tmp_path: Path) -> None:
+    options = {"model": {"lora": {"r": 4}}, "data.num_samples": 8, "trainer.max_epochs": 2, "model.init_args.lr": 0.5}
+    settings = read_stage("demo.yaml", options, stage="tune")
+    shipped = read_config(Path(config_path("demo.yaml")))
+    assert settings["model"]["init_args"]["lora"] == {**shipped["model"]["init_args"]["lora"], "r": 4}
+    assert settings["data"]["init_args"]["num_samples"] == 8
+    assert (settings["trainer"]["max_epochs"], settings["model"]["init_args"]["lr"]) == (2, 0.5)
+    mine = tmp_path / "demo.yaml"
+    mine.write_text(yaml.safe_dump(settings | {"seed_everything": 7}))
+    assert read_stage(str(mine), {}, stage="tune")["seed_everything"] == 7
+
+
+def test_what_a_stage_writes_lies_in_its_folder(tmp_path: Path) -> None:
+    """Callbacks of the user's file keep their settings; what a resumed run needs is there in any case."""
+    callbacks = [
+        {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "elsewhere", "every_n_train_steps": 7}},
+        {"class_path": "selfcal_lightning.callbacks.adapter_export.AdapterExport"},
+    ]
+    settings = read_stage("demo.yaml", {}, stage="tune")
+    settings["trainer"]["callbacks"] = callbacks
+    laid = lay_out(settings, tmp_path, base_model="other")
+    by_name = {one["class_path"].rpartition(".")[2]: one["init_args"] for one in laid["trainer"]["callbacks"]}
+    assert by_name["ModelCheckpoint"] == {"dirpath": str(tmp_path / "checkpoints"), "every_n_train_steps": 7}
+    assert by_name["AdapterExport"] == {"output_dir": str(tmp_path / "adapter")}
+    assert by_name["SSCGeneration"] == {}
+    assert laid["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path)
+    assert laid["model"]["init_args"]["base_model"] == "other"
+    assert callbacks[0]["init_args"]["dirpath"] == "elsewhere", "the user's settings are left alone"
+
+
+def test_the_generation_loss_alone_draws_nothing_else(pool: Pool, store_dir: str) -> None:
+    data = pool.data(store_dir, generation_ratio=1.0)
+    data.trainer = quiet_trainer()
+    batches = list(data.train_dataloader())
+    assert all(batch.calibration_total == 0.0 < batch.generation_total for batch in batches)
+
+
+# ---- as processes
+
+
+def test_a_step_ends_when_its_lifeline_is_cut() -> None:
+    code = (
+        "import threading, time\n"
+        "from selfcal_lightning.core.processes import _watch_parent\n"
+        "threading.Thread(target=_watch_parent, daemon=True).start()\n"
+        "print('there', flush=True)\n"
+        "time.sleep(300)"
+    )
+    step = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert step.stdout.readline() == "there\n"
+    assert step.poll() is None
+    step.stdin.close()
+    assert step.wait(timeout=120) == -signal.SIGTERM
+    step.stdout.close()
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], *, seconds: float = 1200) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def running(word: str) -> bool:
+    return subprocess.run(["pgrep", "-f", word], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None:
+    """SIGKILL to the command alone: its step ends with it, and what is complete is not made again."""
+    folder = tmp_path / "run"
+    settings = {"tune": "demo-joint.yaml", "calibrate": "demo.yaml", "output_dir": str(folder), **OPTIONS}
+    (tmp_path / "stages.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "selfcal_lightning", "tune-and-calibrate", "--config", f"{tmp_path}/stages.yaml"]
+    made: list[bytes] = []
+    for stage in ("tuned", "calibrated"):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(folder / stage / "samples" / "manifest.json", process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        end = time.monotonic() + 120
+        while running(str(folder / stage / "config.yaml")):
+            assert time.monotonic() < end, "the step outlives the command"
+            time.sleep(0.1)
+        assert not (folder / stage / "adapter").exists()
+        if stage == "calibrated":
+            made.append((folder / "merged" / "model.safetensors").read_bytes())
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("] selfcal ") == 1, "the first stage is not run again"
+    assert f"selfcal answer --model {folder / 'merged'} --adapter {folder / 'calibrated' / 'adapter'}" in done.stdout
+
+    merged, adapter = folder / "merged", folder / "calibrated" / "adapter"
+    assert (merged / "model.safetensors").read_bytes() == made[0]
+    base = load_file(Path(resolve_model("bundled")) / "model.safetensors")
+    tuned = load_file(merged / "model.safetensors")
+    assert any((tuned[name] != base[name]).any() for name in tuned), "the generator was tuned"
+    stores = {stage: SampleStore(folder / stage / "samples", num_samples=4) for stage in ("tuned", "calibrated")}
+    sampled_from = {stage: store.round_manifest(0).fingerprint.model for stage, store in stores.items()}
+    assert sampled_from["tuned"] != sampled_from["calibrated"]
+    assert all(len(store.index(split="train")) == 24 for store in stores.values())
+    assert read_manifest(adapter)["base_model"]["model"] == str(merged)
+    assert read_invocation_ids(str(adapter)) is not None
+    question = "Tom has 3 boxes of 4 pens. How many pens has he?"
+    (answer,) = run_answer(
+        str(merged),
+        adapter=str(adapter),
+        question=question,
+        sampling=SamplingSettings(max_new_tokens=60),
+        max_samples=2,
+    )
+    assert 1 <= answer.verdict.samples_used <= 2

@@ -1,0 +1,69 @@
+"""Files that appear whole: what a kill leaves, and who may clean it up."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.kill_worker import die_at
+
+from selfcal_lightning.core.files import open_atomically, remove_abandoned, write_atomically, write_json_lines
+
+
+def killed_at(call: int, path: Path) -> None:
+    """Let a child write ``path`` and die right before its call number ``call`` of fsync or replace."""
+    child = os.fork()
+    if not child:
+        die_at(call)
+        write_atomically(path, b"new")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize(("call", "left"), [(1, b"old"), (2, b"old"), (3, b"new")])
+def test_a_kill_leaves_the_old_content_or_the_new(tmp_path: Path, call: int, left: bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(b"old")
+    killed_at(call, path)
+    assert path.read_bytes() == left
+    assert remove_abandoned(tmp_path) == (1 if call < 3 else 0)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_somebody_writes_is_not_cleaned_up(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "lines.jsonl"
+    path.parent.mkdir()
+    with open_atomically(path) as file:
+        file.write(b"half")
+        assert remove_abandoned(tmp_path) == 0
+        file.write(b" and half")
+    assert path.read_bytes() == b"half and half"
+    killed_at(2, path)
+    killed_at(2, path.with_name("other"))
+    assert remove_abandoned(path.parent, of="other") == 1
+    assert remove_abandoned(tmp_path) == 1
+
+
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    killed_at(2, tmp_path / "file")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert remove_abandoned(tmp_path) == 0
+    assert write_atomically(tmp_path / "file", b"whole")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    write_json_lines(path, [{"a": "é"}, {"a": None}])
+    assert path.read_text() == '{"a": "é"}\n{"a": null}\n'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json_lines(path, [{"a": 1}, {"a": float("nan")}])
+    assert path.read_text() == '{"a": "é"}\n{"a": null}\n'
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,236 @@
+"""What a verb writes never takes the place of anything but its own earlier files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.exported import snapshot
+from support.other_models import plain_copy
+from support.training_runs import data_module, generation, module_of, trainer_with
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.core.files import check_replaceable
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
+
+NUM_QUESTIONS = 12
+
+
+def lines() -> list[dict[str, object]]:
+    """Responses of which about half are right, with P(True) and a log-probability."""
+    draw = np.random.default_rng(0)
+    pool = []
+    for number in range(NUM_QUESTIONS):
+        hits = draw.random(4) < 0.5
+        responses = [
+            {"text": f"The answer is {7 if hit else 8}.", "tokens": 5,
+             "confidence": {"p_true": float(draw.uniform(0.2, 0.9)), "logprob": float(-4 + hit)}}
+            for hit in hits
+        ]  # fmt: skip
+        pool.append(
+            {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7"}
+        )
+        pool[-1]["responses"] = responses
+    return pool
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> str:
+    """A pool as a user's own script wrote it."""
+    path = tmp_path / "pool.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines()))
+    return str(path)
+
+
+@pytest.fixture
+def store(pool: str, tmp_path: Path) -> str:
+    import_pool(pool, tmp_path / "store")
+    return str(tmp_path / "store")
+
+
+def arguments(verb: str, pool: str, output: str) -> list[str]:
+    """A command line that does little and writes to ``output``."""
+    store = str(Path(pool).with_name("store"))
+    return {
+        "fit-threshold": ["--pool", pool, "--output", output, "--max_samples", "4", "--budget", "2"],
+        "fit-confidence": ["--pool", pool, "--output", output, "--kind", "platt"],
+        "export-pool": ["--store_dir", store, "--path", output],
+        "score": ["--pool", pool, "--output", output, "--estimator", "response_consistency"],
+    }[verb]
+
+
+VERBS = ["fit-threshold", "fit-confidence", "export-pool", "score"]
+
+
+def victims(folder: Path) -> dict[str, Path]:
+    """Files of others that a slip of the keyboard could name."""
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "notes.txt").write_text("mine\n")
+    (folder / "other.jsonl").write_text('{"question": "?", "answer": "7"}\n')
+    (folder / "weights.safetensors").write_bytes(bytes(1000))
+    return {name: folder / name for name in ("config.json", "notes.txt", "other.jsonl", "weights.safetensors")}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_files_of_others_are_left_as_they_are(
+    pool: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    files = victims(tmp_path) | ({} if verb == "score" else {"pool": Path(pool)})
+    before = snapshot(tmp_path)
+    for path in files.values():
+        assert run([verb, *arguments(verb, pool, str(path))]) == 1
+        assert f"but got {path}, which is something else and is left as it is" in capsys.readouterr().err
+    assert run([verb, *arguments(verb, pool, str(tmp_path / "store"))]) == 1
+    assert "which is a folder" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert run([verb, *arguments(verb, pool, str(tmp_path / "pipe"))]) == 1
+    assert "which is no plain file" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_own_files_and_empty_ones_are_replaced(pool: str, store: str, tmp_path: Path, verb: str) -> None:
+    output = tmp_path / "output"
+    output.write_text("")
+    for _ in range(2):
+        assert run([verb, *arguments(verb, pool, str(output))]) == 0
+        assert output.stat().st_size > 0
+
+
+def test_a_threshold_and_a_confidence_are_not_of_one_kind(
+    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threshold, confidence = tmp_path / "threshold.json", tmp_path / "confidence.json"
+    assert run(["fit-threshold", *arguments("fit-threshold", pool, str(threshold))]) == 0
+    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(confidence))]) == 0
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    assert run(["fit-threshold", *arguments("fit-threshold", pool, str(confidence))]) == 1
+    assert "a new file or an earlier fitted threshold" in capsys.readouterr().err
+    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(threshold))]) == 1
+    assert "a new file or an earlier fitted confidence" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_fitted_confidence_is_not_lost_to_its_own_figure(
+    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "fit.png"
+    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(output))]) == 1
+    assert f"such as {tmp_path / 'fit.json'}" in capsys.readouterr().err
+    assert not output.exists()
+    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(output)), "--figure", "false"]) == 0
+    assert json.loads(output.read_text())["kind"] == "platt"
+
+
+def test_nor_is_a_figure_of_others_lost_to_it(pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from matplotlib.figure import Figure
+
+    Figure().savefig(tmp_path / "fit.png")
+    before = snapshot(tmp_path)
+    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(tmp_path / "fit.json"))]) == 1
+    assert "fit.png, which is something else" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_pool_may_be_scored_in_its_own_place(pool: str, tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(pool)
+    for output in (pool, str(tmp_path / "link.jsonl")):
+        assert run(["score", *arguments("score", pool, output)]) == 0
+    assert "response_consistency" in json.loads(Path(pool).read_text().splitlines()[0])["responses"][0]["confidence"]
+
+
+def evaluate(pool: str, folder: Path) -> int:
+    pools = json.dumps({"base": pool})
+    few = ["--num_reshuffles", "2", "--num_resamples", "2", "--tables", "short"]
+    return run(
+        ["evaluate", "--pools", pools, "--output_dir", str(folder), "--strategies", '["self_consistency"]', *few]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["results.json", "results.csv", "strategies.md", "accuracy_samples_test.png", "fitted"]
+)
+def test_an_evaluation_replaces_only_an_evaluation(
+    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / name).write_text('{"settings": {}}')
+    before = snapshot(folder)
+    assert evaluate(pool, folder) == 1
+    assert f"where {name} would be replaced and is something else" in capsys.readouterr().err
+    assert snapshot(folder) == before
+
+
+def test_an_evaluation_goes_into_its_own_folder_again_also_after_a_stop(pool: str, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert evaluate(pool, folder) == 0
+    assert json.loads((folder / "evaluation.json").read_text())["arguments"]["pools"] == {"base": pool}
+    (folder / "results.json").unlink()  # as if it had been stopped before the last file
+    assert evaluate(pool, folder) == 0
+    (folder / "evaluation.json").unlink()  # as earlier versions left it
+    assert evaluate(pool, folder) == 0
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def model(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(plain_copy(tiny_model, tmp_path / "my_model"))
+
+
+def test_no_store_is_laid_into_a_folder_of_something_else(
+    pool: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(model)
+    generate = ["generate", "--model", "bundled", "--task", "word_problems", "--limit", "1", "--num_samples", "1"]
+    for command in (generate, ["import-pool", "--path", pool]):
+        assert run([*command, "--store_dir", str(model)]) == 1
+        assert f"but got {model}, which holds README.md, chat_template.jinja, config.json" in capsys.readouterr().err
+    assert run([*generate, "--store_dir", pool]) == 1
+    assert "which is a file" in capsys.readouterr().err
+    assert snapshot(model) == before
+
+
+def test_nor_by_training(tiny_model: str, model: Path) -> None:
+    before = snapshot(model)
+    module = module_of(tiny_model)
+    with pytest.raises(ValueError, match="`store_dir` to be a sample store or a new or empty folder"):
+        trainer_with(generation()).fit(module, datamodule=data_module(tiny_model, model))
+    assert snapshot(model) == before
+    assert module.model is None
+
+
+def test_a_store_that_was_stopped_before_its_first_sample_is_one(pool: str, tmp_path: Path) -> None:
+    for folder in ("runs", "meetings/token"):
+        (tmp_path / "store" / folder).mkdir(parents=True)
+    (tmp_path / "store" / ".lock").write_text("")
+    import_pool(pool, tmp_path / "store")
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    import_pool(pool, tmp_path / "store")
+    assert len(SampleStore(tmp_path / "store").question_ids()) == NUM_QUESTIONS
+
+
+def test_what_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    asked: list[Path] = []
+
+    def mine(file: Path) -> bool:
+        asked.append(file)
+        return file.read_text() == "mine"
+
+    check_replaceable(path, mine, option="output", kind="mine")
+    path.write_text("")
+    check_replaceable(path, mine, option="output", kind="mine")
+    assert asked == []
+    path.write_text("mine")
+    check_replaceable(path, mine, option="output", kind="mine")
+    path.write_text("yours")
+    with pytest.raises(ValueError, match=rf"Expected `output` to be a new file or mine, but got {path}"):
+        check_replaceable(path, mine, option="output", kind="mine")

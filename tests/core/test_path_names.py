@@ -1,0 +1,128 @@
+"""Names that become parts of paths: refused before the work where they lead elsewhere, or written otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.core.files import check_path_name, file_name
+from selfcal_lightning.data.pools.importing import import_pool
+
+ELSEWHERE = [
+    "a/b",
+    "../x",
+    "../../..",
+    "..",
+    ".",
+    ".hidden",
+    "/etc/x",
+    "a\\b",
+    "a\nb",
+    "a\0b",
+    "",
+    "x" * 101,
+    "-" + "/x",
+]
+
+
+def write_pool(path: Path, *, confidence: str = "p_true", questions: int = 24) -> Path:
+    """Questions with three responses each, of which some are right."""
+    rows = []
+    for number in range(questions):
+        responses = [
+            {"text": f"The answer is {number if (number + k) % 3 else 1_000 + k}.", "tokens": 5,
+             "confidence": {confidence: 0.2 + 0.25 * ((number + k) % 4)}}
+            for k in range(3)
+        ]  # fmt: skip
+        rows.append({"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?",
+                     "reference": str(number), "responses": responses})  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_names_that_lead_elsewhere(name: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected `tests.name` to be a name that a file can have"):
+        check_path_name("tests.name", name)
+    safe = file_name(name)
+    assert "/" not in safe
+    assert safe not in {".", ".."}
+    assert not safe.startswith(".")
+
+
+@pytest.mark.parametrize("name", ["id", "gsm8k-hard", "test 2", "p_true@v2", "größe", "a.b", "x" * 100])
+def test_names_that_are_names(name: str) -> None:
+    assert check_path_name("tests.name", name) == name
+    assert file_name(name) == name
+
+
+def test_names_that_are_written_otherwise_stay_apart() -> None:
+    names = ["a/b", "a_b", "a%2Fb", "../p", "..p"]
+    assert len({file_name(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["a/b", "../../escaped", ".."])
+def test_tests_are_named_before_a_model_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        pytest.fail("an engine was started before the name was looked at")
+
+    monkeypatch.setattr("selfcal_lightning.engines.sampling.running.open_engine", refuse)
+    output = tmp_path / "deep" / "out"
+    tests = f"[{{name: '{name}', task: word_problems, split: test_id, limit: 2}}]"
+    arguments = ["evaluate", "--model", "bundled", "--output_dir", str(output), "--num_samples", "2", "--tests", tests]
+    assert run(arguments) == 1
+    assert "Expected `tests.name` to be a name that a file can have" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        ({"name": "../../escaped"}, "pools.name"),
+        ({"name": "a/b"}, "pools.name"),
+        ({"name": "base", "test": "../../escaped"}, "pools.test"),
+        ({"name": "base", "test": "a/b"}, "pools.test"),
+    ],
+    ids=str,
+)
+def test_recorded_pools_are_named_before_they_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: dict[str, str], option: str
+) -> None:
+    pool = write_pool(tmp_path / "pool.jsonl")
+    output = tmp_path / "deep" / "out"
+    arguments = ["--num_reshuffles", "1", "--num_resamples", "2", "--output_dir", str(output)]
+    assert run(["evaluate", "--pools", json.dumps([{**source, "path": str(pool)}]), *arguments]) == 1
+    assert f"Expected `{option}` to be a name that a file can have" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"pool.jsonl"}
+
+
+def test_a_confidence_of_any_name_leaves_its_files_in_the_folder(tmp_path: Path) -> None:
+    """A pool's confidences are named by whoever wrote it, and files are named after them."""
+    pool = write_pool(tmp_path / "pool.jsonl", confidence="../../../P(True)/x")
+    output = tmp_path / "deep" / "out"
+    arguments = ["--calibration_share", "0.5", "--num_reshuffles", "1", "--num_resamples", "2"]
+    assert run(["evaluate", "--pools", f"{{a: {pool}}}", "--output_dir", str(output), *arguments]) == 0
+    results = json.loads((output / "results.json").read_text())
+    named = [name for name in results["fitted_files"] if "P%28True%29" in name]
+    assert named
+    assert all((output / name).is_file() for name in results["fitted_files"])
+    assert all(Path(name).parts[:3] == ("fitted", "a", "thresholds") for name in named)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(path == pool or output in path.parents for path in written)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden"])
+def test_confidences_of_a_store_are_named_before_it_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    import_pool(write_pool(tmp_path / "pool.jsonl"), tmp_path / "store")
+    arguments = ["--store_dir", str(tmp_path / "store"), "--estimator", "response_consistency", "--name", name]
+    assert run(["score", *arguments]) == 1
+    assert "Expected `name` to be letters, digits" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"pool.jsonl", "store"}

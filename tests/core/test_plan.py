@@ -1,0 +1,317 @@
+"""What is checked and counted before a run begins: the plan, and settings that would fail after hours of sampling."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from support.options import nested
+from support.ssc_pools import Pool
+from support.strategy_pools import make_entry
+from support.training_runs import data_module, generation, module_of, trainer_with
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.plan import Place, Plan, Sampling, check_places, existing_folder, merge_plans
+from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.models.folders import config_path
+
+FAILED = 1
+TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engines that were asked for; none is ever started."""
+    asked: list[str] = []
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        asked.append("engine")
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
+    monkeypatch.setattr("selfcal_lightning.engines.sampling.running.open_engine", refuse)
+    return asked
+
+
+def demo(*options: str, train: str = "limit: 3", num_samples: int = 2) -> list[str]:
+    """The demo's training on five questions, in the current folder."""
+    return [
+        "fit", "--config", config_path("demo.yaml"), "--data.num_samples", str(num_samples),
+        "--data.train", f"[{{task: word_problems, split: train, {train}}}]",
+        "--data.validation", "[{task: word_problems, split: validation, limit: 2}]", *options,
+    ]  # fmt: skip
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ---- the plan
+
+
+def test_fit_shows_its_plan_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(demo("--check", "true", "--data.total_tuples", "7000")) == 0
+    plan = words(capsys.readouterr().out)
+    assert plan.startswith("selfcal fit: checked; nothing is sampled or written.")
+    assert "train: 3 word_problems; validation: 2 word_problems" in plan
+    assert "responses 10 to sample, 0 are in runs/demo/samples already" in plan  # (3 + 2) questions, 2 each
+    assert "at most 1,200 (`max_new_tokens` is 120)" in plan  # 10 responses
+    assert "training 219 optimiser steps of 32 rows in 1 epoch" in plan  # 7,000 / 32 = 218.75
+    assert "training begins anew, since no ModelCheckpoint" in plan
+    assert "runs/demo/adapter (adapter)" in plan
+    assert engines == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_store_holds_is_not_planned_again(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = pool.write("planned")  # 12 training and 5 validation questions, 8 samples each
+    assert run(demo("--check", "--data.store_dir", store, train="limit: 12", num_samples=8)) == 0
+    # Stored are 12 and 5; two questions of validation are asked for.
+    assert f"responses none to sample: all 112 are in {store}" in words(capsys.readouterr().out)
+    assert run(demo("--check", "--data.store_dir", store, train="limit: 14", num_samples=8)) == 0
+    assert f"responses 16 to sample, 112 are in {store} already" in words(capsys.readouterr().out)
+    assert engines == []
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_other_verbs_that_sample_show_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str], verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "generate": ["--task", "word_problems", "--split", "test_id", "--limit", "2", "--store_dir", "samples"],
+        "evaluate": ["--tests", TESTS, "--output_dir", "out"],
+    }[verb]
+    assert run([verb, "--model", "bundled", "--num_samples", "3", *options, "--check"]) == 0
+    plan = words(capsys.readouterr().out)
+    assert plan.startswith(f"selfcal {verb}: checked; nothing is sampled or written.")
+    assert "responses 6 to sample, 0 are in" in plan
+    assert engines == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_draws_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"model": "bundled", "task": "word_problems", "num_samples": 2, "max_new_tokens": 8}
+    settings |= {"store_dir": str(tmp_path / "store"), "edt_scale": None}
+    assert run_generate(**nested(**settings, limit=2)).generated == 4
+
+    def planned(limit: int) -> int:
+        run_generate(**nested(**settings, limit=limit, check=True))
+        found = re.search(r"(\d+) to sample", capsys.readouterr().out)
+        return 0 if found is None else int(found[1])
+
+    assert planned(2) == 0
+    assert planned(5) == 6
+    assert run_generate(**nested(**settings, limit=5)).generated == 6
+
+
+def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path: Path) -> None:
+    for accumulated, steps in ((1, 4), (3, 2)):  # 16 tuples in batches of 4
+        data = data_module(tiny_model, tmp_path / "store")
+        module, samples = module_of(tiny_model), generation(edt_scale=None)
+        trainer = trainer_with(samples, accumulate_grad_batches=accumulated, limit_val_batches=0)
+        planned = data.plan_run("fit", trainer, module, data).training
+        assert [row.steps for row in planned] == [steps]
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == steps
+
+
+# ---- refused before anything is sampled
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.lr", "-1"], "`lr` to be a positive number, but got -1"),
+        (["--model.lr", ".nan"], "`lr` to be a positive number, but got nan"),
+        (["--model.lr", "0"], "`lr` to be a positive number, but got 0"),
+        (["--model.weight_decay", "-0.1"], "`weight_decay`"),
+        (["--data.max_length", "1"], "`max_length` to leave room"),
+        (["--data.max_length", "20"], "`max_length` to leave room"),
+        (["--model.lora.target_modules", "[q_proj, nope]"], "'nope'"),
+        (["--model.lora.r", "0"], "`r`"),
+        (["--model.base_model", "nosuchfolder/nor/hub"], "`base_model` to be a folder or a name on the hub"),
+        (["--data.test", "[{task: word_problems, split: tset_id}]"], "Did you mean 'test_id'?"),
+        (["--data.validation", "[{task: gsm8k, split: validation}]"], "`split` of gsm8k to be one of"),
+        (["--data.validation", "[{task: gsm8k, split: test, path: nowhere.jsonl}]"], "nowhere.jsonl"),
+        (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
+        (["--trainer.max_epochs", "-1"], "a training of a known length"),
+        (["--trainer.callbacks.monitor", "val/gsm8k/calibration/ECE"], "`monitor` to be one of val/calibration/ECE"),
+        (["--data.store_dir", "taken"], "which holds notes.txt"),
+        (["--trainer.callbacks.output_dir", "taken"], "`output_dir` to be new or empty"),
+        (["--data.store_dir", "taken/notes.txt/store"], "is a file"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
+)
+def test_settings_of_a_training_are_refused_before_it_samples(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engines: list[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    try:
+        status: int | None = run(demo(*options))
+    except SystemExit as end:  # what the parser refuses
+        status = int(end.code or 0)
+    shown = capsys.readouterr().err
+    assert engines == [], "it was sampled before the mistake was found"
+    assert status in (1, 2)
+    assert message in words(shown)
+    assert "Traceback" not in shown
+    assert {path.name for path in tmp_path.iterdir()} == {"taken"}, "nothing is left behind"
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, accelerator: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", accelerator]) == FAILED
+    shown = capsys.readouterr().err
+    assert f"Expected `trainer.accelerator` to be one that this machine has, but got '{accelerator}'" in shown
+    assert "demo.yaml" in shown, "a training that this machine can run"
+    assert "Traceback" not in shown
+
+
+def test_the_demo_recommends_what_the_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfcal_lightning.commands.demo import what_next
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = what_next(Path("runs/demo"))
+    typed = [line for line in shown.splitlines() if "selfcal fit" in line]
+    assert typed
+    assert not any("qwen" in line for line in typed), "it could not run here"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert any("qwen" in line for line in what_next(Path("runs/demo")).splitlines() if "selfcal fit" in line)
+
+
+def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: list[str]) -> None:
+    """Without the command line: the Trainer's own `fit`."""
+    from selfcal_lightning.models.lora import LoraSettings
+
+    store = tmp_path / "store"
+    for settings, changes, message in (
+        ({"lora": LoraSettings(target_modules=("nope",))}, {}, "nope"),
+        ({}, {"max_length": 20}, "`max_length` to leave room"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_with(generation()).fit(
+                module_of(tiny_model, **settings), datamodule=data_module(tiny_model, store, **changes)
+            )
+    assert engines == []
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--confidences", "[nope]"], "`confidences` to be one of"),
+        (["--max_samples", "8"], "`max_samples` to be at most 2"),
+        (["--targets", "[2, 16]"], "`targets` to be at most 2"),
+        (["--strategies", "[early_stoping]"], "Did you mean 'early_stopping"),
+        (["--budgets", "[0]"], "`budgets` to be null or numbers of samples from 1"),
+        (["--num_resamples", "-1"], "`num_resamples` to be at least 0"),
+        (["--num_samples", "0"], "`num_samples` to be at least 1"),
+        (["--sampling.temperature", "-1"], "`temperature`"),
+        (["--calibration", "{name: c, task: word_problems, split: calibratoin}"], "Did you mean 'calibration'?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_settings_of_an_evaluation_are_refused_before_it_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engines: list[str], options: list[str], message: str
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["evaluate", "--model", "bundled", "--num_samples", "2", "--tests", TESTS, "--output_dir", str(output)]
+    assert run([*arguments, *options]) == FAILED
+    assert engines == [], "it was sampled before the mistake was found"
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_fitted_threshold_that_needs_more_samples_is_refused_before_it_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engines: list[str]
+) -> None:
+    sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
+    fitted = fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2)
+    fitted.save(tmp_path / "risk.json")
+    output = tmp_path / "out"
+    arguments = ["evaluate", "--model", "bundled", "--tests", TESTS, "--output_dir", str(output)]
+    given = ["--fitted_thresholds", str([str(tmp_path / "risk.json")])]
+    assert run([*arguments, *given, "--num_samples", "2"]) == FAILED
+    said = capsys.readouterr().err
+    assert "`num_samples` to be at least 4, the budget of" in said
+    assert "but got 2" in said
+    assert engines == []
+    assert not output.exists()
+    assert run([*arguments, *given, "--num_samples", "4", "--check", "true"]) == 0
+
+
+# ---- disks and folders
+
+
+def test_a_disk_that_is_too_small_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    certain = Sampling(str(tmp_path), responses=1_000, stored=100, most_tokens=100, bytes_each=500.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 450_000))
+    check_places(Plan(sampling=(certain,)))  # 900 responses of 500 bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 449_999))
+    with pytest.raises(InputError, match=r"0\.4 MiB of free disk for the samples.*but got 0\.4 MiB"):
+        check_places(Plan(sampling=(certain,)))
+    guessed = Sampling(str(tmp_path), responses=1_000, most_tokens=100)
+    check_places(Plan(sampling=(guessed,)))  # a bound from above refuses nothing
+
+
+def test_the_demo_asks_for_its_space_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 2**20))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a step was started"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a step was started"))
+    assert run(["demo", "--output_dir", str(tmp_path / "demo")]) == FAILED
+    shown = capsys.readouterr().err
+    assert "100.0 MiB of free disk" in shown
+    assert "1.0 MiB" in shown
+
+
+def test_a_folder_that_nobody_may_write_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    with pytest.raises(InputError, match=f"Expected to write adapter to {tmp_path / 'a'}, but {tmp_path} cannot"):
+        check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
+
+
+def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    assert existing_folder(tmp_path / "a" / "b") == tmp_path
+    (tmp_path / "file").write_text("")
+    assert existing_folder(tmp_path / "file") == tmp_path
+    with pytest.raises(InputError, match="is a file"):
+        existing_folder(tmp_path / "file" / "b")
+
+
+# ---- plans add up
+
+
+def test_plans_add_up_by_store() -> None:
+    half = Plan(sampling=(Sampling("s", 10, 4, most_tokens=5),), notes=("same",))
+    both = merge_plans([half, half, Plan(sampling=(Sampling("t", None),))])
+    assert [(row.store_dir, row.responses, row.missing) for row in both.sampling] == [("s", 20, 12), ("t", None, None)]
+    assert both.notes == ("same",)

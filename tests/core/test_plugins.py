@@ -1,0 +1,279 @@
+"""Plug-ins: the user's own tasks, estimators and strategies, known to every verb and to processes that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from support.command_lines import ON_CPU, given_to, instantiated
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.confidence.registry import ESTIMATORS, pool_dependent
+from selfcal_lightning.core import plugins
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.registry import TASKS, get_task
+from selfcal_lightning.evaluation.curves import known_labels, plan_of
+from selfcal_lightning.inference.registry import STRATEGIES, register_strategy
+from selfcal_lightning.inference.voting import SelfConsistency
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = """
+    from selfcal_lightning.data.tasks.answer_types import NumberAnswers
+    from selfcal_lightning.data.tasks.dataset import DatasetTask, bare_question
+    from selfcal_lightning.data.tasks.local import LocalQuestions
+    from selfcal_lightning.data.tasks.registry import register_task
+
+    register_task(DatasetTask(LocalQuestions("my_numbers", NumberAnswers()), prompt=bare_question))
+"""
+STRATEGY = """
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from selfcal_lightning.inference.base import Ask, make_verdict
+    from selfcal_lightning.inference.registry import register_strategy
+
+    @register_strategy
+    @dataclass(frozen=True)
+    class LastWord:
+        name: ClassVar[str] = "last_word"
+        grid_parameter: ClassVar[str] = "max_samples"
+        max_samples: int = 4
+        confidence: str | None = None
+
+        def solve(self, question):
+            seen = yield Ask(self.max_samples)
+            answer = seen[-1].answer if seen else None
+            return make_verdict(question, seen, answer, confidence=None, stopped_early=False)
+"""
+ESTIMATOR = """
+    from selfcal_lightning.confidence.registry import register_estimator
+
+    @register_estimator
+    class Brevity:
+        name = "brevity"
+        is_probability = True
+        needs_pool = True
+        reads = "pool"
+
+        def score(self, pool):
+            return [[1.0 / (1 + len(sample.text)) for sample in entry.samples] for entry in pool]
+"""
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take back what a plug-in registers, and what it leaves in this process."""
+    registries = [(registry, dict(registry)) for registry in (TASKS, STRATEGIES, ESTIMATORS)]
+    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(plugins, "_loaded_points", set())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    yield
+    os.environ.pop(plugins.VARIABLE, None)
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+    for registry, before in registries:
+        registry.clear()
+        registry.update(before)
+
+
+def write(path: Path, code: str) -> str:
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+def questions(path: Path) -> str:
+    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": n + 1}) + "\n" for n in range(4)))
+    return str(path)
+
+
+def pool_file(path: Path) -> str:
+    lines = []
+    for number in range(6):
+        texts = ["The answer is 1.", "The answer is 2.", "The answer is 1!", "The answer is 2."]
+        responses = [{"text": text, "confidence": {"p_true": 0.1 * (i + 1)}} for i, text in enumerate(texts)]
+        row = {"id": f"q{number}", "task": "local_number", "question": "?", "reference": str(1 + number % 2)}
+        lines.append(json.dumps(row | {"responses": responses}) + "\n")
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def test_named_by_options_and_by_files_in_their_order(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"plugins": ["one", "two.py"]}))
+    arguments = ["--config", str(file), "--plugins=[three, 'four']", "--plugins", "one,five"]
+    assert plugins.named_plugins(arguments) == ["one", "two.py", "three", "four", "five"]
+    assert plugins.named_plugins(["--model", "m"]) == []
+
+
+def test_a_file_is_imported_once_and_named_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "my_task.py", TASK)
+    monkeypatch.chdir(tmp_path)
+    plugins.load_plugins(["my_task.py"])
+    plugins.load_plugins(["./my_task.py"])
+    assert get_task("my_numbers").load("test", path=questions(tmp_path / "q.jsonl"))[0].messages[0].content == "0 + 1?"
+    assert plugins.loaded_plugins() == ["my_task.py"]
+    assert json.loads(os.environ[plugins.VARIABLE]) == [str(tmp_path / "my_task.py")]
+
+
+def test_a_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "numbers_of_mine.py", TASK)
+    monkeypatch.chdir(tmp_path)
+    plugins.load_plugins(["numbers_of_mine"])
+    assert "my_numbers" in TASKS
+
+
+def test_a_file_with_the_name_of_a_module_of_others(tmp_path: Path) -> None:
+    import json as before
+
+    plugins.load_plugins([write(tmp_path / "json.py", TASK)])
+    assert "my_numbers" in TASKS
+    assert sys.modules["json"] is before
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("gone.py", None, "there is no file"),
+        ("no_such_module_of_mine", None, "there is none called 'no_such_module_of_mine'"),
+        ("no such", None, "but got 'no such'"),
+        ("p.py", "import no_such_library", "needs the module 'no_such_library', which is not installed"),
+        ("p.py", "x = 1\nraise KeyError('k')", "p.py, line 2, raised KeyError: 'k'"),
+        ("p.py", "def (:", "p.py, line 1, cannot be read"),
+        ("p.py", TASK.replace("my_numbers", "gsm8k"), "'gsm8k' is registered already"),
+        ("p.py", STRATEGY.replace('"last_word"', '"cges"'), "'cges' is registered already"),
+        ("p.py", STRATEGY.replace("frozen=True", "frozen=False"), "to be a frozen dataclass"),
+        ("p.py", STRATEGY.replace(": int = 4", ": int"), "to have defaults, but max_samples has none"),
+        ("p.py", ESTIMATOR.replace('"brevity"', '"p_true"'), "'p_true' is taken already"),
+        (
+            "p.py",
+            ESTIMATOR.replace('"pool"', '"tea"'),
+            "to be one of ('engine', 'tokens', 'rewards', 'pool'), but got 'tea'",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(
+    name: str, code: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if code is not None:
+        write(tmp_path / name, code)
+    assert run(["answer", "--model", "bundled", "--plugins", name]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("selfcal answer: error: ")
+    assert len(said.strip().splitlines()) == 1
+    assert words in said
+
+
+def installed(folder: Path, value: str) -> None:
+    """Write what an installed package leaves that offers a plug-in."""
+    info = folder / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\ntheirs = {value}\n")
+    sys.path.insert(0, str(folder))
+
+
+@pytest.mark.parametrize("value", ["their_module", "their_module:register"])
+def test_an_installed_package_offers_a_plugin(value: str, tmp_path: Path) -> None:
+    code = textwrap.dedent(TASK)
+    if ":" in value:
+        *imports, call = code.strip().splitlines()
+        code = "\n".join([*imports, "def register():", f"    {call}"])
+    write(tmp_path / "their_module.py", code)
+    installed(tmp_path, value)
+    plugins.load_installed_plugins()
+    plugins.load_installed_plugins()
+    assert "my_numbers" in TASKS
+
+
+def test_an_installed_plugin_that_fails_names_its_package(tmp_path: Path) -> None:
+    write(tmp_path / "their_module.py", "1 / 0")
+    installed(tmp_path, "their_module")
+    with pytest.raises(InputError, match=r"'theirs' of their-package .* ZeroDivisionError.*Mend or uninstall"):
+        plugins.load_installed_plugins()
+
+
+def test_every_kind_of_verb_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "my_task.py", TASK)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"plugins": [file], "model": "bundled"}))
+    given = given_to("answer", ["--config", str(tmp_path / "c.yaml")], monkeypatch)
+    assert given["model"] == "bundled"
+    assert "plugins" not in given
+    evaluated = given_to("evaluate", ["--config", str(ROOT / "configs/evaluate/demo.yaml")], monkeypatch)
+    assert [test.name for test in evaluated["tests"]] == ["id", "ood"]  # a part of the settings has no plug-ins
+    cli = instantiated(
+        ["fit", "--config", str(ROOT / "configs" / "demo.yaml"), "--plugins", "a,b.py", *ON_CPU], monkeypatch
+    )
+    assert cli.config["fit"].plugins == "a,b.py"  # what ConfigKeeper writes
+
+
+def test_a_run_keeps_the_names_of_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", "--pools.mine", pool_file(tmp_path / "pool.jsonl"), "--output_dir", str(tmp_path / "out")]
+    file = write(tmp_path / "mine.py", STRATEGY)
+    more = ["--plugins", file, "--strategies", "[last_word]", "--num_resamples", "20", "--num_reshuffles", "3"]
+    assert run([*arguments, *more]) == 0, capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["settings"]["plugins"] == [file]
+    assert "last_word" in (tmp_path / "out" / "strategies.md").read_text()
+
+
+def test_an_estimator_scores_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = tmp_path / "scored.jsonl"
+    arguments = ["--pool", pool_file(tmp_path / "pool.jsonl"), "--output", str(scored), "--estimator", "brevity"]
+    assert run(["score", *arguments, "--plugins", write(tmp_path / "mine.py", ESTIMATOR)]) == 0, capsys.readouterr()
+    responses = json.loads(scored.read_text().splitlines()[0])["responses"]
+    assert responses[0]["confidence"]["brevity"] == pytest.approx(1 / 17)
+    assert pool_dependent(["brevity"]) == ["brevity"]
+
+
+def test_a_strategy_runs_by_its_name(tmp_path: Path) -> None:
+    plugins.load_plugins([write(tmp_path / "mine.py", STRATEGY)])
+    assert "last_word" in known_labels()
+    assert (plan_of("last_word").plain, plan_of("last_word").weighted) == ({}, {})
+
+
+def test_a_strategy_is_registered_once() -> None:
+    with pytest.raises(InputError, match="registered already"):
+        register_strategy(SelfConsistency)
+
+
+@pytest.mark.slow
+def test_worker_processes_know_the_plugins(tmp_path: Path, tiny_model: str) -> None:
+    write(tmp_path / "my_task.py", TASK)
+    command = [sys.executable, "-m", "selfcal_lightning", "generate", "--plugins", "my_task.py", "--model", tiny_model]
+    command += ["--task", "my_numbers", "--path", questions(tmp_path / "q.jsonl"), "--store_dir", "samples"]
+    command += ["--num_samples", "2", "--sampling.max_new_tokens", "4", "--devices", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "samples" / "runs").glob("generate-*.json")
+    assert json.loads(kept.read_text())["plugins"] == ["my_task.py"]
+
+
+def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfcal_lightning.engines.vllm.process import worker_environment
+
+    plugins.load_plugins([write(tmp_path / "my_task.py", TASK)])
+    environment = worker_environment(os.environ, on_cpu=True)
+    code = (
+        "from selfcal_lightning.core.plugins import load_plugins_of_parent; load_plugins_of_parent()\n"
+        "from selfcal_lightning.data.tasks.registry import get_task; print(get_task('my_numbers').name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "my_numbers", done.stderr
+
+
+def test_a_verb_that_another_one_starts_finds_the_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(plugins.VARIABLE, json.dumps([write(tmp_path / "my_task.py", TASK)]))
+    arguments = ["--task", "my_numbers", "--model", "bundled", "--store_dir", str(tmp_path / "s"), "--check"]
+    assert run(["generate", *arguments, "--path", questions(tmp_path / "q.jsonl")]) == 0, capsys.readouterr().err

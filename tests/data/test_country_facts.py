@@ -1,0 +1,142 @@
+"""The example on a real model: its task, its settings, and what its report computes; none of it needs the model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.command_lines import instantiated
+from support.strategy_pools import make_entry
+
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.registry import TASKS
+from selfcal_lightning.records import Message
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "smollm"
+NUM_QUESTIONS = {"train": 415, "validation": 50, "test": 499}
+
+
+@pytest.fixture(scope="module")
+def facts() -> Iterator[Task]:
+    """The task, while these tests run."""
+    sys.path.insert(0, str(EXAMPLE))
+    import country_facts
+
+    yield TASKS[country_facts.CountryFacts.name]
+    del TASKS[country_facts.CountryFacts.name], sys.modules["country_facts"]
+    sys.path.remove(str(EXAMPLE))
+
+
+def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
+    countries: dict[str, set[str]] = {}
+    for split, number in NUM_QUESTIONS.items():
+        questions = facts.load(split)
+        assert len(questions) == number
+        assert questions[0].messages == (Message("user", questions[0].text),)
+        countries[split] = {question.id.split("/")[-1].split("-")[0] for question in questions}
+    assert not countries["train"] & countries["test"]
+    assert not countries["validation"] & (countries["train"] | countries["test"])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The capital of Poland is Warsaw.", "warsaw"),
+        ("Dhaka is the capital of Bangladesh, a", "bangladesh"),
+        ("Ghana is a sovereign state located in West Africa, bordered by the", "africa"),
+        ("Lesotho is a continent located in the southern part of Africa", "africa"),
+        ("South Africa is in Southern Africa.", "africa"),
+        ("Tunis is the capital of the African nation of Tunisia.", "tunisia"),
+        ("In Indonesia, the currency is the Indonesian dollar (URD). It", "indonesian dollar"),
+        ("The New Zealand dollar is the official currency of New Zealand, and it", "new zealand dollar"),
+        ("The currency used in Tanzania is the Tanzanian Shillings, also", "tanzanian shilling"),
+        ("The official language of Iraq is Arabic, which is the primary language of", "arabic"),
+        ("The capital of Lebanon is Beirreq.", "beirreq"),
+        ("The capital of Maldives is Malé.", "male"),
+        ("Ankara is the capital of Turkey.", "turkiye"),
+        ("", None),
+    ],
+)
+def test_answers_are_found_in_sentences(facts: Task, text: str, answer: str | None) -> None:
+    assert facts.extract(text) == answer
+    assert facts.extract(text, finished=False) == answer
+
+
+def test_different_wrong_answers_never_agree(facts: Task) -> None:
+    """A reader that maps what it does not know to one name makes targets too high; accuracy does not show it."""
+    texts = ["The capital of Guyana is Kualamala.", "The capital of Guyana is Portlhacha.", "In Guyana, it is Bahl."]
+    answers = [facts.extract(text) for text in texts]
+    assert len(set(answers)) == 3
+    assert None not in answers
+
+
+def test_accepted_names(facts: Task) -> None:
+    by_id = {question.id.split("/")[-1]: question for question in facts.load("test")}
+    assert facts.verify("asia", by_id["ISR-continent"].reference)
+    assert facts.verify("spanish", by_id["PAN-language"].reference)
+    assert not facts.verify("africa", by_id["ISR-continent"].reference)
+    assert not facts.verify(None, by_id["PAN-language"].reference)
+
+
+def test_the_readings_are_no_worse_than_those_of_recorded_responses(facts: Task, shared: Path) -> None:
+    lines = (shared / "data" / "countries" / "smollm2_responses.jsonl").read_text().splitlines()
+    questions = {q.id.split("/")[-1]: q for split in NUM_QUESTIONS for q in facts.load(split)}
+    rows = [json.loads(line) for line in lines]
+    verdicts = [
+        facts.verify(facts.extract(row["text"]), str(questions[row["question_id"].split("/")[-1]].reference))
+        for row in rows
+    ]
+    lost = sum(row["correct"] and not verdict for row, verdict in zip(rows, verdicts, strict=True))
+    assert lost <= 0.01 * len(rows)  # of another reader's right answers, such as "US dollar" for a dollar
+    assert np.mean(verdicts) > np.mean([row["correct"] for row in rows])
+
+
+def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
+    file = EXAMPLE / "fit.yaml"
+    assert [path.name for path in EXAMPLE.rglob("*.yaml")] == [file.name]
+    cli = instantiated(["fit", "--config", str(file), "--model.init_args.base_model", tiny_model], monkeypatch)
+    assert cli.datamodule.target == "leave_one_out"
+    assert cli.model.hparams["lora"]["activated"]
+
+
+@pytest.fixture(scope="module")
+def tables() -> Iterator[object]:
+    sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
+    import _real_tables
+
+    yield _real_tables
+    sys.path.remove(str(ROOT / "benchmarks" / "real"))
+
+
+def test_the_report_reads_shares_and_likelihoods(tables: object) -> None:
+    entry = make_entry(["a", "a", "b", None, "a", "b", "b", "b"], [0.5] * 8)
+    (plain,) = tables.with_plain_confidences([entry])  # type: ignore[attr-defined]
+    shares = [sample.confidences[tables.SHARE] for sample in plain.samples]  # type: ignore[attr-defined]
+    assert shares == [0.5, 0.5, 0.25, 0.0, 0.25, 0.75, 0.75, 0.75]
+    # Of `make_entry`: -1 - index nats over index + 1 tokens.
+    assert plain.samples[3].confidences[tables.LIKELIHOOD] == pytest.approx(math.exp(-1.0))  # type: ignore[attr-defined]
+
+
+def test_the_report_pairs_seeds_and_questions(tables: object) -> None:
+    pool = [make_entry(["a", "b"], [0.75, 0.25], name=f"q{n}") for n in range(20)]
+    own = tables.columns_of(pool, ["p_true", "p_true"])  # type: ignore[attr-defined]
+    same = own.above(own, "discrimination/AUROC")
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert own.estimate("discrimination/AUROC").value == 1.0
+    assert own.estimate("calibration/ECE").value == pytest.approx(0.25)
+    votes = tables.vote_columns(pool, ["p_true"], [1, 2])  # type: ignore[attr-defined]
+    assert votes[1, 0] == pytest.approx(1.0)
+    assert votes[0, 0] == pytest.approx(0.5, abs=0.2)
+
+
+def test_generators_are_means_over_their_seeds(tables: object) -> None:
+    right, wrong = ([make_entry([answer] * 2, [0.5] * 2, name=f"q{n}") for n in range(4)] for answer in "ab")
+    both = tables.columns_over([(right, "p_true"), (wrong, "p_true")])  # type: ignore[attr-defined]
+    assert both.by_seed["accuracy/PassAt1"] == (1.0, 0.0)
+    assert both.estimate("accuracy/PassAt1").value == 0.5

@@ -1,0 +1,276 @@
+"""Answers are found inside responses, at their last word, whatever their wording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
+from selfcal_lightning.data.tasks.extraction import (
+    canonical_number,
+    final_part,
+    last_boxed,
+    normalise_short_text,
+    read_letter,
+    read_number,
+    read_short_text,
+)
+from selfcal_lightning.data.tasks.registry import get_task
+
+# The reference system takes the first letter of a word for an option, stops at a thousands comma, and cuts "12.0.00".
+REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Answer: 1,000", "12.0.00"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 3. No: 4.", "4"),
+        ("Answer: 3\nWait.\nAnswer: 4", "4"),
+        (r"\boxed{3} and then Answer: 4", "3"),
+        (r"\boxed{3} or \boxed{18 \text{ dollars}}", "18"),
+        (r"\boxed{\$1{,}234.50}", "1234.5"),
+        (r"Answer: $\frac{3}{4}$ of 12", "0.75"),
+        (r"Answer: $-\dfrac{1}{3}$", "-1/3"),
+        ("Answer: 2 1/2 cups", "2.5"),
+        ("Answer: 72 clips (48 + 24)", "72"),
+        ("**Answer:** 48 + 24 = **72**", "72"),
+        ("Answer: eight.", "8"),
+        ("Answer:\n\n5", "5"),
+        ("#### -3.50", "-3.5"),
+        ("#### $18 #### $19", "19"),
+        ("48-24", "24"),
+        ("She owes -$5", "-5"),
+        ("x=\u22127", "-7"),
+        ("Answer: 0", "0"),
+        ("Answer: -0.0", "0"),
+        ("it is 12.5%", "12.5"),
+        ("1,000,000.50", "1000000.5"),
+        ("a list 1,2,3", "3"),
+        ("9/0", "9"),
+        ("no number", None),
+        ("", None),
+        ("version R2D2", None),
+        ("9" * 5000, None),
+        ("<think>maybe 3", None),
+        ("<think>maybe 3</think>Answer: 4", "4"),
+    ],
+)
+def test_numbers(text: str, number: str | None) -> None:
+    assert read_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [("5.0", "5"), ("7.50", "7.5"), ("1,234", "1234"), (".5", "0.5"), ("007", "7"), ("6/8", "0.75"), ("1/3", "1/3")],
+)
+def test_canonical_numbers(text: str, form: str) -> None:
+    assert canonical_number(text) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: (B)", "B"),
+        ("Answer: b)", "B"),
+        ("**Answer:** D. because", "D"),
+        ("Answer: **C**", "C"),
+        ("Answer:\nE", "E"),
+        ("Answer: A\nOn reflection:\nAnswer: B", "B"),
+        ("Answer: option B", "B"),
+        ("Answer: The correct option is C.", "C"),
+        ("Answer: The dog (B)", "B"),
+        ("Answer: C, because A is wrong", "C"),
+        ("The answer is C", "C"),
+        ("The answer is A because it fits", "A"),
+        ("The answer is a dog", None),
+        ("Answer: A dog", None),
+        ("I think a dog is best", None),
+        ("Answer: Based on", None),
+        ("Answer: Because", None),
+        ("Answer: 12", None),
+        ("Answer: <Insert", None),
+        ("Answer: B-flat", None),
+        (r"\boxed{\textbf{(C)}}", "C"),
+        (r"\boxed{b}", "B"),
+        ("choice A", "A"),
+        ("(B)", "B"),
+        ("B. library", "B"),
+        ("A. bank\nB. library", None),
+        ("none of these", None),
+        ("", None),
+    ],
+)
+def test_letters(text: str, letter: str | None) -> None:
+    assert read_letter(text) == letter
+
+
+def test_digits_stand_for_letters_only_when_asked() -> None:
+    assert read_letter("Answer: 3") is None
+    assert read_letter("Answer: 3", digits=True) == "C"
+    assert read_letter("Answer: 3.5 m", digits=True) is None
+    assert read_letter("Answer: 12", digits=True) is None
+    assert read_letter("Answer: 3", "AB", digits=True) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{\text{The Paris}}", "paris"),
+        ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
+        ("line 1\nLast line!", "last line"),
+        ("  ", None),
+    ],
+)
+def test_short_texts(text: str, answer: str | None) -> None:
+    assert read_short_text(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"\boxed{", None),
+        ("\\boxed{\n1}", "\n1"),
+        (r"\boxed{x", None),
+        (r"\boxed 5$", "5"),
+        (r"\fbox{6}", "6"),
+        (r"\boxed{\frac{1}{\boxed{2}}}", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    ],
+)
+def test_boxes(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"12\text{ cm}", "12"),
+        (r"864 \mbox{ inches}^2", "864"),
+        ("18 dollars", "18"),
+        (r"90^\circ", "90"),
+        (r"\frac{270}7\text{ degrees}", r"\frac{270}{7}"),
+        (r"11,\! 111,\! 111,\! 100", "11111111100"),
+        (r"\$32,\!348", "32348"),
+        (r"\text{(C)}", "C"),
+        (r"x \in [-2,7]", "[-2,7]"),
+        ("y = 2x + 3", "2x+3"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"4210_{5}", "4210_5"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\cos x", r"\cos x"),
+        ("50\\%", "50"),
+        ("3.", "3"),
+        (r"x=1,y=2", "x=1,y=2"),
+    ],
+)
+def test_normal_forms(text: str, form: str) -> None:
+    assert normalise_expression(text) == form
+    assert normalise_expression(form) == form
+
+
+def test_words_are_told_from_mathematics() -> None:
+    assert [is_text(text) for text in ("Evelyn", "even", "2x+ab", r"\arcsin x", r"\begin{pmatrix}1\end{pmatrix}")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9^{9^{9^9}}",
+        "9^9^9^9",
+        "9**9**9**9",
+        "10^{99999}",
+        "(" * 40 + "1" + ")" * 40,
+        "x+" * 400 + "1",
+        "9" * 99,
+        "5!!!",
+        "99999!",
+        "((9^{999})^{999})^{999}",
+    ],
+)
+def test_bombs_exceed_the_limits(text: str) -> None:
+    assert not is_within_limits(normalise_expression(text))
+
+
+def test_ordinary_expressions_are_within_the_limits() -> None:
+    for text in (
+        r"e^{-x^2}",
+        "2^{100}",
+        r"x^5-x^4+x^3-x^2+x-1",
+        r"\frac{3+\sqrt{5}}{2}",
+        r"\frac{10!}{3!7!}",
+        "x^{y^z}",
+    ):
+        assert is_within_limits(text)
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [
+        "\n",
+        " ",
+        "{",
+        "\\boxed{",
+        "\\boxed{}",
+        "}",
+        "\\frac{",
+        "answer: ",
+        "answer 1 ",
+        "A.",
+        "1,",
+        "(",
+        "*",
+        "9",
+        "1 ",
+        "-",
+        "$",
+    ],
+)
+def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
+    text = "5" + filler * (40_000 // len(filler))
+    start = time.process_time()
+    for read in (read_number, read_letter, read_expression, read_short_text):
+        read(text)
+        read(rf"\boxed{{{text}}}")
+    assert time.process_time() - start < 5.0
+
+
+def test_open_reasoning_has_no_final_part() -> None:
+    assert final_part("<think>a</think><think>b") is None
+
+
+def test_reference_vectors_selfcal(vectors: Callable[[str], dict[str, Any]]) -> None:
+    cases = vectors("answer_extraction_selfcal")["cases"]
+    assert len(cases) >= 30
+    for case in cases:
+        answer = get_task(case["dataset"]).extract(case["response"])
+        if case["response"] in REFERENCE_FAULTS:
+            assert answer != case["extracted"]
+        elif case["extracted"] is not None:
+            expected = str(case["extracted"])
+            assert answer == (canonical_number(expected) or expected), case
+
+
+def test_reference_vectors_qwen_extract(vectors: Callable[[str], dict[str, Any]]) -> None:
+    for case in vectors("qwen_math_extract")["cases"]:
+        expected = last_boxed(case["extracted"]) or case["extracted"]
+        assert (read_expression(case["text"]) or "") == expected, case
+
+
+def test_a_short_text_keeps_the_point_and_the_sign_of_a_number() -> None:
+    assert read_short_text("Answer: 1.5 million.") == "1.5 million"
+    texts = ["1.5", "15", "-5", "5", ".5", "No. 5", "U.S.A.", "1999-2000", "$1,200.50"]
+    assert [normalise_short_text(text) for text in texts] == [
+        "1.5", "15", "-5", "5", ".5", "no 5", "usa", "19992000", "1200.50",
+    ]  # fmt: skip

@@ -1,0 +1,187 @@
+"""One way from a response to a sample: live, recorded or imported, finished or cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+
+from selfcal_lightning.data.pools.exporting import export_pool
+from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.data.pools.published import import_training_records
+from selfcal_lightning.data.pools.recorded import load_recorded_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import judge
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.records import Message, Question, Response, Sample, SamplingSettings
+
+
+class Close:
+    """Whole numbers within one of each other are equal, which is not transitive; a list is grouped by its chains."""
+
+    name, answer_type = "close", "number"
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        return text.removeprefix("=") if text.startswith("=") or (finished and text) else None
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        return answer is not None and abs(int(answer) - int(reference)) <= 1
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        values = sorted({int(answer) for answer in answers if answer is not None})
+        chain = {value: sum(b - a > 1 for a, b in zip(values, values[1:]) if b <= value) for value in values}  # noqa: B905, RUF007
+        first: dict[int, str] = {}
+        return [None if answer is None else first.setdefault(chain[int(answer)], answer) for answer in answers]
+
+
+def as_line(question: Question, responses: Sequence[Response]) -> dict[str, Any]:
+    """Return what somebody else would write down of a question and its responses: no answers, no verdicts."""
+    return {
+        "id": question.id,
+        "task": question.task,
+        "split": "test",
+        "question": question.text,
+        "reference": question.reference,
+        "responses": [
+            {
+                "text": response.text,
+                "tokens": list(response.token_ids),
+                "finish": response.finish,
+                "confidence": {"logprob": response.logprob, "yes_mass": response.yes_mass, "no_mass": 0.25},
+            }
+            for response in responses
+        ],
+    }
+
+
+@st.composite
+def sampled(draw: st.DrawFn, texts: Sequence[str]) -> list[Response]:
+    def one(number: int) -> Response:
+        finish = draw(st.sampled_from(["stop", "stop", "length"]))
+        yes = draw(st.sampled_from([0.0, 0.25, 0.5]))
+        ids = tuple(range(draw(st.integers(0, 3))))
+        return Response(f"r{number}", draw(st.sampled_from(texts)), ids, finish, -1.5 * number, yes, 0.25)
+
+    return [one(number) for number in range(draw(st.integers(1, 8)))]
+
+
+NUMBERS = ["Answer: 0.5", r"so \boxed{1/2}", "Answer: 0.5000004", "Answer: 0.5000008", "3 + 4 = 7", "no idea", ""]
+LETTERS = ["Answer: (B)", "It is B", "B. Because", "Answer: a", r"\boxed{B}", "(C)"]
+TEXTS = ["The Beatles", "Answer: Beatles", "I think\nthe beatles", "Answer:", ""]
+CASES = [
+    (Close(), "3", ["=1", "=2", "=3", "4", "7", "", "=5"]),
+    (FakeTask(), "3", ["The answer is 3.", "The answer is 03.", "The answer", "The answer is 4."]),
+    (get_task("local_number"), "0.5", NUMBERS),
+    (get_task("local_choice"), "B", LETTERS),
+    (get_task("local_text"), "beatles", TEXTS),
+    (get_task("word_problems"), "7", ["The answer is 7.", "First 3+4=7.", "Then 7", "The answer is 07", "hm"]),
+]
+
+
+@pytest.mark.parametrize(("task", "reference", "texts"), CASES, ids=lambda value: getattr(value, "name", ""))
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_live_response_and_its_record_are_one_sample(
+    tmp_path_factory: pytest.TempPathFactory, task: Task, reference: str, texts: list[str], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("pool")
+    responses = data.draw(sampled(texts))
+    gold = data.draw(st.sampled_from([reference, None]))
+    question = Question("q", task.name, (Message("user", "?"),), gold, "?")
+    live = judge(question, responses, task, round=0)
+    (folder / "pool.jsonl").write_text(json.dumps(as_line(question, responses)) + "\n")
+    import_pool(folder / "pool.jsonl", folder / "store", tasks=lambda _: task)
+    for place in ("pool.jsonl", "store"):
+        (entry,) = load_recorded_pool(folder / place, tasks=lambda _: task).entries
+        assert entry.samples == live
+        assert entry.question == question
+
+
+def test_what_was_generated_is_imported_as_the_same_samples(tmp_path: Path) -> None:
+    engine, chat, sampling = FakeEngine(), FakeChat(), SamplingSettings(max_new_tokens=31)
+    fingerprint = store_fingerprint(engine, chat, sampling, 0)
+    store = SampleStore.create_or_open(tmp_path / "live", fingerprint, num_samples=5, engine={})
+    generate_samples(
+        fake_questions(12), split="test", engine=engine, chat=chat, store=store, num_samples=5, sampling=sampling,
+        seed=0, tasks=FakeTask, progress=False,
+    )  # fmt: skip
+    store.join()
+    export_pool(tmp_path / "live", tmp_path / "pool.jsonl", token_ids=True)
+    lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
+    for line in lines:
+        for response in line["responses"]:
+            del response["answer"], response["correct"]
+    (tmp_path / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = import_pool(tmp_path / "bare.jsonl", tmp_path / "again", tasks=FakeTask)
+    assert 0 < report.truncated < 60
+    pairs = zip(store.samples(), SampleStore(tmp_path / "again").samples(), strict=True)
+    assert all(one.samples == other.samples for one, other in pairs)
+
+
+def test_records_of_a_training_name_equal_answers_alike(tmp_path: Path) -> None:
+    header = "<|assistant|>\n"
+    records = [
+        {"input": f"One?{header} so", "answer": answer, "weighted_consistency": 0.5, "consistency": 0.5}
+        for answer in ("0.5", "1/2", None, "0.50", "2")
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    import_training_records(path, tmp_path / "store", prompt_separator=header, task="local_number")
+    (entry,) = SampleStore(tmp_path / "store").samples()
+    assert [sample.answer for sample in entry.samples] == ["0.5", "0.5", None, "0.5", "2"]
+    assert {sample.correct for sample in entry.samples} == {None}
+
+
+def read(task: str, reference: str, text: str, finish: str | None) -> Sample:
+    question = Question("q", task, (), reference)
+    (sample,) = judge(question, [Response("r", text, (), finish, 0.0)], get_task(task), round=0)  # type: ignore[arg-type]
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("task", "reference", "text"),
+    [
+        ("local_number", "3", "First 3"),
+        ("local_number", "24", "48/2 = 24 but the answer is not"),
+        ("gsm8k", "7", "3 + 4 = 7, which"),
+        ("word_problems", "12", "First 4*3=12. Then"),
+        ("math500", "4", r"so that $x^2 = 4"),
+        ("math500", "4", r"and so \boxed{4"),
+        ("local_choice", "B", "I take (B)"),
+        ("local_choice", "B", "B. It is"),
+        ("local_text", "paris", "The capital is\nParis"),
+    ],
+)
+def test_what_broke_off_before_an_answer_has_none(task: str, reference: str, text: str) -> None:
+    sample = read(task, reference, text, "length")
+    assert (sample.answer, sample.correct) == (None, False)
+
+
+@pytest.mark.parametrize("finish", ["stop", None])
+def test_only_what_is_known_to_be_cut_is_read_so(finish: str | None) -> None:
+    assert read("local_number", "24", "48/2 = 24", finish).correct
+    assert read("local_choice", "B", "I take (B)", finish).correct
+
+
+@pytest.mark.parametrize(
+    ("task", "reference", "text"),
+    [
+        ("local_number", "24", "Answer: 24\nLet me check: 2"),
+        ("local_number", "24", r"\boxed{24} since 48"),
+        ("gsm8k", "24", "#### 24\nNow 5"),
+        ("word_problems", "12", "First 4*3=12. The answer is 12"),
+        ("math500", r"\frac{1}{2}", r"The answer is $\frac12$. To check, 3"),
+        ("local_choice", "B", "Answer: B\nBecause A"),
+        ("local_text", "paris", "Answer: Paris\nIt lies"),
+    ],
+)
+def test_what_was_answered_before_it_was_cut_counts(task: str, reference: str, text: str) -> None:
+    assert read(task, reference, text, "length").correct

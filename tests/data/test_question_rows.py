@@ -1,0 +1,150 @@
+"""One format of questions, whoever reads it: ``answer``, training's sources, evaluation's test sets, pools."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.data.pools.line_format import read_pool
+from selfcal_lightning.data.tasks.answer_types import NumberAnswers
+from selfcal_lightning.data.tasks.base import take_part
+from selfcal_lightning.data.tasks.dataset import DatasetTask, Item
+from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.inference.answering import read_questions
+from selfcal_lightning.records import Question
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(path: Path) -> list[Question]:
+    return read_questions(path, task="local_number")
+
+
+def loaded(path: Path) -> list[Question]:
+    return load_some("local_number", "train", path=str(path))
+
+
+READERS = pytest.mark.parametrize("read", [asked, loaded], ids=["asked", "loaded"])
+Reader = Callable[[Path], list[Question]]
+
+
+@READERS
+def test_answer_and_reference_mean_the_same_as_text_or_number(read: Reader, tmp_path: Path) -> None:
+    rows = [{"answer": 4}, {"reference": "4.0"}, {"answer": 4.0, "reference": 4.0}, {"answer": None}, {}]
+    file = write(tmp_path / "q.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
+    assert [question.reference for question in read(file)] == ["4", "4", "4", None, None]
+
+
+@READERS
+def test_a_text_file_has_a_question_a_line(read: Reader, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("One?\n\nTwo?\n")
+    assert [question.text for question in read(tmp_path / "q.txt")] == ["One?", "Two?"]
+
+
+@READERS
+def test_parquet_is_read_alike(read: Reader, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"question": "One?", "answer": 1.5, "level": 3}, {"question": "Two?", "answer": None, "level": 2}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert [(q.text, q.reference) for q in read(tmp_path / "q.parquet")] == [("One?", "1.5"), ("Two?", None)]
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x", "anwser": 1}, r"q.jsonl:2: .*but got 'anwser'. Did you mean 'answer'"),
+        ({"question": "x", "refrence": 1}, r"q.jsonl:2: .*Did you mean 'reference'"),
+        ({"Question": "x"}, r"q.jsonl:2: .*but got 'Question'. Did you mean 'question'"),
+        ({"question": " "}, r"q.jsonl:2: Expected `question` to hold text, but got ' '"),
+        ({"question": None}, r"q.jsonl:2: Expected `question` to hold text, but got None"),
+        ({"question": "x", "answer": "soon"}, r"q.jsonl:2: Expected `answer` to be an answer .*\(number\), but got"),
+        ({"question": "x", "answer": True}, r"q.jsonl:2: Expected `answer` .*but got True"),
+        ({"question": "x", "id": " "}, r"q.jsonl:2: Expected `id` to be text"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_file_and_line(
+    read: Reader, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(write(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
+
+
+def test_fields_of_ones_own_are_left_alone_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
+    with caplog.at_level(logging.WARNING):
+        assert len(asked(file)) == 3
+    assert caplog.text.count("level, topic") == 1
+
+
+def test_questions_may_come_from_python() -> None:
+    found = read_questions(
+        [{"question": "2+2?", "answer": 4}, {"question": "b?", "task": "local_choice"}], task="local_number"
+    )
+    assert [(q.id, q.task, q.reference) for q in found] == [
+        ("line-1", "local_number", "4"),
+        ("line-2", "local_choice", None),
+    ]
+    assert read_questions(found, task="local_text") == found
+    with pytest.raises(ValueError, match=r"questions\[2\]: Expected the fields .*'anwser'"):
+        read_questions([{"question": "a"}, {"question": "b", "anwser": 1}], task="local_number")
+    with pytest.raises(ValueError, match="at least one question"):
+        read_questions([], task="local_number")
+
+
+def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "q.jsonl", {"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}
+    )
+    assert [question.text for question in loaded(file)] == ["b"]
+    with pytest.raises(ValueError, match="all are of local_text, local_number"):
+        load_some("local_choice", "train", path=str(file))
+
+
+def test_a_local_data_set_of_other_columns_keeps_them(tmp_path: Path) -> None:
+    class Own:
+        name, answers, source, columns, id_column = "own", NumberAnswers(), None, ("text", "gold"), None
+
+        def read_row(self, row: dict[str, Any], question_id: str) -> Item:
+            return Item(row["text"], row["gold"])
+
+    file = write(tmp_path / "own.jsonl", {"text": "2+2?", "gold": 4}, {"text": "?", "gold": "none"})
+    assert [(q.text, q.reference) for q in DatasetTask(Own()).load("t", path=str(file))] == [("2+2?", "4")]
+
+
+def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
+    base = {"id": "a", "task": "local_number", "question": "2+2?", "responses": [], "split": "test"}
+    file = write(tmp_path / "p.jsonl", {**base, "answer": 4}, {**base, "id": "b", "reference": "4"})
+    assert [line.question.reference for _, line in read_pool(file, task=None, split=None)] == ["4", "4"]
+    bad = write(tmp_path / "bad.jsonl", {**base, "anwser": 4})
+    with pytest.raises(ValueError, match=r"bad.jsonl:1: .*'anwser'. Did you mean 'answer'"):
+        list(read_pool(bad, task=None, split=None))
+
+
+def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {number % 40}+1?", "answer": number % 40 + 1} for number in range(50)]
+    file = write(tmp_path / "q.jsonl", *rows)
+    parts = {
+        part: load_some("local_number", "train", path=str(file), part=part)
+        for part in ("train", "validation", "calibration")
+    }
+    texts = {part: {question.text for question in questions} for part, questions in parts.items()}
+    assert {part: len(found) for part, found in texts.items()} == {"train": 32, "validation": 4, "calibration": 4}
+    assert len(set().union(*texts.values())) == 40
+    assert sum(map(len, parts.values())) == 50, "a text that occurs twice stays whole"
+    shuffled = load_some(
+        "local_number", "train", path=str(write(tmp_path / "r.jsonl", *reversed(rows))), part="validation"
+    )
+    assert {question.text for question in shuffled} == texts["validation"]
+    with pytest.raises(ValueError, match=r"at least 10 different questions .*but got 3"):
+        take_part(parts["train"][:3], "train")

@@ -1,0 +1,287 @@
+"""The store: what goes in comes out, fingerprinted, joined by anyone."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fakes import fake_questions
+from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
+
+from selfcal_lightning.data.store import sample_store as store_module
+from selfcal_lightning.data.store.manifest import StoreManifest
+from selfcal_lightning.data.store.sample_store import SampleStore
+
+
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    questions = fake_questions(8)
+    store = make_store(tmp_path)
+    write(store, questions[:5], part="a")
+    write(store, questions[5:], part="b", split="validation")
+    assert store.question_ids() == set(), "readers see joined shards only"
+    assert store.question_ids(include_parts=True) == {q.id for q in questions}
+    manifest = store.join()
+    assert manifest == store.manifest
+    written = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest.as_json().items() <= written.items()
+    assert (manifest.questions, manifest.rows) == (written["questions"], written["rows"]) == (8, 32)
+    assert manifest.rounds[0].fingerprint == FINGERPRINT
+    assert [(entry.questions, entry.splits) for entry in manifest.shards] == [
+        (3, {"train": 3}),
+        (2, {"train": 2}),
+        (3, {"validation": 3}),
+    ]
+    found = list(SampleStore(tmp_path).samples())
+    by_id = {q.id: make_group(q, split="train" if q in questions[:5] else "validation") for q in questions}
+    assert [group.question.id for group in found] == sorted(by_id)
+    assert all(group == by_id[group.question.id] for group in found)
+    assert {group.question.id for group in store.samples(split="validation")} == {q.id for q in questions[5:]}
+    assert list(store.samples(task="other")) == []
+    assert not leftovers(store)
+
+
+class CountedId(str):
+    """An id that counts how often a set or a dictionary looks at one."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedId.looks += 1
+        return str.__hash__(self)
+
+
+def looks_at_ids(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how often ids are hashed when the ids of ``count`` stored questions are looked up."""
+    store = make_store(path, num_samples=1)
+    with store.writer("a") as writer:
+        for question in fake_questions(count):
+            writer.append(make_group(question, num_samples=1))
+    real = SampleStore._questions_of
+
+    def counted(self: SampleStore, entry: Any) -> dict[str, Any]:
+        return {CountedId(name): found for name, found in real(self, entry).items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleStore, "_questions_of", counted)
+        CountedId.looks = 0
+        assert len(store.question_ids(include_parts=True)) == count
+    return CountedId.looks
+
+
+def test_looking_up_stored_questions_takes_a_few_looks_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (looks_at_ids(tmp_path / str(count), count, monkeypatch) for count in (192, 768))
+    assert many <= 4.5 * few
+
+
+def test_index_columns(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    questions = fake_questions(5)
+    write(store, questions)
+    store.join()
+    index = store.index(split="train")
+    names = sorted(q.id for q in questions)
+    assert index.question_id.tolist() == [name for name in names for _ in range(4)]
+    assert index.question_index.tolist() == [rank for rank in range(5) for _ in range(4)]
+    assert index.sample_index.tolist() == [0, 1, 2, 3] * 5
+    assert index.answer[:4].tolist() == ["0", None, "2", "0"]
+    np.testing.assert_array_equal(index.correct[:4], [1, math.nan, 0, 1])
+    np.testing.assert_array_equal(index.p_true[:4], [0.3 / 0.3, 0.3 / 0.4, math.nan, 0.3 / (0.3 + 0.1 * 3)])
+    np.testing.assert_array_equal(index.confidences["length"][:4], [math.nan, 1 / 8, 2 / 8, 3 / 8])
+    assert index.num_tokens[:4].tolist() == [0, 1, 2, 3]
+    assert set(index.num_prompt_tokens.tolist()) == {7}
+    assert index.finish[:2].tolist() == ["stop", "length"]
+    assert index.answer[0] is index.answer[4], "equal texts are one object"
+    some = index.select(np.array([17, 2]))
+    assert some.question_index.tolist() == [4, 0]
+    rows = store.read_rows(some.locate(range(2)))
+    assert [(row.question.id, row.sample.index, row.sample.token_ids) for row in rows] == [
+        (names[4], 1, (0,)),
+        (names[0], 2, (0, 1)),
+    ]
+    assert len(store.index(split="nothing")) == 0
+    assert list(store.samples(split="nothing")) == []
+
+
+def test_reading_survives_pickling_and_later_shards(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    questions = fake_questions(6)
+    write(store, questions[:3], part="b")
+    store.join()
+    index = store.index()
+    expected = store.read_rows(index.locate([5]))
+    write(store, questions[3:], part="a")
+    store.join()
+    assert pickle.loads(pickle.dumps(store)).read_rows(index.locate([5])) == expected  # noqa: S301
+    assert len(store.index()) == 24
+
+
+def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write(store, fake_questions(3))
+    store.join()
+    view = make_store(tmp_path, num_samples=2)
+    assert view.index().sample_index.tolist() == [0, 1] * 3
+    assert all(len(group.samples) == 2 for group in view.samples())
+    assert view.round_manifest().num_samples == 4
+    with pytest.raises(ValueError, match=r"Expected `num_samples` to be at most 4.*got 8.*another `store_dir`"):
+        make_store(tmp_path, num_samples=8)
+
+
+def test_another_fingerprint_is_refused_field_by_field(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    other = replace(FINGERPRINT, sampling=replace(FINGERPRINT.sampling, temperature=1.0), seed=3)
+    with pytest.raises(ValueError, match=r"sampling.temperature: 0.8 in the store, 1.0 asked for") as caught:
+        SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
+    assert "seed: 0 in the store, 3 asked for" in str(caught.value)
+    assert "another `store_dir`" in str(caught.value)
+    assert "edt_scale" not in str(caught.value)
+
+
+def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    moved = replace(FINGERPRINT, model=replace(MODEL, model="/elsewhere/m", revision="main"))
+    assert moved.digest() == FINGERPRINT.digest()
+    SampleStore.create_or_open(tmp_path, moved, num_samples=4, engine={"engine": "vllm"})
+    changed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256="v"))
+    with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, 'v' asked for"):
+        SampleStore.create_or_open(tmp_path, changed, num_samples=4, engine={})
+    other = replace(changed, model=replace(changed.model, model="n"))
+    with pytest.raises(ValueError, match=r"model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'"):
+        SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
+    unhashed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256=None))
+    with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, None asked for"):
+        SampleStore.create_or_open(tmp_path, unhashed, num_samples=4, engine={})
+
+
+def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    questions = fake_questions(3)
+    write(store, questions)
+    adapted = replace(FINGERPRINT, model=replace(MODEL, adapter_sha256="x"))
+    later = SampleStore.create_or_open(tmp_path, adapted, num_samples=4, engine={}, round=1)
+    write(later, questions[:2], round=1)
+    later.join()
+    assert len(later.index(round=0)) == 12
+    assert len(later.index(round=1)) == 8
+    assert later.question_ids(round=1) == {q.id for q in questions[:2]}
+    assert len(list(later.samples(round=1))) == 2
+    with pytest.raises(ValueError, match=r"Expected round 2 to be in the store .*, but got rounds \[0, 1\]"):
+        later.round_manifest(2)
+
+
+def test_opening_writes_nothing(tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="Expected a sample store"):
+        store.index()
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: replace(g, samples=g.samples[:3]), "Expected 4 samples"),
+        (lambda g: replace(g, samples=g.samples[::-1]), "Expected samples 0, 1, 2"),
+        (lambda g: replace(g, samples=()), "Expected samples 0, 1, 2"),
+        (lambda g: replace(g, samples=tuple(replace(s, round=1) for s in g.samples)), "and round 0"),
+    ],
+)
+def test_a_writer_takes_whole_questions_only(tmp_path: Path, change: object, message: str) -> None:
+    store = make_store(tmp_path)
+    with store.writer("a") as writer, pytest.raises(ValueError, match=message):
+        writer.append(change(make_group(fake_questions(1)[0])))  # type: ignore[operator]
+    assert store.question_ids(include_parts=True) == set()
+
+
+def test_a_question_is_written_once(tmp_path: Path) -> None:
+    store, question = make_store(tmp_path), fake_questions(1)[0]
+    write(store, [question])
+    with store.writer("a") as writer, pytest.raises(ValueError, match="Expected question ids to be unique"):
+        writer.append(make_group(question))
+
+
+def test_one_sample_a_question_is_allowed(tmp_path: Path) -> None:
+    store = make_store(tmp_path, num_samples=1)
+    with store.writer("a") as writer:
+        writer.append(make_group(fake_questions(1)[0], num_samples=1))
+    store.join()
+    assert len(store.index()) == 1
+
+
+def test_join_is_idempotent(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    assert store.join().shards == ()
+    write(store, fake_questions(4))
+    store.join()
+    before = (tmp_path / "manifest.json").stat().st_mtime_ns
+    SampleStore(tmp_path).join()
+    assert (tmp_path / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another part commits, and its process joins, between this joiner's reading of the parts and its writing."""
+    store, questions = make_store(tmp_path), fake_questions(4)
+    write(store, questions[:2], part="a")
+    merge, calls = store_module.merge_parts, []
+
+    def slow_merge(root: Path, entries: list, **options: Any) -> StoreManifest:
+        manifest = merge(root, entries, **options)
+        calls.append(len(entries))
+        if len(calls) == 1:
+            write(store, questions[2:], part="b")
+            SampleStore(tmp_path).join()
+        return manifest
+
+    monkeypatch.setattr(store_module, "merge_parts", slow_merge)
+    store.join()
+    assert calls == [1, 2, 2]
+    assert store.question_ids() == {q.id for q in questions}
+
+
+def _create_and_join(path: Path, part: int) -> None:
+    store = make_store(path)
+    for start in range(0, 6, 2):
+        write(store, fake_questions(6, prefix=f"p{part}")[start : start + 2], part=f"part-{part}")
+        store.join()
+
+
+def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_create_and_join, args=(tmp_path, part)) for part in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(SampleStore(tmp_path).question_ids()) == 24
+    assert not leftovers(SampleStore(tmp_path))
+
+
+def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
+    store, questions = make_store(tmp_path), fake_questions(4)
+    write(store, questions, part="a")
+    write(store, questions[:2], part="b")
+    manifest = store.join()
+    assert (manifest.questions, manifest.duplicate_questions) == (4, 2)
+    assert len(store.index()) == 16
+    assert store.question_ids() == store.question_ids(include_parts=True) == {q.id for q in questions}
+
+
+def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> None:
+    store, questions = make_store(tmp_path), fake_questions(4)
+    write(store, questions, part="a")
+    write(store, questions[:2], part="b", mark="other ")
+    with pytest.raises(ValueError, match=r"got 2 with different samples in two parts.*parts/b/.*--repair true"):
+        store.join()
+    assert not (tmp_path / "manifest.json").exists()
+    report = store.repair()
+    assert (report.duplicates, report.questions, report.moved) == (2, 0, ())
+    assert all(group == make_group(group.question) for group in store.samples())
+    assert len(shards(store, "b")) == 1, "nothing readable is deleted"
+    assert store.join().duplicate_questions == 2

@@ -1,0 +1,376 @@
+"""Every data set: its place on the hub, its rows as questions, and what happens to broken input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from selfcal_lightning.data.tasks.dataset import DatasetTask
+from selfcal_lightning.data.tasks.registry import TASKS, get_task
+from selfcal_lightning.data.tasks.rows import load_file_rows, load_hub_rows
+
+CHOICES = {"label": ["A", "B", "C"], "text": ["bank", "library", "shop"]}
+
+# One row with the hub's columns for each task, the reference, and a piece of the question that must come out.
+ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k": ({"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 1,002"}, "1002", "1+1?"),
+    "svamp": (
+        {"ID": "chal-1", "Body": "He has 3 pens", "Question": "How many?", "Answer": "51.0"},
+        "51",
+        "He has 3 pens, How many?",
+    ),
+    "object_counting": ({"input": "How many cats?", "target": "0"}, "0", "How many cats?"),
+    "math_qa": (
+        {"Problem": "p", "options": "a ) rs . 1,000 , b ) 2 , 500 , c ) 3 , d ) 4 , e ) none of these", "correct": "b"},
+        "B",
+        "(A) rs . 1,000\n(B) 2 , 500\n(C) 3\n(D) 4\n(E) none of these",
+    ),
+    "aqua_rat": (
+        {"question": "q", "options": ["A)21", "B)21.5", "C)(3,4)", "D)1", "E)2"], "correct": "C"},
+        "C",
+        "(B) 21.5\n(C) (3,4)",
+    ),
+    "sciq": (
+        {"question": "q", "correct_answer": "gas", "distractor1": "air", "distractor2": "oil", "distractor3": "tin"},
+        "B",
+        "(A) air\n(B) gas\n(C) oil\n(D) tin",
+    ),
+    "commonsense_qa": ({"id": "7b", "question": "Books?", "choices": CHOICES, "answerKey": "B"}, "B", "(B) library"),
+    "openbookqa": ({"id": "9-1", "question_stem": "Books?", "choices": CHOICES, "answerKey": "C"}, "C", "(C) shop"),
+    "arc_easy": (
+        {"id": "M1", "question": "q", "choices": {"label": ["1", "2"], "text": ["ice", "fire"]}, "answerKey": "2"},
+        "B",
+        "(A) ice\n(B) fire",
+    ),
+    "arc_challenge": (
+        {"id": "M2", "question": "q", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]}
+        | {"answerKey": "A"},
+        "A",
+        "(A) x\n(B) y",
+    ),
+    "winogrande": (
+        {"sentence": "Ann saw Eve, so _ ran.", "option1": "Ann", "option2": "Eve", "answer": "2"},
+        "B",
+        "Ann saw Eve, so _ ran.\n(A) Ann\n(B) Eve",
+    ),
+    "reclor": (
+        {"context": "All cats purr.", "question": "Who?", "answers": ["d", "c"], "label": 1, "id_string": "train_3"},
+        "B",
+        "All cats purr.\nWho?\n(A) d\n(B) c",
+    ),
+    "logiqa": (
+        {"context": "All cats purr.", "query": "Who?", "options": ["d", "c"], "correct_option": 0},
+        "A",
+        "All cats purr.\nWho?\n(A) d\n(B) c",
+    ),
+    "gpqa": (
+        {"Record ID": "rec1", "Question": "q", "Correct Answer": "right", "Incorrect Answer 1": "w1"}
+        | {"Incorrect Answer 2": "w2", "Incorrect Answer 3": "w3"},
+        "ABCD",
+        ") right",
+    ),
+    "math500": (
+        {"problem": "p", "answer": r"\frac12", "unique_id": "test/algebra/1.json"},
+        r"\frac{1}{2}",
+        "p",
+    ),
+    "math": ({"problem": "p", "answer": r"\frac12", "unique_id": "train/algebra/1.json"}, r"\frac{1}{2}", "p"),
+    "mmlu": ({"question": "q", "choices": ["w", "x", "y", "z"], "answer": 2, "subject": "s"}, "C", "(C) y\n(D) z"),
+    "aime25": ({"id": "3", "problem": "p", "answer": "070"}, "70", "p"),
+    "aime": ({"id": 60, "problem": "p", "answer": 204}, "204", "p"),
+    "aime_train": ({"ID": "1983-1", "Year": 1983, "Question": "p", "Answer": "60"}, "60", "p"),
+    "triviaqa": (
+        {"question_id": "tc_2", "question": "q", "answer": {"value": "Sinclair Lewis", "aliases": ["(H. S.) Lewis"]}},
+        '["sinclair lewis", "h s lewis"]',
+        "q",
+    ),
+    "simpleqa_verified": ({"original_index": 5, "problem": "q", "answer": "Michio Sugeno"}, "michio sugeno", "q"),
+    "simpleqa_train": ({"input_query": "q", "expected_answer": "Michio Sugeno"}, "michio sugeno", "q"),
+    "local_number": ({"question": "q", "answer": 3}, "3", "q"),
+    "local_choice": ({"id": "x", "question": "q", "answer": "g"}, "G", "q"),
+    "local_expression": ({"question": "q", "answer": "50\\%"}, "50\\%", "q"),
+    "local_text": ({"question": "q", "answer": ["The Beatles", "Fab Four"]}, '["beatles", "fab four"]', "q"),
+}
+
+# (id, config, folder, revision), split here -> split on the hub
+HUB: dict[str, tuple[tuple[str, str | None, str | None, str | None], dict[str, str]]] = {
+    "gsm8k": (("openai/gsm8k", "main", None, None), {"train": "train", "test": "test"}),
+    "svamp": (("ChilleD/SVAMP", None, None, None), {"train": "train", "test": "test"}),
+    "object_counting": (("lukaemon/bbh", None, "object_counting", "refs/convert/parquet"), {"test": "test"}),
+    "math_qa": (("allenai/math_qa", None, "default", "refs/convert/parquet"), {"train": "train", "test": "test"}),
+    "aqua_rat": (("deepmind/aqua_rat", "raw", None, None), {"train": "train", "test": "test"}),
+    "sciq": (("allenai/sciq", None, None, None), {"train": "train", "test": "test"}),
+    "commonsense_qa": (("tau/commonsense_qa", None, None, None), {"train": "train", "validation": "validation"}),
+    "openbookqa": (("allenai/openbookqa", "main", None, None), {"train": "train", "test": "test"}),
+    "arc_easy": (("allenai/ai2_arc", "ARC-Easy", None, None), {"train": "train", "test": "test"}),
+    "arc_challenge": (("allenai/ai2_arc", "ARC-Challenge", None, None), {"train": "train", "test": "test"}),
+    "winogrande": (("allenai/winogrande", "winogrande_xl", None, None), {"train": "train", "validation": "validation"}),
+    "reclor": (("tasksource/reclor", None, None, None), {"train": "train", "validation": "validation"}),
+    "logiqa": (("lucasmccabe/logiqa", None, "default", "refs/convert/parquet"), {"train": "train", "test": "test"}),
+    "gpqa": (("Idavidrein/gpqa", "gpqa_diamond", None, None), {"test": "train"}),
+    "mmlu": (("cais/mmlu", "all", None, None), {"validation": "validation", "test": "test"}),
+    "math": (("appier-ai-research/MATH-train-11498", None, None, None), {"train": "train"}),
+    "aime25": (("math-ai/aime25", None, None, None), {"test": "test"}),
+    "aime_train": (("gneubig/aime-1983-2024", None, None, None), {"train": "train"}),
+    "triviaqa": (("mandarjoshi/trivia_qa", "rc.nocontext", None, None), {"train": "train", "validation": "validation"}),
+    "simpleqa_verified": (("google/simpleqa-verified", None, None, None), {"test": "eval"}),
+    "math500": (("HuggingFaceH4/MATH-500", None, None, None), {"test": "test"}),
+}
+
+
+def dataset_task(name: str) -> DatasetTask:
+    task = get_task(name)
+    assert isinstance(task, DatasetTask)
+    return task
+
+
+def write_lines(path: Path, *rows: Any) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_data_set_is_covered() -> None:
+    assert set(ROWS) == {name for name, task in TASKS.items() if isinstance(task, DatasetTask)}
+    joined = {"aime", "simpleqa_train"}  # of several places: ``test_joined_sources``
+    local = {name for name in ROWS if name.startswith("local_")}
+    assert set(HUB) == set(ROWS) - joined - local
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_become_questions(name: str, kind: str, tmp_path: Path) -> None:
+    row, reference, piece = ROWS[name]
+    path = str(tmp_path / f"rows.{kind}")
+    if kind == "jsonl":
+        write_lines(Path(path), row)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    task = dataset_task(name)
+    (question,) = task.load("test", path=path)
+    assert question.task == name
+    own_id = row.get(task.dataset.id_column) if task.dataset.id_column else None
+    assert question.id == f"{name}/test/{own_id or '000000'}"
+    assert piece in question.text
+    assert question.reference in reference if name == "gpqa" else question.reference == reference
+    assert [message.role for message in question.messages] == ["system", "user"]
+    assert question.messages[1].content == f"Question: {question.text}"
+    assert "Explanation:" in question.messages[0].content
+    assert "Answer:" in question.messages[0].content
+    (direct,) = task.load("test", path=path, chain_of_thought=False)
+    assert "Explanation" not in direct.messages[0].content
+    assert "Answer:" in direct.messages[0].content
+    assert direct.id == question.id
+    gold = json.loads(question.reference)[0] if question.reference.startswith("[") else question.reference
+    assert task.verify(task.extract(f"Explanation: because.\nAnswer: {gold}"), question.reference)
+    assert not task.verify(None, question.reference)
+    assert task.group([gold, None, gold]) == [gold, None, gold]
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_hub_is_asked_for_exactly_this(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    (hub_id, config, folder, revision), splits = HUB[name]
+    asked: dict[str, Any] = {}
+
+    def load_dataset(path: str, **arguments: Any) -> datasets.Dataset:
+        asked.update(arguments, path=path)
+        return datasets.Dataset.from_list([ROWS[name][0]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = dataset_task(name)
+    for split, hub_split in splits.items():
+        questions = task.load(split)
+        assert len(questions) == 1
+        assert questions[0].id.startswith(f"{name}/{split}/")
+        assert asked == {
+            "path": hub_id,
+            "name": config,
+            "data_dir": folder,
+            "revision": revision,
+            "split": hub_split,
+        }
+    with pytest.raises(ValueError, match="Expected `split`"):
+        task.load("nonsense")
+
+
+def test_a_repository_with_configurations_loads_through_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    repository = tmp_path / "repository"
+    (repository / "main").mkdir(parents=True)
+    (repository / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
+        "  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: other.parquet\n---\n"
+    )
+    for split in ("train", "test"):
+        table = pyarrow.Table.from_pylist([{"question": f"{split}?", "answer": "#### 2"}])
+        pyarrow.parquet.write_table(table, repository / "main" / f"{split}-00000-of-00001.parquet")
+    task = dataset_task("gsm8k")
+    source = dataclasses.replace(task.dataset.source, hub_id=str(repository))
+    assert [row["question"] for row in load_hub_rows(source, "test", task.dataset.columns)] == ["test?"]
+    with pytest.raises(ValueError, match=r"columns question, solution, but solution is missing. Present: question, a"):
+        load_hub_rows(source, "test", ("question", "solution"))
+
+
+@pytest.mark.parametrize("name", ["object_counting", "math_qa", "logiqa"])
+def test_a_parquet_conversion_is_read_by_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    task = dataset_task(name)
+    for folder in (task.dataset.source.data_dir, "another_configuration"):
+        part = tmp_path / "repository" / folder / "test"
+        part.mkdir(parents=True)
+        rows = [ROWS[name][0]] if folder != "another_configuration" else [{"other": 1}]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), part / "0000.parquet")
+    source = dataclasses.replace(task.dataset.source, hub_id=str(tmp_path / "repository"))
+    monkeypatch.setattr(type(task.dataset), "source", source)
+    (question,) = task.load("test")
+    assert question.reference == ROWS[name][1]
+
+
+def test_no_connection_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub.")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(RuntimeError, match=r"Could not load openai/gsm8k .* by `path`"):
+        dataset_task("gsm8k").load("test")
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    task = dataset_task("gsm8k")
+    row = ROWS["gsm8k"][0]
+    with pytest.raises(FileNotFoundError, match=r"none at /no/where.jsonl"):
+        task.load("test", path="/no/where.jsonl")
+    with pytest.raises(ValueError, match=r"to end in .jsonl, .ndjson, .json or .parquet"):
+        task.load("test", path=write_lines(tmp_path / "a.csv", row))
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3, to be JSON, but got "):
+        task.load("test", path=write_lines(tmp_path / "b.jsonl", row, "", '{"question": "cut'))
+    with pytest.raises(ValueError, match=r"c.jsonl, line 1, to be a JSON object, but got list"):
+        task.load("test", path=write_lines(tmp_path / "c.jsonl", [1]))
+    (tmp_path / "d.jsonl").write_bytes(b'{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"d.jsonl, line 1"):
+        task.load("test", path=str(tmp_path / "d.jsonl"))
+    with pytest.raises(
+        ValueError, match=r"e.jsonl, line 2 to have the columns question, answer, but answer is missing. Present: quest"
+    ):
+        task.load("test", path=write_lines(tmp_path / "e.jsonl", row, {"question": "q", "solution": "s"}))
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"]}), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=r"f.parquet to have the columns .* answer is missing. Present: question"):
+        task.load("test", path=str(tmp_path / "f.parquet"))
+    (tmp_path / "g.parquet").write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match=r"g.parquet to be a Parquet file"):
+        task.load("test", path=str(tmp_path / "g.parquet"))
+
+
+def test_empty_splits_and_limits(tmp_path: Path) -> None:
+    task = dataset_task("gsm8k")
+    row = ROWS["gsm8k"][0]
+    with pytest.raises(ValueError, match=r"split 'test' of gsm8k to hold questions, but the file .*empty.jsonl"):
+        task.load("test", path=write_lines(tmp_path / "empty.jsonl"))
+    path = write_lines(tmp_path / "rows.jsonl", row, row, row)
+    assert [question.id for question in task.load("own", path=path, limit=2)] == [
+        "gsm8k/own/000000",
+        "gsm8k/own/000001",
+    ]
+    assert task.load("own", path=path, limit=0) == []
+    with pytest.raises(ValueError, match="`limit` to be None or at least 0, but got -1"):
+        task.load("own", path=path, limit=-1)
+    with pytest.raises(ValueError, match="`path` to name a local file for task 'local_number'"):
+        dataset_task("local_number").load("test")
+
+
+def test_duplicate_ids_are_an_error(tmp_path: Path) -> None:
+    row = ROWS["svamp"][0]
+    path = write_lines(tmp_path / "rows.jsonl", row, {**row, "ID": "chal-2"}, row)
+    with pytest.raises(ValueError, match=r"1 occur more than once, the first of them 'svamp/test/chal-1'. .* `ID`"):
+        dataset_task("svamp").load("test", path=path)
+
+
+def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = ROWS["gsm8k"][0]
+    rows = [row, {"question": "q", "answer": "no mark"}, {"question": " ", "answer": "#### 1"}, row]
+    rows += [{"question": "q", "answer": "#### none"}, {"question": None, "answer": "#### 1"}]
+    with caplog.at_level(logging.WARNING):
+        questions = dataset_task("gsm8k").load("test", path=write_lines(tmp_path / "rows.jsonl", *rows))
+    assert [question.id for question in questions] == ["gsm8k/test/000000", "gsm8k/test/000003"]
+    assert "4 of 6 rows of the file" in caplog.text
+    assert "no valid label: 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("commonsense_qa", {"answerKey": ""}),
+        ("arc_easy", {"answerKey": "9"}),
+        ("winogrande", {"answer": ""}),
+        ("reclor", {"label": -1}),
+        ("logiqa", {"correct_option": 7}),
+        ("math_qa", {"options": "all of them"}),
+        ("aqua_rat", {"correct": "F"}),
+        ("svamp", {"ID": ""}),
+        ("mmlu", {"answer": 4}),
+        ("aime_train", {"Year": 2024}),
+        ("triviaqa", {"answer": {"value": "", "aliases": ["x"]}}),
+    ],
+)
+def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {**ROWS[name][0], **change})
+    with pytest.raises(ValueError, match="has none"):
+        dataset_task(name).load("test", path=path)
+
+
+def test_gpqa_options_are_shuffled_by_question(tmp_path: Path) -> None:
+    row = ROWS["gpqa"][0]
+    path = write_lines(tmp_path / "rows.jsonl", *({**row, "Record ID": f"rec{index}"} for index in range(200)))
+    questions = dataset_task("gpqa").load("test", path=path)
+    assert questions == dataset_task("gpqa").load("test", path=path)
+    references = [question.reference for question in questions]
+    assert all(25 < references.count(letter) < 75 for letter in "ABCD")
+    for question in questions:
+        assert f"({question.reference}) right" in question.text
+
+
+def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"a": "x\u2028y"}).encode() + b"\r\n")
+    assert load_file_rows(str(tmp_path / "a.jsonl"), ["a"]) == [{"a": "x\u2028y"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "count"),
+    [
+        ("gsm8k", "gsm8k/train.jsonl", 7473),
+        ("gsm8k", "gsm8k/test.jsonl", 1319),
+        ("svamp", "svamp/all.jsonl", 1000),
+        ("object_counting", "bbh/object_counting.jsonl", 250),
+        ("commonsense_qa", "commonsense_qa/validation.jsonl", 1221),
+        ("math500", "math500_responses/llama-3.2-1b-instruct.jsonl", 500),
+    ],
+)
+def test_real_rows(name: str, file: str, count: int, shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        questions = dataset_task(name).load("test", path=str(shared / "data" / file))
+    assert len(questions) == len({question.id for question in questions}) == count
+    assert caplog.text == ""
+
+
+def test_gold_answers_of_gsm8k_are_read_back_from_their_solutions(shared: Path) -> None:
+    task = dataset_task("gsm8k")
+    path = str(shared / "data" / "gsm8k" / "test.jsonl")
+    rows = load_file_rows(path, task.dataset.columns)
+    for row, question in zip(rows, task.load("test", path=path), strict=True):
+        assert task.extract(row["answer"]) == question.reference

@@ -1,0 +1,312 @@
+"""Equality of answers, and the processes that decide it for expressions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfcal_lightning.data.tasks import math_processes as math_pool
+from selfcal_lightning.data.tasks.answer_types import (
+    NumberAnswers,
+    expressions_equal,
+    group_equal,
+    letters_equal,
+    numbers_equal,
+    short_texts_equal,
+)
+from selfcal_lightning.data.tasks.math_processes import MathPool
+
+SLOW_PAIR = (r"\sum_{k=1}^{1000000000}\sin(k^2)", "1")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MathPool]:
+    """A pool of one process for the tests of this file."""
+    pool = MathPool(num_workers=1, wall_seconds=60.0)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "equal"),
+    [
+        ("5.0", "5", True),
+        ("1,234", "1234", True),
+        ("3.0000001", "3", True),
+        ("3.00001", "3", False),
+        ("50", "0.5", False),
+        ("100", "1", False),
+        ("1/2", "0.5", True),
+        ("0", "0", True),
+        ("0", "1", False),
+        ("10000001", "10000002", False),
+        ("0.0000671", "0.0000672", False),
+        (None, None, False),
+        (None, "5", False),
+        ("5", None, False),
+        ("", "5", False),
+    ],
+)
+def test_numbers(answer: str | None, reference: str | None, equal: bool) -> None:
+    assert numbers_equal(answer, reference) is equal
+
+
+def test_letters_and_texts() -> None:
+    assert letters_equal("b", "B")
+    assert not letters_equal(None, None)
+    assert short_texts_equal("The Beatles!", "beatles")
+    assert short_texts_equal("Fab Four", '["beatles", "fab four"]')
+    assert not short_texts_equal("a", "Paris")
+    assert not short_texts_equal("", "Paris")
+    assert not short_texts_equal(None, "Paris")
+    assert short_texts_equal("[sic]", "[sic]")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "equal"),
+    [
+        (r"\frac12", "0.5", True),
+        ("50", "0.5", False),
+        ("5\\%", "0.05", True),
+        ("0.1", "10\\%", True),
+        ("10", "10\\%", True),
+        ("10\\%", "10\\%", True),
+        (r"3\frac12", "3.5", True),
+        ("0.3333", r"\frac{1}{3}", True),
+        ("0.333", r"\frac{1}{3}", False),
+        ("12345.6", "12345.7", False),
+        ("4210_5", "4210", True),
+        ("4210_5", "4210_6", False),
+        ("evil", "live", False),
+        ("Evelyn", r"\text{Evelyn}", True),
+        ("B", "b", True),
+        ("(3,1)", "(5,2)", False),
+        (r"(\frac{1}{2},3)", "(0.5, 3.0)", True),
+        ("[1,2]", "(1,2)", True),
+        ("(-2,7)", r"x \in [-2,7]", False),
+        ("9^{9^{9^9}}", "9^{9^{9^9}}", True),
+        ("9^{9^{9^9}}", "8^{9^{9^9}}", False),
+        (None, None, False),
+        (None, "5", False),
+        ("", "5", False),
+        ("$", "5", False),
+    ],
+)
+def test_expressions_without_algebra(answer: str | None, reference: str | None, equal: bool) -> None:
+    class NoPool(MathPool):
+        def equal(self, pairs: Any) -> Any:
+            return [False for _ in pairs]
+
+    assert expressions_equal(answer, reference, pool=NoPool()) is equal
+
+
+DIGITS = st.text("0123456789", min_size=1, max_size=120)
+
+
+@given(DIGITS, DIGITS, DIGITS, DIGITS)
+@settings(deadline=None)
+def test_a_number_of_any_size_equals_itself(whole: str, places: str, divisor: str, other: str) -> None:
+    numbers = NumberAnswers()
+    for text in (whole, f"-{whole}.{places}", f"{whole}/{divisor}", f"{whole}.{places}/{divisor}.{other}"):
+        canonical = numbers.extract(f"Answer: {text}")
+        assert canonical is not None
+        assert numbers.verify(text, text)
+        assert numbers.verify(canonical, text)
+        assert numbers.verify(text, canonical)
+        assert numbers.canonical(canonical) == canonical
+        assert expressions_equal(text, text)
+        assert numbers.group([text, canonical]) == [text, text]
+
+
+@pytest.mark.parametrize("length", [61, 999, 5_000, 20_000])
+def test_a_long_number_equals_itself_and_no_other(length: int) -> None:
+    number = "7" * length
+    for text in (number, f"0.{number}", f"1.{number}/3.{number}"):
+        assert numbers_equal(text, text)
+        assert not numbers_equal(text, "8" + text)
+        assert not numbers_equal("1", text)
+    assert not numbers_equal("many", "many")
+
+
+def test_fractions_are_compared_exactly() -> None:
+    tenth = "0." + "0" * 49 + "1"
+    assert numbers_equal(f"{tenth}/{tenth}", "1")
+    assert not numbers_equal(f"1{'0' * 400}", f"1{'0' * 399}1{'0' * 398}")
+    assert numbers_equal(f"3{'0' * 400}/2{'0' * 400}", "1.5")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "equal"),
+    [
+        ("x^2+2x+1", "(x+1)^2", True),
+        (r"2\sqrt{3}", r"\sqrt{12}", True),
+        ("2,1", r"1 \text{ or } 2", True),
+        (r"(-\infty,2]", r"(-\infty,2)", False),
+        ("[0,1)", "(0,1)", False),
+        ("3.14159", r"\pi", True),
+        ("3.14", r"\pi", False),
+        ("7i-2", "-2+7i", True),
+        (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{bmatrix}-\frac13\\\frac23\end{bmatrix}", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}", False),
+        ("(a+2)(b+5)", "(a+5)(b+2)", False),
+        ("x+", "x", False),
+        (r"\frac{", "x", False),
+    ],
+)
+def test_expressions_by_algebra(pool: MathPool, answer: str, reference: str, equal: bool) -> None:
+    assert expressions_equal(answer, reference, pool=pool) is equal
+
+
+def test_reference_vectors_qwen_equal(pool: MathPool, vectors: Callable[[str], dict[str, Any]]) -> None:
+    for case in vectors("qwen_math_equal")["cases"]:
+        factor_100 = case["pred"] in ("50", "100") and case["gold"] in ("0.5", "1")
+        expected = False if factor_100 else case["equal"]
+        assert expressions_equal(case["pred"], case["gold"], pool=pool) is expected, case
+
+
+def test_reference_vectors_check_none(vectors: Callable[[str], dict[str, Any]]) -> None:
+    for case in vectors("check_none")["cases"]:
+        if case["gold"] is None or case["pred"] is None:
+            for equal in (numbers_equal, letters_equal, expressions_equal, short_texts_equal):
+                assert not equal(case["pred"], case["gold"])
+
+
+def test_groups_take_the_first_seen(pool: MathPool) -> None:
+    answers = [r"\frac{\sqrt{12}}{2}", None, "x", r"\sqrt{3}", "x", r"\frac{3}{\sqrt{3}}"]
+    groups = group_equal(answers, lambda left, right: expressions_equal(left, right, pool=pool))
+    assert groups == [answers[0], None, "x", answers[0], "x", answers[0]]
+
+
+def test_groups_hold_for_permutations_of_numbers() -> None:
+    answers = ["2", "1/2", None, "0.5", "2.0"]
+    assert group_equal(answers, numbers_equal) == ["2", "1/2", None, "1/2", "2"]
+
+
+def test_a_slow_pair_is_undecided_and_the_next_one_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    pool = MathPool(num_workers=2, cpu_seconds=0.5, wall_seconds=60.0)
+    with caplog.at_level(logging.WARNING):
+        decisions = pool.equal([("x+1", "1+x"), SLOW_PAIR, ("x", "y"), SLOW_PAIR])
+    assert decisions == [True, None, False, None]
+    assert pool.num_undecided == 1
+    assert "Could not decide" in caplog.text
+    assert pool.equal([("x+2", "2+x")]) == [True]
+    pool.close()
+
+
+def test_undecided_pairs_have_a_time_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool of expressions that nobody can decide does not take hours; what is known stays known."""
+    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0, undecided_seconds=1.0)
+    assert pool.equal([("x+1", "1+x")]) == [True]
+    slow = [(f"{SLOW_PAIR[0]}+{number}", SLOW_PAIR[1]) for number in range(200)]
+    with caplog.at_level(logging.WARNING):
+        assert pool.equal(slow) == [None] * 200
+    tried = pool.num_undecided - pool.num_untried
+    assert 1 <= tried <= 20
+    assert pool.num_undecided == 200
+    assert caplog.text.count("Could not decide") == tried
+    assert caplog.text.count("most others will be left undecided") == 1
+    pool._spent = 1e9
+    assert pool.equal([("x+1", "1+x"), ("x+5", "5+x")]) == [True, None]
+    pool._spent = 0.0
+    assert pool.equal([("x+5", "5+x")]) == [True], "what was not tried is not remembered"
+    pool.close()
+
+
+def test_a_fork_that_dies_takes_no_other_answer_with_it() -> None:
+    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0)
+    assert pool.equal([("x+1", "1+x")]) == [True]
+    process = pool._idle[0].process
+    (fork,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(fork), signal.SIGKILL)
+    assert process.stdout is not None
+    while not select.select([process.stdout], [], [], 1.0)[0]:
+        pass
+    assert pool.equal([("x+2", "2+x"), ("x", "y"), SLOW_PAIR, ("x+3", "3+x")]) == [True, False, None, True]
+    pool.close()
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time; print('{\"ready\": true}', flush=True); time.sleep(600)")
+    monkeypatch.setattr(math_pool, "_WORKER", sleeper)
+    pool = MathPool(num_workers=1, wall_seconds=0.2)
+    assert pool.equal([("x", "y")]) == [None]
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text('print(\'{"error": "No module named math_verify"}\')')
+    monkeypatch.setattr(math_pool, "_WORKER", broken)
+    with pytest.raises(RuntimeError, match="did not start: No module named math_verify"):
+        MathPool().equal([("x", "y")])
+
+
+def test_a_killed_worker_is_replaced(pool: MathPool) -> None:
+    assert pool.equal([("a+b", "b+a")]) == [True]
+    pool._idle[0].process.kill()
+    pool._idle[0].process.wait()
+    assert pool.equal([("a+c", "c+a")])[0] in (True, None)
+    assert pool.equal([("a+d", "d+a")]) == [True]
+
+
+def test_the_worker_is_bounded_in_memory_and_free_of_torch(pool: MathPool) -> None:
+    pool.equal([("u+v", "v+u")])
+    process = Path("/proc") / str(pool._idle[0].process.pid)
+    limits = (process / "limits").read_text()
+    assert any(line.startswith("Max address space") and str(2**31) in line for line in limits.splitlines())
+    assert "libtorch" not in (process / "maps").read_text()
+
+
+def test_threads_share_a_pool(pool: MathPool) -> None:
+    results: dict[int, list[bool | None]] = {}
+
+    def ask(number: int) -> None:
+        results[number] = pool.equal([(f"{number}x+1", f"1+{number}x"), (f"{number}x", "y")])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [True, False] for number in range(4)}
+
+
+def test_it_works_beside_torch_and_in_a_forked_child() -> None:
+    script = """
+        import os, torch
+        from selfcal_lightning.data.tasks.registry import get_task
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        task = get_task("math500")
+        assert task.verify("x+1", "1+x")
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if task.verify("x+2", "2+x") and not task.verify("x+3", "2+x") else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert task.verify("x+4", "4+x")
+        print("ok")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="`num_workers` to be a positive integer, but got 0"):
+        MathPool(num_workers=0)
+    with pytest.raises(ValueError, match="time limits to be positive"):
+        MathPool(cpu_seconds=0.0)

@@ -1,0 +1,390 @@
+"""Rollouts from prefixes of stored responses: distinct, resumable, of the same policy; their rates and records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.options import nested
+from support.recorded_pools import SAMPLING, sample_store
+from support.reward_models import stand_in
+from support.ssc_pools import Pool
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
+from selfcal_lightning.commands.rewards import run_rollout
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_lines
+from selfcal_lightning.data.steps import RewardSettings, prefix_id, token_step_ends
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.rewards import RewardDataModule, index_targets
+from selfcal_lightning.engines.sampling.rollouts import RolloutSource
+from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.records import Sample
+from selfcal_lightning.rewards.formats import reward_format
+from selfcal_lightning.rewards.rates import read_rates
+
+NUM_QUESTIONS, ROLLOUTS = 2, 2
+KILLED = Path(__file__).resolve().parents[1] / "support" / "killed_command.py"
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    engine = TransformersEngine(tiny_model)
+    store = sample_store(engine, tmp_path_factory.mktemp("samples") / "store", num_questions=NUM_QUESTIONS)
+    engine.close()
+    return store
+
+
+def rollout(sampled: SampleStore, folder: Path, **changes: Any) -> Any:
+    settings = {"split": "calibration", "num_rollouts": ROLLOUTS, "steps": "sentence", **changes}
+    return run_rollout(str(sampled.path), str(folder), **settings)
+
+
+@pytest.fixture(scope="module")
+def rolled(sampled: SampleStore, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    folder = tmp_path_factory.mktemp("rollouts")
+    report = rollout(sampled, folder / "store", export=str(folder / "records.jsonl"))
+    return folder / "store", folder / "records.jsonl", report
+
+
+def inner_prefixes(sampled: SampleStore, chat: ChatFormat) -> dict[str, set[tuple[int, ...]]]:
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for entry in sampled.samples():
+        for sample in entry.samples:
+            for end in token_step_ends(chat.tokenizer, sample.token_ids or (), "sentence")[:-1]:
+                found.setdefault(entry.question.id, set()).add(tuple((sample.token_ids or ())[:end]))
+    return found
+
+
+def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], chat: ChatFormat
+) -> None:
+    store, records, report = rolled
+    wanted = {prefix_id(q, p): (q, p) for q, ps in inner_prefixes(sampled, chat).items() for p in ps}
+    assert report.prefixes == report.rolled_out == len(wanted) > NUM_QUESTIONS
+    questions = {entry.question.id: entry for entry in SampleStore(store).samples()}
+    assert questions.keys() == wanted.keys()
+    for name, entry in questions.items():
+        prefix = wanted[name][1]
+        assert len(entry.samples) == ROLLOUTS
+        for sample in entry.samples:
+            assert (sample.token_ids or ())[: len(prefix)] == prefix
+            assert sample.text == chat.decode(sample.token_ids or ())
+            assert (sample.logprob, sample.yes_mass) == (None, None)
+    rates = read_rates(str(store))
+    assert {name: rate.share for name, rate in rates.items()} == {
+        name: np.mean([bool(sample.correct) for sample in entry.samples]) for name, entry in questions.items()
+    }
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert {frozenset(line) for line in lines} == {frozenset({"question", "reasoning_prefix", "success_prob"})}
+    asked = {entry.question.id: entry.question.text for entry in sampled.samples()}
+    expected = {(asked[q], chat.decode(p), rates[name].share) for name, (q, p) in wanted.items()}
+    for entry in sampled.samples():  # after no step the responses are the rollouts, and after the last one there is one
+        right = [bool(sample.correct) for sample in entry.samples]
+        expected.add((entry.question.text, "", float(np.mean(right))))
+        expected |= {(entry.question.text, s.text, float(r)) for s, r in zip(entry.samples, right, strict=True)}
+    found = [(line["question"], line["reasoning_prefix"], line["success_prob"]) for line in lines]
+    assert set(found) == expected
+    assert len(found) == len(wanted) + NUM_QUESTIONS + len({(s.question_id, s.text) for s in all_samples(sampled)})
+
+
+def all_samples(store: SampleStore) -> list[Sample]:
+    return [sample for entry in store.samples() for sample in entry.samples]
+
+
+def test_a_run_goes_on_and_takes_more_prefixes(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    few = rollout(sampled, tmp_path / "store", prefixes=1, responses=1)
+    assert few.prefixes <= NUM_QUESTIONS
+    parts = {"first": rollout(sampled, tmp_path / "store", shard="0/2"), "rest": rollout(sampled, tmp_path / "store")}
+    assert parts["rest"].rolled_out == rolled[2].rolled_out > few.rolled_out
+    assert contents(tmp_path / "store") == contents(rolled[0]), "the same rollouts, however they were shared out"
+
+
+def test_a_store_is_topped_up_to_more_rollouts(sampled: SampleStore, tmp_path: Path) -> None:
+    few: dict[str, Any] = {"prefixes": 1, "responses": 1}
+    once = rollout(sampled, tmp_path / "once", num_rollouts=3, **few)
+    rollout(sampled, tmp_path / "topped", **few)
+    with pytest.raises(InputError, match=r"`num_rollouts` to be at most 2, the rollouts .* got 3\. Set `top_up`"):
+        rollout(sampled, tmp_path / "topped", num_rollouts=3, **few)
+    assert rollout(sampled, tmp_path / "topped", num_rollouts=3, top_up=True, **few) == once
+    assert once.rollouts == 3 * once.prefixes
+    assert contents(tmp_path / "topped") == contents(tmp_path / "once")
+
+
+def contents(path: Path) -> dict[tuple[str, int], Sample]:
+    """Return every rollout of a joined store, by its prefix and its number."""
+    return {(s.question_id, s.index): s for entry in SampleStore(path).samples() for s in entry.samples}
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    """Killed while it samples, as a whole and as one of two shares; then both shares are run to their ends."""
+    store = tmp_path / "store"
+    command = ["rollout", "--samples_dir", str(sampled.path), "--store_dir", str(store), "--split", "calibration",
+               "--num_rollouts", str(ROLLOUTS), "--steps", "sentence", "--questions_per_shard", "1",
+               "--engine.max_batch", "2"]  # fmt: skip
+    done = [0]
+    for step, more in ((30, []), (14, ["--shard", "1/2"])):
+        process = subprocess.run([sys.executable, str(KILLED), str(step), *command, *more], check=False)
+        assert process.returncode == -signal.SIGKILL
+        done.append(len(SampleStore(store).stored_questions(include_parts=True)))
+        assert done[-2] < done[-1] < rolled[2].rolled_out, "in the middle of its work"
+    for share in ("0/2", "1/2"):
+        report = rollout(sampled, store, shard=share)
+    assert report == rolled[2]
+    assert contents(store) == contents(rolled[0])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+def test_vllm_rolls_the_same_prefixes_out_and_goes_on(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    """One start: the second command finds everything done, and what it wrote is whole responses behind the prefixes."""
+    args = {"max_context": 256, "kv_cache_memory_bytes": 1 << 28}
+    engine = EngineSettings("vllm", dtype="float32", max_batch=64, engine_args=args)
+    report = rollout(sampled, tmp_path / "store", engine=engine)
+    assert (report.prefixes, report.rolled_out, report.rollouts) == (
+        rolled[2].prefixes, rolled[2].prefixes, rolled[2].prefixes * ROLLOUTS,
+    )  # fmt: skip
+    prefixes = {line["id"]: tuple(line["prefix_ids"]) for _, line in read_json_lines(tmp_path / "store/prefixes.jsonl")}
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")}
+    assert before
+    for entry in SampleStore(tmp_path / "store").samples():
+        prefix = prefixes[entry.question.id]
+        assert all((sample.token_ids or ())[: len(prefix)] == prefix for sample in entry.samples)
+        assert all(len(sample.token_ids or ()) > len(prefix) for sample in entry.samples)
+    assert rollout(sampled, tmp_path / "store", engine=engine).rolled_out == report.rolled_out
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")} == before
+
+
+@pytest.mark.parametrize("target", ["success_rate", "hard"])
+def test_rates_are_targets_inside_of_responses(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, target: Any
+) -> None:
+    data = RewardDataModule(
+        tiny_model, str(sampled.path), num_samples=3, target=target, steps="sentence", rollouts=str(rolled[0])
+    )
+    rates, collator = read_rates(str(rolled[0])), data.collator()
+    rows = [row for question in sampled.rows() for row in question]
+    for row in rows:
+        first, *inner, last = collator.places(row, 1.0, 1.0)
+        assert (first.target, last.target) == (1.0, 1.0)
+        for place in inner:
+            rate = rates[prefix_id(row.question.id, (row.sample.token_ids or ())[: place.length])]
+            assert place.rate == rate
+            assert place.target == (rate.share if target == "success_rate" else float(rate.share > 0))
+    assert any(len(collator.places(row, 1.0, 1.0)) > 2 for row in rows)
+
+
+def test_consensus_is_learnt_without_labels(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, chat: ChatFormat
+) -> None:
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
+    collator = RewardDataModule(tiny_model, str(sampled.path), target="consensus", **settings).collator()
+    rollouts = {entry.question.id: entry.samples for entry in SampleStore(rolled[0]).samples()}
+    places = 0
+    for entry, rows in zip(SampleStore(sampled.path).samples(), sampled.rows(), strict=True):
+        votes = [sample.answer for sample in entry.samples if sample.answer]
+        first = max(votes, key=votes.count)  # of the answers that lead, the first seen
+        for row in rows:
+            start, *inner, last = collator.places(row, 0.25, 1.0)
+            assert (start.target, last.target) == (0.25, 0.25), "what the response learns as a whole"
+            for place in inner:
+                drawn = rollouts[prefix_id(row.question.id, (row.sample.token_ids or ())[: place.length])]
+                assert place.target == pytest.approx(np.mean([one.answer == first for one in drawn]))
+                assert place.rate.share == 1.0, "held against the response, not against votes"
+                places += 1
+    assert places > 2
+    (index,) = [SampleStore(sampled.path).index()]
+    values, _ = index_targets(index, "consensus")
+    assert set(values.tolist()) <= {0.0, 1.0}
+    with pytest.raises(InputError, match="`rollouts`, a folder that"):
+        RewardDataModule(tiny_model, str(sampled.path), target="consensus", num_samples=3)
+
+
+def test_rates_reach_a_public_reward_model_by_their_texts(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], shallow_model: str, tmp_path: Path
+) -> None:
+    public = stand_in(shallow_model, tmp_path / "m", reward_format("reasoneval"))
+    data = RewardDataModule(
+        public, str(sampled.path), format="reasoneval", num_samples=3, target="success_rate", steps="sentence",
+        rollouts=str(rolled[0]),
+    )  # fmt: skip
+    rates, collator = read_rates(str(rolled[0])), data.collator()
+    chat = ChatFormat(load_tokenizer(str(sampled.round_manifest().fingerprint.model.model)))
+    inner = 0
+    for question in sampled.rows():
+        for row in question:
+            ids = row.sample.token_ids or ()
+            ends = token_step_ends(chat.tokenizer, ids, "sentence")
+            *before, last = collator.places(row, 1.0, 1.0)
+            assert [one.target for one in before] == [
+                rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]
+            ]
+            assert last.target == 1.0
+            inner += len(before)
+    assert inner > 2
+
+
+@pytest.mark.parametrize("format", [None, "reasoneval"])
+def test_rollouts_of_other_steps_are_refused(
+    sampled: SampleStore,
+    rolled: tuple[Path, Path, Any],
+    shallow_model: str,
+    tiny_model: str,
+    tmp_path: Path,
+    format: Any,
+) -> None:
+    model = tiny_model if format is None else stand_in(shallow_model, tmp_path / "m", reward_format(format))
+    settings: dict[str, Any] = {
+        "num_samples": 3,
+        "target": "success_rate",
+        "rollouts": str(rolled[0]),
+    }
+    for steps in ("sentence", "line"):
+        data = RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
+        index, rows = sampled.index(), data.collator()
+        if steps == "sentence":
+            data._table(sampled, index, rows, data.recipes())
+            continue
+        with pytest.raises(InputError, match=r"`rollouts` that go on from steps .* by the rule 'line'.*--steps line"):
+            data._table(sampled, index, rows, data.recipes())
+
+
+def test_rows_of_trl_are_written_and_read_back(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    rates = read_rates(str(rolled[0]))
+    for labels in ("hard", "rate"):
+        path = tmp_path / f"{labels}.jsonl"
+        report = rollout(sampled, rolled[0], export_trl=str(path), labels=labels)
+        assert report.rolled_out == rolled[2].rolled_out
+    hard, soft = ([json.loads(line) for line in (tmp_path / f"{kind}.jsonl").open()] for kind in ("hard", "rate"))
+    whole = [sample for entry in sampled.samples() for sample in entry.samples if sample.text.strip()]
+    assert len(hard) == len(soft) == len(whole)
+    for one, other, sample in zip(hard, soft, whole, strict=True):
+        assert {*one} == {"prompt", "completions", "labels"}
+        assert " ".join(one["completions"]) == sample.text.strip()
+        assert one["labels"] == [rate > 0 for rate in other["labels"]]
+        assert all(type(label) is bool for label in one["labels"])
+        assert other["labels"][-1] == float(bool(sample.correct))
+    shares = {rate.share for rate in rates.values()}
+    assert {label for row in soft for label in row["labels"][:-1]} == shares
+    options = ["--path", str(tmp_path / "rate.jsonl"), "--store_dir", str(tmp_path / "store"), "--separator", " "]
+    assert run(["import-prefixes", *options, "--task", "word_problems"]) == 0
+    stored = {
+        (entry.question.text, sample.text): sample.confidences["success_prob"]
+        for entry in SampleStore(tmp_path / "store").samples()
+        for sample in entry.samples
+    }
+    for row in soft:
+        for number, label in enumerate(row["labels"], start=1):
+            assert stored[row["prompt"], " ".join(row["completions"][:number])] == label
+
+
+def test_prefixes_are_taken_after_numbers_of_steps(sampled: SampleStore, chat: ChatFormat) -> None:
+    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence", (2, 1))
+    everything = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
+    found, known = (one.read(chat, longest=200) for one in (source, everything))
+    assert {prefix.steps for prefix in found} == {1, 2}
+    assert {one.question.id for one in found} == {one.question.id for one in known if one.steps <= 2}
+
+
+def test_rollouts_of_another_policy_are_refused(
+    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path, shallow_model: str
+) -> None:
+    with pytest.raises(InputError, match=r"`model` to be the policy that sampled the responses.*Leave `model` out"):
+        rollout(sampled, tmp_path / "store", model=shallow_model)
+    fingerprint = sampled.round_manifest().fingerprint
+    warmer = nested(temperature=1.5, max_new_tokens=SAMPLING.max_new_tokens)["sampling"]
+    other = type(fingerprint)(fingerprint.model, fingerprint.prompt, warmer, 0)
+    with pytest.raises(InputError, match=r"to be of the policy that sampled .* sampling\.temperature"):
+        read_rates(str(rolled[0]), policy=other)
+    with pytest.raises(InputError, match="`rollouts` to be a folder that `selfcal rollout` filled"):
+        read_rates(str(sampled.path))
+
+
+def test_rollouts_of_another_policy_teach_and_scale_nothing(
+    rolled: tuple[Path, Path, Any], pool: Pool, tiny_model: str, tmp_path: Path
+) -> None:
+    store = pool.write("elsewhere")
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
+    for target in ("success_rate", "hard", "consensus"):
+        with pytest.raises(InputError, match="to be of the policy that sampled the responses, but got"):
+            RewardDataModule(tiny_model, store, target=target, **settings).collator()
+    reward = RewardSettings(stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval")), "reasoneval", "sentence")
+    with pytest.raises(InputError, match="to be of the policy that sampled the responses, but got"):
+        run_fit_step_scaler(
+            store, str(tmp_path / "s.json"), target="success_rate", rollouts=str(rolled[0]), split="validation",
+            reward=reward,
+        )  # fmt: skip
+
+
+def test_a_prefix_that_fills_a_response_has_no_rollouts(sampled: SampleStore, chat: ChatFormat) -> None:
+    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
+    lengths = sorted({len(prefix.prefix_ids) for prefix in source.read(chat, longest=200)})
+    for longest in lengths[1:]:
+        kept = {len(prefix.prefix_ids) for prefix in source.read(chat, longest=longest)}
+        assert kept == {length for length in lengths if length < longest}
+
+
+def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Path, chat: ChatFormat) -> None:
+    with pytest.raises(InputError, match=r"responses of more than one step .* by the rule 'line'"):
+        rollout(sampled, tmp_path / "store", steps="line")
+    with pytest.raises(InputError, match="responses of the split 'test', but got none"):
+        rollout(sampled, tmp_path / "store", split="test")
+    with pytest.raises(InputError, match="`num_rollouts` to be at least 1, but got 0"):
+        rollout(sampled, tmp_path / "store", num_rollouts=0)
+    with pytest.raises(InputError, match="`prefixes` to be at least 1, but got 0"):
+        rollout(sampled, tmp_path / "store", prefixes=0)
+    with pytest.raises(InputError, match="`at` or `prefixes`, but got both"):
+        rollout(sampled, tmp_path / "store", prefixes=1, at=[1])
+    with pytest.raises(InputError, match="`at` to be numbers of steps from 1, but got"):
+        rollout(sampled, tmp_path / "store", at=[0, 1])
+    with pytest.raises(InputError, match="`labels` to be one of"):
+        rollout(sampled, tmp_path / "store", labels="soft")
+    with pytest.raises(InputError, match="`store_dir` to be another folder"):
+        rollout(sampled, sampled.path)
+    source = RolloutSource(str(sampled.path), "calibration", 1, 3, None, "sentence")
+    assert all(len(prefix.prefix_ids) < 12 for prefix in source.read(chat, longest=12)), "no room for a continuation"
+
+
+def test_the_verb_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out")]) == 1
+    assert "Expected `samples_dir` to be a sample store" in capsys.readouterr().err
+
+
+def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
+    rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path
+) -> None:
+    lines = [line for _, line in read_json_lines(rolled[1]) if line["reasoning_prefix"]]  # the others are of questions
+    options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]
+    assert run(["import-prefixes", *options]) == 0
+    data = RewardDataModule(
+        tiny_model, str(tmp_path / "store"), num_samples=99, target="success_prob", steps="sentence", packing="off",
+        batch_size=len(lines), total_tuples=len(lines),
+    )  # fmt: skip
+    (batch,) = data.train_dataloader()
+    known = ~batch.place_target.isnan()
+    assert sorted(batch.place_target[known].tolist()) == pytest.approx(sorted(line["success_prob"] for line in lines))
+    assert (batch.place_kind[known] > 0).all(), "nothing is known of the question alone"
+    ends = (batch.attention_mask.sum(1) - 1).tolist()
+    width = batch.input_ids.shape[1]
+    places, rows = batch.place[known].tolist(), batch.place_row[known].tolist()
+    assert [place - width * row for place, row in zip(places, rows, strict=True)] == ends

@@ -1,0 +1,87 @@
+"""Sampling file after file: where a run was stopped does not show, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.core.signals import Interrupt, PreemptedError, never
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.questions import QuestionSource, load_questions
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.records import SamplingSettings
+
+SAMPLING = SamplingSettings(max_new_tokens=60)
+QUESTIONS = load_questions([QuestionSource("word_problems", split="train", limit=7)], role="train")
+
+
+def sample(model: str, path: Path, interrupt: Interrupt = never, *, shard_by_shard: bool = True) -> GenerationReport:
+    engine = TransformersEngine(model, max_batch=8)  # a new one, as after a kill
+    store = SampleStore.create_or_open(
+        path, store_fingerprint(engine, engine.chat, SAMPLING, 0), num_samples=4, engine=engine.describe()
+    )
+    report = generate_samples(
+        QUESTIONS,
+        split="train",
+        engine=engine,
+        chat=engine.chat,
+        store=store,
+        num_samples=4,
+        sampling=SAMPLING,
+        seed=0,
+        questions_per_shard=3,
+        progress=False,
+        interrupt=interrupt,
+        shard_by_shard=shard_by_shard,
+    )
+    store.join()
+    return report
+
+
+def contents(path: Path) -> dict[str, Any]:
+    return {group.question.id: group.samples for group in SampleStore(path).samples()}
+
+
+class After:
+    """Asks to stop at the n-th look."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise PreemptedError("SIGTERM asked this run to stop")
+
+
+@pytest.mark.slow
+def test_every_place_to_stop_gives_the_same_samples(tiny_model: str, tmp_path: Path) -> None:
+    sample(tiny_model, tmp_path / "whole")
+    whole, stops = contents(tmp_path / "whole"), 0
+    for looks in range(1, 100, 5):
+        store = tmp_path / f"stopped-{looks}"
+        try:
+            sample(tiny_model, store, After(looks))
+        except PreemptedError:
+            stops += 1
+        else:
+            break
+        committed = len(SampleStore(store).question_ids(include_parts=True))
+        assert committed in {0, 3, 6}, "whole files only"
+        assert sample(tiny_model, store).reused == committed
+        assert contents(store) == whole
+    assert stops > 3
+    assert [len(whole), sum(map(len, whole.values()))] == [7, 28]
+
+
+def test_otherwise_what_is_complete_is_kept(tiny_model: str, tmp_path: Path) -> None:
+    seen = set()
+    for looks in (2, 4, 6, 8):
+        store = tmp_path / str(looks)
+        with pytest.raises(PreemptedError):
+            sample(tiny_model, store, After(looks), shard_by_shard=False)
+        seen.add(len(SampleStore(store).question_ids(include_parts=True)))
+    assert seen - {0, 3, 6}, f"single questions are kept: {seen}"

@@ -1,0 +1,399 @@
+"""`selfcal answer`: what it prints for people and for programs, its choices, its errors, and the same in Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fakes import FakeEngine
+from support.options import nested
+from support.strategy_pools import make_entry, random_pool
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands import answer as verb
+from selfcal_lightning.commands.answer import run_answer
+from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
+from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
+from selfcal_lightning.inference.answering import best_response, default_task
+from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.threshold_fitting import fit_budget_threshold, fit_risk_threshold
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.records import QuestionSamples, Request, Response, SamplingSettings, Verdict
+
+QUESTION = "There are 12 apples. 4 apples are eaten. How many are left?"
+SNIPPET = """
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.models.folders import resolve_model
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.data.tasks.registry import get_task
+
+engine = TransformersEngine(resolve_model("bundled"))  # or the folder of your calibrated model
+questions = get_task("word_problems").load("test_id", limit=3)
+source = EngineSource(engine, engine.chat, sampling=SamplingSettings(max_new_tokens=120))
+for verdict in run_strategy(EarlyStopping(threshold=0.7, max_samples=8), questions, source):
+    print(verdict.answer, verdict.confidence, verdict.samples_used)
+"""
+
+
+class Oracle(FakeEngine):
+    """Says 3, 5, 3, 5, ... in index order with 40 tokens each, and is the surer the later."""
+
+    def __init__(self, *, sure: Callable[[int], float] = lambda index: 0.2 * (index + 1)) -> None:
+        super().__init__(slots=8)
+        self.sure, self.closed = sure, False
+
+    def _respond(self, request: Request) -> Response:
+        index = int(request.id.split("/")[1])
+        text = f"So it must be. The answer is {5 if index % 2 else 3}."
+        yes = self.sure(index)
+        asked = request.query is not None
+        return Response(
+            request.id, text, tuple(range(40)), "stop", -1.0, yes if asked else None, 1.0 - yes if asked else None
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    engine = Oracle()
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: engine)
+    return engine
+
+
+@pytest.fixture
+def questions_file(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    lines = [{"question": f"{QUESTION} ({i})", "id": f"q{i}", "reference": 3 if i else "5.0"} for i in range(4)]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return file
+
+
+def test_people_read_three_lines(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["answer", "--model", "bundled", "--question", f" {QUESTION}\n", "--threshold", "0.6"]) == 0
+    out, err = capsys.readouterr()
+    tokens = 3 * (40 + len(oracle.requests[0].query.suffix_ids))
+    cost = f"   confidence 0.600, 3 of at most 16 samples (stopped early), {tokens} tokens"
+    assert out == f"Q  {QUESTION}\nA  3\n{cost}\n"
+    assert "EarlyStopping(threshold=0.6, max_samples=16, confidence='p_true'" in err
+    assert "read by task word_problems" in err
+    assert "may not be calibrated" in err
+    assert oracle.closed
+
+
+def test_programs_read_one_object_a_line_in_the_order_of_the_file(
+    oracle: Oracle, questions_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["answer", "--model", "bundled", "--questions", str(questions_file), "--json", "--max_samples", "4"]
+    assert run([*arguments, "--threshold", "0.4"]) == 0
+    out, err = capsys.readouterr()
+    rows = [json.loads(line) for line in out.splitlines()]
+    suffix = len(oracle.requests[0].query.suffix_ids)
+    assert rows == [
+        {
+            "id": f"q{i}", "question": f"{QUESTION} ({i})", "task": "word_problems", "answer": "5", "confidence": 0.4,
+            "withheld": False, "correct": i == 0, "stopped": "early", "samples_used": 2, "samples_generated": 2,
+            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix), "samples_cut": 0,
+            "response": "So it must be. The answer is 5.", "finish": "stop",
+        }
+        for i in range(4)
+    ]  # fmt: skip
+    assert "4 questions; 2.00 samples used" in err
+    assert "1 right of 4 given that have a reference" in err
+
+
+class Hasty(Oracle):
+    """Is cut by the token limit twice, at first before it answers, and sure of itself all the same."""
+
+    def _respond(self, request: Request) -> Response:
+        response, index = super()._respond(request), int(request.id.split("/")[1])
+        if index > 1:
+            return response
+        return replace(response, text=["First 3", "The answer is 5. To"][index], finish="length")
+
+
+def test_an_answer_is_not_taken_from_a_response_that_was_cut_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: Hasty(sure=lambda _: 0.87))
+    assert run(["answer", "--model", "bundled", "--question", QUESTION, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["answer"], row["stopped"], row["samples_used"]) == ("5", "early", 2)
+    assert (row["response"], row["finish"], row["samples_cut"]) == ("The answer is 5. To", "length", 2)
+    run_answer("bundled", QUESTION, max_samples=1)
+    assert "(none: no response could be read as a number; the token limit cut 1 of 1: raise `max_new_tokens`)" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    (answer,) = run_answer("bundled", QUESTION, strategy="self_consistency", max_samples=3)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "A  3",
+        "   confidence 0.667, 3 of at most 3 samples (the whole budget), 120 tokens",
+    ]
+    assert answer.stopped == "budget"
+    wider = replace(answer, max_samples=9).as_text()
+    assert "3 of at most 9 samples (no more were asked for)" in wider, "a search ends when its responses have"
+    assert {request.query for request in oracle.requests} == {None}, "plain votes need no confidence query"
+
+
+def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    (answer,) = run_answer("bundled", QUESTION, threshold=0.2, lookahead=4)
+    extra = answer.verdict.samples_generated - 1
+    assert extra > 0
+    assert f"1 of at most 16 samples (stopped early), {answer.verdict.tokens_generated} tokens, {extra} more" in (
+        capsys.readouterr().out
+    )
+
+
+def test_text_without_an_answer_and_failures_are_told(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def poll() -> list[Response]:
+        names = list(oracle._waiting)
+        oracle._waiting.clear()
+        raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
+
+    monkeypatch.setattr(oracle, "poll", poll)
+    (answer,) = run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
+    out, err = capsys.readouterr()
+    assert "A  (none: no response could be read as an option letter)" in out
+    assert "confidence none, 2 of at most 2 samples (the whole budget), 0 tokens" in out
+    assert "out of tokens" in err
+    assert "2 samples failed in the engine and were taken as unreadable" in err
+    assert answer.as_json()["answer"] is None
+
+
+def _pool() -> list[QuestionSamples]:
+    """Forty questions whose answer is right exactly where the confidence is high."""
+    return [
+        make_entry(["a", "b", "a"], [0.2 + 0.5 * (i % 2), 0.1, 0.3], name=f"c{i}", gold="a" if i % 2 else "z")
+        for i in range(40)
+    ]
+
+
+def test_scorers_are_read_by_the_strategy(oracle: Oracle, tmp_path: Path) -> None:
+    scaler = fit_scaler(random_pool(1, num_questions=60), "isotonic", name="calm")
+    scaler.save(tmp_path / "calm.json")
+    (answer,) = run_answer("bundled", QUESTION, scorers=str(tmp_path / "calm.json"), max_samples=4, threshold=0.0)
+    expected = scaler.map.transform([0.2])[0]
+    assert answer.verdict.confidence == pytest.approx(expected)
+    assert expected != pytest.approx(0.2)
+
+
+def test_a_budget_threshold_brings_the_strategy_along(oracle: Oracle, tmp_path: Path) -> None:
+    fitted = fit_budget_threshold(EarlyStopping(max_samples=3), _pool(), [0.15, 0.25, 0.55], budget=2.0)
+    fitted.save(tmp_path / "t.json")
+    (answer,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "t.json"))
+    assert answer.max_samples == 3
+    chosen = choose_strategy(None, {}, fitted=fitted)
+    assert chosen == EarlyStopping(threshold=fitted.threshold, max_samples=3)
+    with pytest.raises(ValueError, match="`threshold` to be left to the threshold file"):
+        choose_strategy(None, {"threshold": 0.9}, fitted=fitted)
+    with pytest.raises(ValueError, match="Fit a threshold for this one"):
+        choose_strategy(None, {"max_samples": 5}, fitted=fitted)
+    with pytest.raises(ValueError, match=r"Fit a threshold for this one|to be among"):
+        choose_strategy("self_consistency", {}, fitted=fitted)
+
+
+def test_answers_below_a_risk_threshold_are_withheld(
+    oracle: Oracle, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = fit_risk_threshold(EarlyStopping(threshold=0.5, max_samples=3), _pool(), risk=0.3, delta=0.2)
+    assert fitted.threshold is not None
+    assert 0.3 < fitted.threshold <= 0.95
+    fitted.save(tmp_path / "risk.json")
+    oracle.sure = lambda index: 0.3
+    (given,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"))
+    assert "A  (withheld: confidence 0.300, and " in capsys.readouterr().out
+    assert "is needed for an error rate of at most 0.3" in str(given.withheld_by)
+    row = given.as_json()
+    assert (row["answer"], row["correct"], row["response"], row["withheld"]) == (None, None, None, True)
+    assert row["confidence"] == pytest.approx(0.3)
+    oracle.sure = lambda index: 0.95
+    (given,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"))
+    assert given.as_json()["answer"] == "3"
+    lines = [json.loads(line) for line in questions_file.read_text().splitlines()]
+    questions_file.write_text(json.dumps({**lines[0], "id": "c7"}) + "\n")
+    with pytest.raises(ValueError, match="was not fitted on, but got 1 of 1 that it was, such as 'c7'"):
+        run_answer("bundled", questions=str(questions_file), threshold_file=str(tmp_path / "risk.json"))
+
+
+def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
+    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = fit_risk_threshold(EarlyStopping(threshold=0.5, max_samples=3), _pool(), risk=0.3, delta=0.2)
+    facts = {
+        "model": {"model": "there", "weights_sha256": "0" * 64, "adapter_sha256": None},
+        "sampling": {"temperature": 0.8, "edt_scale": 0.8, "edt_theta": 1.0, "top_p": 1.0, "max_new_tokens": 1024},
+    }
+    path = str(tmp_path / "risk.json")
+    replace(fitted, sampled_by=facts).save(path)
+    assert run_answer("bundled", QUESTION, threshold_file=path)
+    assert fitted.promise in capsys.readouterr().err
+    asked = len(oracle.requests)
+    with pytest.raises(ValueError, match=r"sampling.temperature: 0\.8 at the fit, 1\.0 now"):
+        run_answer("bundled", QUESTION, threshold_file=path, sampling=SamplingSettings(1.0))
+    replace(fitted, sampled_by={"model": {**facts["model"], "weights_sha256": "1" * 64}}).save(path)
+    with pytest.raises(ValueError, match=r"model.weights_sha256: '1+' at the fit, '0+' now"):
+        run_answer("bundled", QUESTION, threshold_file=path)
+    assert len(oracle.requests) == asked
+    # What nobody knows is no difference, but it is said.
+    replace(fitted, sampled_by=None).save(path)
+    run_answer("bundled", QUESTION, threshold_file=path, sampling=SamplingSettings(1.0))
+    assert "How its calibration responses were sampled is not known" in capsys.readouterr().err
+
+
+def test_a_threshold_wants_the_scorers_of_its_fit(tmp_path: Path) -> None:
+    scaler = fit_scaler(random_pool(1, num_questions=60), "platt", name="calm")
+    strategy = EarlyStopping(max_samples=3, confidence="calm")
+    pool = [replace(entry, question=replace(entry.question, id=f"other-{entry.question.id}")) for entry in _pool()]
+    pool = [replace(e, samples=tuple(replace(s, question_id=e.question.id) for s in e.samples)) for e in pool]
+    fitted = fit_budget_threshold(strategy, pool, [0.1, 0.5], budget=3.0, scorers=[scaler])
+    assert isinstance(choose_strategy(None, {}, scorers=[scaler], fitted=fitted), EarlyStopping)
+    other = fit_scaler(random_pool(2, num_questions=59), "platt", name="calm")
+    for wrong in ([], [other]):
+        with pytest.raises(ValueError, match=r"was fitted with, \['calm'\], but got"):
+            choose_strategy(None, {}, scorers=wrong, fitted=fitted)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "with_scorer", "expected"),
+    [
+        (None, {}, False, EarlyStopping(threshold=0.7)),
+        (None, {}, True, EarlyStopping(threshold=0.7, confidence="calm")),
+        (None, {"confidence": "p_true"}, True, EarlyStopping(threshold=0.7)),
+        ("early_stopping", {}, False, EarlyStopping()),
+        ("self_consistency", {"max_samples": 4}, True, SelfConsistency(max_samples=4)),
+        ("adaptive_consistency", {}, True, AdaptiveConsistency()),
+        (
+            "adaptive_consistency", {"criterion": "confidence_ratio"}, True,
+            AdaptiveConsistency("confidence_ratio", confidence="calm"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_last_scorer_is_read_where_a_confidence_is(
+    name: str | None, fields: dict[str, Any], with_scorer: bool, expected: object
+) -> None:
+    scorers: Sequence[Scaler] = [fit_scaler(random_pool(1), "platt", name="calm")] if with_scorer else []
+    assert choose_strategy(name, fields, scorers=scorers) == expected
+
+
+def test_the_most_confident_response_is_shown() -> None:
+    entry = make_entry(["a", "b", "a", "a", "a"], [0.3, 0.9, 0.7, 0.7, 0.99])
+    samples = [replace(sample, text=f"text {sample.index}") for sample in entry.samples]
+    verdict = Verdict("q", "a", None, None, samples_used=4, stopped_early=False)
+    assert best_response(verdict, samples, "p_true") is samples[2]
+    assert best_response(verdict, samples, None) is samples[0]
+    assert best_response(replace(verdict, answer=None), samples, None) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Expected either `question` (a text) or `questions` (a file), but got neither."),
+        (["--question", "x", "--questions", "y"], "but got both."),
+        (["--questions", "/no/such/file"], "Expected `questions` to be a file, but there is none"),
+        (["--question", "x", "--threshold", "1.2"], "Expected `threshold` to be a number in [0, 1], but got 1.2."),
+        (["--question", "x", "--strategy", "best_of_n", "--threshold", ".5"], "the settings of best_of_n to be among"),
+        (["--question", "x", "--strategy", "pass_at_n"], "'pass_at_n', which knows the reference"),
+        (["--question", "x", "--strategy", "early_stoping"], "Did you mean 'early_stopping'?"),
+        (["--question", "x", "--confidence", "fused"], "but it reads fused. Give the fitted scorer"),
+        (["--question", "x", "--scorers", "/no/file.json"], "/no/file.json"),
+        (["--question", "x", "--task", "gsm9k"], "Did you mean 'gsm8k'?"),
+        (["--question", "x", "--chain_of_thought", "false"], "Expected `chain_of_thought` to be true for task"),
+        (["--question", "x", "--lookahead", "-1"], "Expected `lookahead` to be at least 0"),
+        (["--question", "x " * 4000], "Expected the prompt of question 'question' to have 1 to"),
+        (["--question", "x", "--sampling.temperature", "3"], "Expected `temperature` to lie in [0, 2]"),
+    ],
+)
+def test_mistakes_are_one_line(
+    oracle: Oracle, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["answer", "--model", "bundled", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("selfcal answer: error: Expected")
+    assert message in err.splitlines()[-1]
+    assert oracle.requests == []
+
+
+def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:
+    assert "may not be calibrated" in str(uncalibrated_note("bundled", None, EarlyStopping()))
+    assert uncalibrated_note("bundled", "adapter", EarlyStopping()) is None
+    assert uncalibrated_note("bundled", None, SelfConsistency()) is None
+    assert uncalibrated_note("on/the-hub", None, EarlyStopping()) is None
+    (tmp_path / "selfcal_manifest.json").write_text("{}")
+    assert uncalibrated_note(str(tmp_path), None, EarlyStopping()) is None
+    assert default_task(str(tmp_path)) == "local_number"
+
+
+def test_the_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from selfcal_lightning.cli import run\n"
+        "try: run(['answer', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--threshold_file" in done.stdout
+
+
+def in_a_process(arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False).returncode
+
+
+@pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
+def test_the_bundled_model_answers_on_the_command_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: Callable[[list[str]], int]
+) -> None:
+    """One JSON object a line and nothing else on standard output; also from a process of its own."""
+    file = tmp_path / "q.txt"
+    file.write_text(f"{QUESTION}\nMia has 5 pens. Tom has 3 more than Mia. How many pens do they have?\n")
+    arguments = ["answer", "--model", "bundled", "--questions", str(file), "--json", "--threshold", "0.5"]
+    assert command([*arguments, "--max_samples", "2", "--sampling.max_new_tokens", "60"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows] == ["line-1", "line-2"]
+    for row in rows:
+        assert row["answer"] is None or row["answer"] in str(row["response"])
+        assert 1 <= row["samples_used"] <= 2
+        assert row["tokens_used"] > 0
+
+
+def test_the_same_in_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "snippet.py").write_text(SNIPPET)
+    runpy.run_path(str(tmp_path / "snippet.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert all(1 <= int(line.split()[-1]) <= 8 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+def test_vllm_answers_as_transformers_does(tmp_path: Path) -> None:
+    """The engines draw different texts; both stop when the rule says so, and pay for what they began."""
+    common: dict[str, Any] = {"threshold": 0.8, "max_samples": 4, "max_new_tokens": 60, "lookahead": 3}
+    small = {"max_context": 256, "kv_cache_memory_bytes": 1 << 27}
+    for engine, engine_args in (("transformers", {}), ("vllm", small)):
+        (answer,) = run_answer("bundled", QUESTION, **nested(engine=engine, engine_args=engine_args, **common))
+        verdict = answer.verdict
+        assert verdict.stopped_early == (verdict.confidence is not None and verdict.confidence >= 0.8)
+        assert verdict.samples_used <= verdict.samples_generated <= 4
+        assert verdict.tokens_used <= verdict.tokens_generated

@@ -1,0 +1,84 @@
+"""What `selfcal answer` reads and writes: files of questions, flags that stand alone, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfcal_lightning.cli import fill_flags
+from selfcal_lightning.commands.answer import run_answer
+from selfcal_lightning.inference.answering import Answer, ask_question, read_questions
+from selfcal_lightning.records import Verdict
+
+
+def test_files_of_questions(tmp_path: Path) -> None:
+    text, lines = tmp_path / "q.txt", tmp_path / "q.jsonl"
+    text.write_text("\ufeffOne and one?\n\n  Two and two? \r\n")
+    found = read_questions(text, task="local_number")
+    assert [(q.id, q.text, q.reference) for q in found] == [
+        ("line-1", "One and one?", None),
+        ("line-3", "Two and two?", None),
+    ]
+    assert [message.role for message in found[0].messages] == ["system", "user"]
+    rows: list[dict[str, Any]] = [
+        {"question": "One?", "reference": 1.5},
+        {"question": "B or C?", "task": "local_choice", "reference": "c", "id": "letter"},
+        {"question": "Who?", "task": "local_text", "reference": ["The Beatles", "Fab Four"]},
+        {"question": "Plums?", "task": "word_problems", "reference": 7},
+    ]
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    found = read_questions(lines, task="local_number")
+    assert [(q.id, q.task, q.reference) for q in found] == [
+        ("line-1", "local_number", "1.5"),
+        ("letter", "local_choice", "C"),
+        ("line-3", "local_text", '["beatles", "fab four"]'),
+        ("line-4", "word_problems", "7"),
+    ]
+    assert [len(q.messages) for q in found] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"question": "x"}\nnonsense\n', r"a\.jsonl:2: Expected a JSON object"),
+        ("a.jsonl", '{"question": "x", "anwser": 3}\n', r"a\.jsonl:1: Expected the fields .*Did you mean 'answer'"),
+        ("a.jsonl", '{"qestion": "x"}\n', r"a\.jsonl:1: Expected the fields .*'qestion'. Did you mean 'question'"),
+        ("a.jsonl", '{"question": "x", "answer": 3, "reference": 4}\n', r"mean the same, but got 3 and 4"),
+        ("a.jsonl", '{"text": "x"}\n', r"the field `question` .*but got only text"),
+        ("a.jsonl", '{"id": "x"}\n', r"the field `question` .*but got only id"),
+        ("a.jsonl", '{"question": "x", "id": 3.5}\n', r"`id` to be text or a whole number, but got 3.5"),
+        ("a.jsonl", '{"question": "x", "task": 3}\n', r"`task` to be the name of a task, but got 3"),
+        ("a.jsonl", '{"question": "  "}\n', r"a\.jsonl:1: Expected `question` to hold text"),
+        ("a.jsonl", '{"question": "x", "task": "gsm9k"}\n', r"a\.jsonl:1: .*Did you mean 'gsm8k'"),
+        (
+            "a.jsonl",
+            '{"question": "x", "reference": "none"}\n',
+            r"answer of task 'local_number' \(number\), but got 'none'",
+        ),
+        ("a.jsonl", '{"question": "x", "id": "1"}\n{"question": "y", "id": "1"}\n', r"unique, but got '1' again"),
+        ("a.jsonl", "", r"at least one question"),
+        ("a.txt", "\n\n", r"at least one question"),
+        ("a.txt", 'fine\n{"question": "x"}\n', r"a\.txt:2: Expected a question in plain text .*ending in \.jsonl"),
+        ("a.txt", "caf\udce9", r"to be text in UTF-8"),
+    ],
+)
+def test_broken_files_are_named_with_the_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        read_questions(tmp_path / name, task="local_number")
+
+
+def test_flags_may_stand_alone() -> None:
+    assert fill_flags(run_answer, ["--json", "--question", "--json"])[:3] == ["--json", "true", "--question"]
+    assert fill_flags(run_answer, ["--question", "x", "--json"]) == ["--question", "x", "--json", "true"]
+    assert fill_flags(run_answer, ["--json", "false"]) == ["--json", "false"]
+
+
+def test_json_holds_what_json_can_hold() -> None:
+    question = ask_question("Wie gro\u00df?", task="local_text")
+    answer = Answer(question, Verdict(question.id, None, None, None, 2, False), 2, None)
+    row = json.loads(json.dumps(answer.as_json(), allow_nan=False))
+    assert (row["question"], row["answer"], row["confidence"]) == ("Wie gro\u00df?", None, None)

@@ -1,0 +1,150 @@
+"""Searches over the steps of a model that samples: tokens are counted to the step, on both engines alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.reward_models import stand_in
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands import answer as verb
+from selfcal_lightning.data.steps import RewardSettings, StepStops
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.opening import open_engine
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.vllm.engine import VLLMEngine
+from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import Question, Sample, SamplingSettings
+from selfcal_lightning.rewards.formats import Score, reward_format
+from selfcal_lightning.rewards.reading import RewardFile, open_rewards
+from selfcal_lightning.rewards.search import BeamSearch, DiverseTreeSearch, ParticleFiltering, PathScorer
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    "beam_search": {"width": 4, "keep": 2, "duplicates": "keep", "lookahead": 1},
+    "diverse_tree_search": {"width": 4, "trees": 2},
+    "particle_filtering": {"particles": 2},
+    "adaptive_best_of_n": {"max_samples": 3},
+}
+
+
+class ByLength:
+    """Scores a path by its length, so that the longer one is the better."""
+
+    def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
+        means = [len(path) / 100 for path in paths]
+        return [Score(mean, mean, mean) for mean in means]
+
+
+@pytest.fixture(scope="module")
+def reward(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model of the policy's tokens with a head at random."""
+    folder = stand_in(tiny_model, tmp_path_factory.mktemp("reward") / "m", reward_format("quantile-prm"))
+    RewardFile("quantile-prm", "sentence", (0.1, 0.9), "outcome").write(Path(folder))
+    return folder
+
+
+def check_counts(engine: Engine, chat: ChatFormat, scorer: PathScorer) -> None:
+    """Search a question in three ways; what was drawn is what is counted, and steps end where steps end."""
+    stops = StepStops.of(chat.tokenizer, "sentence")
+    (question,) = get_task("word_problems").load("calibration", limit=1)
+    strategies = [
+        BeamSearch(scorer, width=2, keep=1, max_steps=2, lookahead=1),
+        DiverseTreeSearch(scorer, width=2, trees=2, max_steps=2),
+        ParticleFiltering(scorer, particles=2, max_steps=2),
+    ]
+    for strategy in strategies:
+        source = EngineSource(engine, chat, sampling=SamplingSettings(max_new_tokens=60), stops=stops)
+        seen: list[Sample] = []
+        (verdict,) = run_strategy(strategy, [question], source, on_verdict=lambda _, samples: seen.extend(samples))  # noqa: B023
+        looked = verdict.tokens_generated - sum(sample.drawn_tokens or 0 for sample in seen)
+        assert 0 < looked <= sum(sample.finish == "step" for sample in seen), "at most one token behind each full stop"
+        assert len([sample for sample in seen if not sample.prefix_tokens]) == 2
+        assert all(sample.finish != "step" or (sample.token_ids or ())[-1] in stops.tokens for sample in seen)
+        assert verdict.samples_used == len(seen) <= strategy.max_samples
+        begun = {sample.token_ids for sample in seen if sample.finish == "step"}
+        followed = [sample for sample in seen if sample.prefix_tokens]
+        assert followed
+        assert all((one.token_ids or ())[: one.prefix_tokens] in begun for one in followed), "a step that was drawn"
+        whole = [sample for sample in seen if sample.finish == "stop" and sample.answer is not None]
+        scores = scorer.score_paths(question, [tuple(sample.token_ids or ()) for sample in whole])
+        chosen = [sample for sample, score in zip(whole, scores, strict=True) if score.mean == verdict.confidence]
+        assert verdict.answer in {sample.answer for sample in chosen} or verdict.answer is None
+
+
+def test_live_searches_count_tokens_to_the_step(tiny_model: str) -> None:
+    engine = TransformersEngine(tiny_model)
+    check_counts(engine, engine.chat, ByLength())
+    engine.close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+    """One engine for all commands of a test; it is opened by the first of them and closed at the end."""
+    engines: list[Engine] = []
+    ends = []
+
+    def open_once(*arguments: Any, **options: Any) -> Engine:
+        if not engines:
+            engines.append(open_engine(*arguments, **options))
+            ends.append(engines[0].close)
+            monkeypatch.setattr(engines[0], "close", lambda: None)
+        return engines[0]
+
+    monkeypatch.setattr(verb, "open_engine", open_once)
+    yield engines
+    for end in ends:
+        end()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+def test_vllm_searches_as_transformers_does(
+    tiny_model: str,
+    reward: str,
+    chat: ChatFormat,
+    started: list[Engine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Greedily both engines find the same by the same steps; drawn at random, what is counted was drawn.
+
+    The first command starts vLLM for all.
+    """
+    questions = tmp_path / "questions.jsonl"
+    asked = get_task("word_problems").load("calibration", limit=3)
+    questions.write_text("".join(json.dumps({"question": one.text, "answer": one.reference}) + "\n" for one in asked))
+    greedy = ["--sampling.temperature", "0", "--sampling.edt_scale", "null", "--sampling.max_new_tokens", "80"]
+    args = json.dumps({"max_context": 256, "kv_cache_memory_bytes": 1 << 27})
+    engines = {
+        "vllm": ["--engine.name", "vllm", "--engine.dtype", "float32", "--engine.engine_args", args],
+        "transformers": ["--engine.dtype", "float32"],
+    }
+    found: dict[str, list[list[dict[str, Any]]]] = {}
+    for engine, options in engines.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if engine == "transformers":
+                patch.setattr(verb, "open_engine", open_engine)
+            for name, fields in COMMANDS.items():
+                given = [part for key, value in fields.items() for part in (f"--strategy_args.{key}", str(value))]
+                command = ["answer", "--model", tiny_model, "--questions", str(questions), "--strategy", name, *given]
+                command += ["--task", "word_problems", "--reward.model", reward, "--json", "true", *options, *greedy]
+                assert run(command) == 0, capsys.readouterr().err
+                lines = capsys.readouterr().out.splitlines()
+                found.setdefault(engine, []).append([json.loads(line) for line in lines])
+    for name, ours, theirs in zip(COMMANDS, found["vllm"], found["transformers"], strict=True):
+        assert len(ours) == len(theirs) == len(asked)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.pop("confidence") == pytest.approx(other.pop("confidence"), abs=1e-5), name
+            assert mine == other
+        assert any(line["answer"] is not None for line in ours), "something was found"
+    assert isinstance(started[0], VLLMEngine)
+    check_counts(started[0], chat, open_rewards(RewardSettings(reward)))

@@ -1,0 +1,312 @@
+"""Thresholds from a calibration split: choices against brute force over replays, refusals, the guarantee, the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.strategy_pools import make_entry
+
+from selfcal_lightning.confidence.base import MissingConfidenceError, split_hash
+from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.threshold_fitting import (
+    NoThresholdError,
+    fit_accuracy_threshold,
+    fit_budget_threshold,
+    fit_risk_threshold,
+    grid_outcome,
+)
+from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.records import QuestionSamples, Verdict
+
+GRID = [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]
+
+
+def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, length: int = 6) -> list[QuestionSamples]:
+    """Responses that are right with the probability that they state."""
+    draw = random.Random(f"{prefix}/{seed}")
+    pool = []
+    for number in range(num_questions):
+        confidences: list[float | None] = [round(draw.random(), 3) for _ in range(length)]
+        answers: list[str | None] = ["a" if draw.random() < (c or 0.0) else draw.choice("bcd") for c in confidences]
+        pool.append(make_entry(answers, confidences, name=f"{prefix}{number}"))
+    return pool
+
+
+def test_grid_outcome_is_the_mean_over_all_orders() -> None:
+    """Two samples, right with confidence .9 and wrong with .4: each order comes half of the time."""
+    pool = [make_entry(["a", "b"], [0.9, 0.4], name=f"q{number}") for number in range(400)]
+    found = grid_outcome(EarlyStopping(max_samples=2), pool, [0.0, 0.5, 1.0], num_reshuffles=10, seed=1)
+    # At 0 the first sample decides; at .5 the right one stops it, after 1 or 2 samples; at 1 the weighted vote decides.
+    assert found.accuracy == pytest.approx([0.5, 1.0, 1.0], abs=0.03)
+    assert found.mean_samples == pytest.approx([1.0, 1.5, 2.0], abs=0.03)
+
+
+def test_curves_are_replays_of_the_orders() -> None:
+    """The orders and the verdicts on them, one question at a time."""
+    pool = [*calibrated_pool(15), *calibrated_pool(10, prefix="long", length=8)]
+    strategy = EarlyStopping(max_samples=5)
+    found = grid_outcome(strategy, pool, GRID, num_reshuffles=2, seed=3)
+    (block,) = Orders(np.array([len(entry.samples) for entry in pool]), 5, 2, 3).blocks()
+    for row, value in enumerate(GRID):
+        verdicts = [
+            replay(replace(strategy, threshold=value), replace(entry, samples=tuple(entry.samples[i] for i in order)))
+            for entry, order in zip(pool * 2, block.position.tolist(), strict=True)
+        ]
+        assert found.accuracy[row] == pytest.approx(np.mean([bool(verdict.correct) for verdict in verdicts]))
+        assert found.mean_samples[row] == pytest.approx(np.mean([verdict.samples_used for verdict in verdicts]))
+
+
+def test_a_smaller_budget_cuts_the_same_orders_shorter() -> None:
+    lengths = np.array([4, 7, 5])
+    wide, narrow, recorded = (next(Orders(lengths, *sizes).blocks()).position for sizes in ((4, 6), (2, 6), (3, 0)))
+    np.testing.assert_array_equal(wide[:, :2], narrow)
+    assert all(set(row) <= set(range(lengths[i % 3])) for i, row in enumerate(wide.tolist()))
+    assert recorded.tolist() == [[0, 1, 2]] * 3
+    with pytest.raises(ValueError, match="between 1 and 4, the fewest samples that a question has, but got 5"):
+        Orders(lengths, 5)
+
+
+def test_budget_takes_the_most_accurate_within_it_and_the_cheapest_of_these() -> None:
+    pool = calibrated_pool(80)
+    strategy = EarlyStopping(max_samples=6)
+    outcome = grid_outcome(strategy, pool, GRID, num_reshuffles=5)
+    fitted = fit_budget_threshold(strategy, pool, GRID, budget=3.0, num_reshuffles=5)
+    allowed = [
+        (accuracy, -samples, value)
+        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
+        if samples <= 3.0
+    ]
+    accuracy, samples, threshold = max(allowed)
+    assert fitted.threshold == threshold
+    assert fitted.achieved == {"accuracy": accuracy, "mean_samples": -samples}
+    assert 0.0 < threshold < 1.0
+    assert fitted.delta is None
+    # All thresholds above the highest confidence use every sample and decide alike: the cheapest is the first of them.
+    same = fit_budget_threshold(strategy, pool, [1.0, 0.9999], budget=6.0, num_reshuffles=1)
+    assert same.threshold == 1.0
+
+
+def test_accuracy_takes_the_cheapest_that_reaches_it() -> None:
+    pool = calibrated_pool(80)
+    strategy = EarlyStopping(max_samples=6)
+    outcome = grid_outcome(strategy, pool, GRID, num_reshuffles=5)
+    goal = float(np.sort(outcome.accuracy)[len(GRID) // 2])
+    fitted = fit_accuracy_threshold(strategy, pool, GRID, accuracy=goal, num_reshuffles=5)
+    enough = [
+        (samples, value)
+        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
+        if accuracy >= goal
+    ]
+    assert (fitted.achieved["mean_samples"], fitted.threshold) == min(enough)
+    with pytest.raises(ValueError, match=r"reach an accuracy of 0.999, but the best, .* reaches 0\.\d{4}. Widen"):
+        fit_accuracy_threshold(strategy, pool, GRID, accuracy=0.999, num_reshuffles=1)
+
+
+def test_a_budget_below_the_cheapest_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the cheapest, 0, uses 1\.00"):
+        fit_budget_threshold(EarlyStopping(max_samples=6), calibrated_pool(5), GRID, budget=0.9, num_reshuffles=1)
+
+
+def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
+    fitted = fit_budget_threshold(
+        SelfConsistency(max_samples=6, confidence="p_true"), calibrated_pool(30), [1, 2, 4, 6], budget=2.5
+    )
+    assert fitted.parameter == "max_samples"
+    assert fitted.fields["max_samples"] in (1, 2)
+    assert isinstance(fitted.fields["max_samples"], int)
+
+
+def test_a_setting_stays_what_it_is() -> None:
+    """A threshold that was given as a whole number is no number of samples."""
+    pool = calibrated_pool(30)
+    fitted = fit_budget_threshold(EarlyStopping(threshold=1, max_samples=6), pool, [0.5, 0.75], budget=6.0)
+    assert fitted.fields["threshold"] in (0.5, 0.75)
+
+
+def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
+    pool = PoolArrays.from_samples([make_entry(["b", "a", None], [0.5, 0.5, 0.5]), make_entry([None], [0.5], name="r")])
+    right = right_codes(pool.answer, pool.correct)
+    answer = np.array([[0, -1], [1, -1], [-1, -1]])
+    assert right[[0, 1], answer].tolist() == [[False, False], [True, False], [False, False]]
+    contradicting = right_codes(np.array([[0, 0]], dtype=np.int32), np.array([[False, True]]))
+    assert contradicting.tolist() == [[False, False]]
+
+
+# Learn then Test
+
+
+def test_risk_threshold_keeps_its_promise_on_new_questions() -> None:
+    """Verdicts of one sample, right with the confidence stated: R(t) = (1 - t) / 2 is .2 at t = .6."""
+    strategy = EarlyStopping(threshold=0.0, max_samples=1)
+    fitted = fit_risk_threshold(
+        strategy, calibrated_pool(600, length=1), risk=0.2, delta=0.1, guide=calibrated_pool(300, prefix="g", length=1)
+    )
+    assert fitted.threshold is not None
+    assert 0.6 <= fitted.threshold < 0.8
+    assert fitted.parameter is None
+    verdicts = [replay(strategy, entry) for entry in calibrated_pool(3000, prefix="t", length=1)]
+    given = [verdict for verdict in verdicts if fitted.answers(verdict)]
+    wrong = sum(not verdict.correct for verdict in given) / len(given)
+    assert wrong == pytest.approx((1.0 - fitted.threshold) / 2.0, abs=0.04)
+    assert len(given) / 3000 == pytest.approx(1.0 - fitted.threshold, abs=0.04)
+
+
+def test_the_level_holds_through_strategy_and_guide() -> None:
+    """150 calibration sets with a guide each; a threshold below .6 breaks the bound."""
+    strategy = EarlyStopping(threshold=0.0, max_samples=1)
+    broken = found = 0
+    for seed in range(150):
+        pool, guide = (calibrated_pool(120, prefix=name, seed=seed, length=1) for name in "cg")
+        with contextlib.suppress(NoThresholdError):
+            fitted = fit_risk_threshold(strategy, pool, risk=0.2, delta=0.2, guide=guide)
+            found += 1
+            broken += fitted.threshold < 0.6
+    assert broken / 150 <= 0.2 + 3.0 * math.sqrt(0.2 * 0.8 / 150)
+    assert found / 150 > 0.4
+
+
+def test_numbers_on_the_calibration_questions() -> None:
+    strategy = EarlyStopping(threshold=0.0, max_samples=1)
+    pool = calibrated_pool(400, length=1)
+    fitted = fit_risk_threshold(strategy, pool, risk=0.3, grid=[0.6])
+    given = [entry.samples[0] for entry in pool if (entry.samples[0].p_true or 0.0) >= 0.6]
+    wrong = sum(not sample.correct for sample in given)
+    assert fitted.threshold == 0.6
+    assert fitted.achieved["num_answered"] == len(given)
+    assert fitted.achieved["num_wrong"] == wrong
+    assert fitted.achieved["error_rate_of_answered"] == pytest.approx(wrong / len(given))
+    assert fitted.achieved["coverage"] == pytest.approx(len(given) / 400)
+    assert fitted.achieved["mean_samples"] == 1.0
+    assert fitted.fitted_on.split_hash == split_hash(entry.question.id for entry in pool)
+
+
+def test_without_a_certificate_there_is_no_threshold() -> None:
+    strategy = EarlyStopping(threshold=0.0, max_samples=1)
+    right = [make_entry(["a"], [0.9], name=f"r{number}") for number in range(20)]
+    with pytest.raises(NoThresholdError, match="more would be needed if they are like these") as few:
+        fit_risk_threshold(strategy, right, risk=0.05, delta=0.05, grid=[0.5])
+    assert few.value.certificate.shortfall == "questions"
+    wrong = [make_entry(["b"], [0.9], name=f"w{number}") for number in range(20)]
+    with pytest.raises(NoThresholdError, match="more questions would not help") as bad:
+        fit_risk_threshold(strategy, wrong, risk=0.05, delta=0.05)
+    assert bad.value.certificate.shortfall == "ranking"
+    with pytest.raises(NoThresholdError, match="the others were not tested") as start:
+        fit_risk_threshold(strategy, right, risk=0.2, grid=[0.95, 0.5])
+    assert start.value.certificate.shortfall == "start"
+
+
+@pytest.mark.parametrize(
+    ("answer", "confidence", "given"), [("a", 0.7, True), ("a", 0.69, False), ("a", None, False), (None, 0.9, False)]
+)
+def test_which_verdicts_are_given(answer: str | None, confidence: float | None, given: bool) -> None:
+    six = EarlyStopping(max_samples=6)
+    fitted = replace(fit_risk_threshold(six, calibrated_pool(60), risk=0.4, grid=[0.9]), threshold=0.7)
+    verdict = Verdict("q", answer, confidence, None, 1, False)
+    assert fitted.answers(verdict) is given
+    of_budget = fit_budget_threshold(six, calibrated_pool(5), GRID, budget=6.0, num_reshuffles=1)
+    assert of_budget.answers(verdict) is (answer is not None)
+
+
+def test_unanswered_questions_are_never_answered_and_never_counted_right() -> None:
+    mute = [make_entry([None], [0.9], name=f"mute{number}") for number in range(30)]
+    pool = [*mute, *(make_entry(["a"], [0.9], name=f"right{number}") for number in range(30))]
+    fitted = fit_risk_threshold(EarlyStopping(threshold=0.0, max_samples=1), pool, risk=0.1, grid=[0.5])
+    # Thirty right answers: .9 ** 30 = .042. The mute ones would have made it hopeless.
+    assert fitted.threshold == 0.5
+    assert (fitted.achieved["num_answered"], fitted.achieved["coverage"]) == (30, 0.5)
+    assert fitted.achieved["accuracy_without_abstaining"] == 0.5
+
+
+# What is refused
+
+
+def test_questions_that_a_scorer_was_fitted_on_are_refused() -> None:
+    pool = calibrated_pool(40)
+    scaler = fit_scaler(pool[:20], "platt", name="scaled")
+    strategy = EarlyStopping(confidence="scaled", threshold=0.5, max_samples=6)
+    fitted = fit_budget_threshold(strategy, pool[20:], GRID, budget=4.0, scorers=[scaler], num_reshuffles=1)
+    assert list(fitted.scorers) == ["scaled"]
+    for overlapping in (pool[19:], pool):
+        with pytest.raises(ValueError, match="'scaled' was not fitted on"):
+            fit_budget_threshold(strategy, overlapping, GRID, budget=4.0, scorers=[scaler])
+        with pytest.raises(ValueError, match="'scaled' was not fitted on"):
+            fit_risk_threshold(strategy, overlapping, risk=0.3, scorers=[scaler])
+    # The guide may be what the scaler was fitted on; it must not be the calibration questions.
+    guided = fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:20])
+    assert guided.fitted_on.num_questions == 20
+    with pytest.raises(ValueError, match="`pool` and `guide` to share no question, but got 1 in both"):
+        fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:21])
+
+
+def test_reporting_on_the_split_of_the_fit_is_refused() -> None:
+    pool = calibrated_pool(20)
+    fitted = fit_budget_threshold(EarlyStopping(max_samples=6), pool, GRID, budget=6.0, num_reshuffles=1)
+    check_not_fitted_on(calibrated_pool(20, prefix="t"), fitted)
+    with pytest.raises(ValueError, match="'early_stopping_budget_6' was not fitted on, but got 1 of 6"):
+        check_not_fitted_on([*calibrated_pool(5, prefix="t"), pool[3]], fitted)
+
+
+def test_another_strategy_is_refused() -> None:
+    six = EarlyStopping(max_samples=6)
+    fitted = fit_budget_threshold(six, calibrated_pool(20), GRID, budget=3.0, num_reshuffles=1)
+    assert fitted.configure(replace(six, threshold=0.123)).threshold == fitted.threshold
+    with pytest.raises(ValueError, match="Fit a threshold for this one"):
+        fitted.configure(EarlyStopping(max_samples=3))
+    with pytest.raises(ValueError, match="Fit a threshold for this one"):
+        fitted.configure(SelfConsistency())
+
+
+def test_bad_input_is_refused() -> None:
+    pool, six = calibrated_pool(10), EarlyStopping(max_samples=6)
+    no_reference = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
+    with pytest.raises(ValueError, match="reference answer, but 'c0' has none"):
+        fit_budget_threshold(six, no_reference, GRID, budget=3.0)
+    with pytest.raises(MissingConfidenceError, match="--estimator verbalized"):
+        fit_risk_threshold(replace(six, confidence="verbalized"), pool, risk=0.3)
+    with pytest.raises(ValueError, match="at least one calibration question"):
+        fit_risk_threshold(six, [], risk=0.3)
+    with pytest.raises(ValueError, match="either `guide` or `grid`"):
+        fit_risk_threshold(six, pool, risk=0.3, guide=pool, grid=[0.5])
+    with pytest.raises(ValueError, match="`grid` to hold at least one"):
+        fit_budget_threshold(six, pool, [], budget=3.0)
+    with pytest.raises(ValueError, match="in \\[0, 1\\]"):
+        fit_budget_threshold(six, pool, [1.5], budget=3.0)
+    with pytest.raises(ValueError, match="`budget` to be positive"):
+        fit_budget_threshold(six, pool, GRID, budget=0.0)
+    with pytest.raises(ValueError, match="`accuracy` to lie"):
+        fit_accuracy_threshold(six, pool, GRID, accuracy=1.1)
+
+
+def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
+    pool, six = calibrated_pool(60), EarlyStopping(max_samples=6)
+    risk = fit_risk_threshold(six, pool, risk=0.4)
+    budget = fit_budget_threshold(six, pool, GRID, budget=3.0, num_reshuffles=1)
+    for number, fitted in enumerate((risk, budget, replace(risk, sampled_by={"sampling": {"temperature": 0.5}}))):
+        path = tmp_path / f"{number}.json"
+        fitted.save(path)
+        assert FittedThreshold.load(path) == fitted
+    content = json.loads(path.read_text())
+    assert content["fitted_on"]["num_questions"] == 60
+    del content["strategy"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="no field 'strategy'"):
+        FittedThreshold.load(path)
+    with pytest.raises(ValueError, match="a new file or an earlier fitted confidence"):
+        fit_scaler(pool, "platt").save(path)
+    scaled = tmp_path / "scaled.json"
+    fit_scaler(pool, "platt").save(scaled)
+    with pytest.raises(ValueError, match="one of threshold, but got 'platt'"):
+        FittedThreshold.load(scaled)
+    assert isinstance(Scaler.load(scaled), Scaler)

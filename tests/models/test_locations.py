@@ -1,0 +1,136 @@
+"""The files of a model of the hub: the same ones for whoever asks, downloaded once, none of them twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from support.module_batches import module_of
+from support.other_models import plain_copy
+
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
+from selfcal_lightning.models.folders import SMALL_FILES, model_folder, weight_files, weights_sha256
+
+
+class LocalHub:
+    """A folder in the place of the repository "org/m"; downloads are copies into the layout of the hub's cache."""
+
+    def __init__(self, repository: Path, cache: Path) -> None:
+        self.repository, self.downloaded = repository, []
+        self.snapshot = cache / "models--org--m" / "snapshots" / ("a" * 40)
+        (cache / "models--org--m" / "refs").mkdir(parents=True)
+        (cache / "models--org--m" / "refs" / "main").write_text("a" * 40)
+
+    def snapshot_download(
+        self,
+        name: str,
+        *,
+        revision: str | None = None,
+        allow_patterns: list[str] | None = None,
+        local_files_only: bool = False,
+    ) -> str:
+        files = sorted(self.repository.iterdir())
+        wanted = [file for file in files if any(fnmatch(file.name, pattern) for pattern in allow_patterns or ["*"])]
+        missing = [file for file in wanted if not (self.snapshot / file.name).exists()]
+        # As huggingface_hub does (2.4), which remembers what lies in a repository that it has downloaded from.
+        if local_files_only and (not self.snapshot.is_dir() or (self.downloaded and missing)):
+            raise LocalEntryNotFoundError("not in the cache, or not all of it")
+        self.snapshot.mkdir(parents=True, exist_ok=True)
+        for file in [] if local_files_only else missing:
+            shutil.copy(file, self.snapshot)
+            self.downloaded.append(file.name)
+        return str(self.snapshot)
+
+
+@pytest.fixture
+def hub(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalHub:
+    """The bundled model, on the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub = LocalHub(Path(plain_copy(tiny_model, tmp_path / "repository")), tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+@pytest.fixture
+def twice(hub: LocalHub, tiny_model: str) -> LocalHub:
+    """Shards with an index, and once more beside them, as some repositories have it."""
+    (hub.repository / "model.safetensors").rename(hub.repository / "consolidated.safetensors")
+    load_causal_lm(tiny_model).save_pretrained(hub.repository, max_shard_size="1MB")
+    (hub.repository / "consolidated.safetensors.index.json").write_text('{"weight_map": {}}')
+    return hub
+
+
+def test_only_what_the_index_names_is_downloaded_once(twice: LocalHub) -> None:
+    folder = model_folder("org/m")
+    weights = [name for name in twice.downloaded if name.endswith(".safetensors")]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weights == sorted(set(index.values())) == [file.name for file in weight_files(folder)]
+    assert len(weights) > 1
+    before = list(twice.downloaded)
+    assert model_folder("org/m") == folder
+    assert set(WeightFiles.of_model("org/m").names) == set(index)
+    assert twice.downloaded == before
+
+
+def test_a_cache_that_lacks_a_shard_is_completed(twice: LocalHub) -> None:
+    shard = weight_files(model_folder("org/m"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"`model` to be a folder with all files that .*lacks \['{shard.name}'\]"):
+        weights_sha256("org/m")
+    model_folder("org/m")
+    assert shard.is_file()
+
+
+def test_one_identity_whatever_else_lies_in_the_folder(twice: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (4 * 2**30, 10):  # every byte, and edges with the index
+        monkeypatch.setattr("selfcal_lightning.models.folders._FULL_HASH_LIMIT", limit)
+        shutil.rmtree(model_folder("org/m"))
+        before = weights_sha256(str(model_folder("org/m")))
+        shutil.copy(twice.repository / "consolidated.safetensors", twice.snapshot)
+        (twice.snapshot / "consolidated.safetensors.index.json").write_text('{"weight_map": {"other": 1}}')
+        assert weights_sha256("org/m") == before
+
+
+def test_a_whole_file_is_taken_before_an_index_and_its_parts(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfcal_lightning.models.folders._FULL_HASH_LIMIT", 10)
+    before = weights_sha256(str(hub.repository))
+    (hub.repository / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
+    (hub.repository / "part.safetensors").write_bytes(b"part")
+    assert weights_sha256(str(model_folder("org/m"))) == before
+    assert "part.safetensors" not in hub.downloaded
+
+
+def test_files_of_other_names_are_found(hub: LocalHub) -> None:
+    (hub.repository / "model.safetensors").rename(hub.repository / "weights.safetensors")
+    assert [file.name for file in weight_files(model_folder("org/m"))] == ["weights.safetensors"]
+
+
+def test_a_model_that_is_asked_for_nothing_but_its_hash_is_not_downloaded(hub: LocalHub) -> None:
+    with pytest.raises(LocalEntryNotFoundError):
+        weights_sha256("org/m")
+    assert hub.downloaded == []
+
+
+def test_a_model_is_downloaded_before_it_is_identified(hub: LocalHub, tiny_model: str) -> None:
+    hub.snapshot_download("org/m", allow_patterns=SMALL_FILES)  # the tokenizer came before
+    module = module_of("org/m")
+    module.configure_model()
+    assert module.identity["weights_sha256"] == weights_sha256(tiny_model)
+    assert "model.safetensors" in hub.downloaded
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_pickles_are_never_downloaded(hub: LocalHub, name: str) -> None:
+    (hub.repository / "model.safetensors").rename(hub.repository / name)
+    (hub.repository / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    folder = model_folder("org/m")
+    assert weight_files(folder) == []
+    assert not any(file.endswith(".bin") for file in hub.downloaded)
+    with pytest.raises(ValueError, match=r"the only weights that are read"):
+        weights_sha256("org/m")

@@ -1,0 +1,214 @@
+"""Folders of models and adapters that are not what they should be: no code runs, no pickle is read, files are named."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.other_models import plain_copy
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.engines.vllm.records import lora_rank
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
+from selfcal_lightning.models.chat_format import generation_end_ids, load_tokenizer
+from selfcal_lightning.models.lora import LoraSettings, attach_lora, load_adapter, read_adapter_state, save_adapter
+
+LOADERS = {
+    "models": load_causal_lm,
+    "engines": lambda folder: load_network(folder, revision=None, adapter=None, dtype="float32", device="cpu"),
+}
+CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').write_text('')\n"
+
+
+@pytest.fixture
+def model(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(plain_copy(tiny_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def adapter(tiny_model: str, tmp_path: Path) -> Path:
+    """An adapter as PEFT writes it, without a manifest."""
+    save_adapter(attach_lora(load_causal_lm(tiny_model), LoraSettings(r=4, activated=False)), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def change_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def with_code(model: Path) -> Path:
+    """A model of an unknown type that names files of its own to build it with."""
+    classes = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    change_json(model / "config.json", model_type="strange", auto_map=classes)
+    # transformers copies the file to a place of its own before it runs it.
+    code = CODE.replace("__file__", repr(str(model / "strange.py")))
+    code += "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    code += "class Config(LlamaConfig):\n    model_type = 'strange'\n"
+    (model / "strange.py").write_text(code + "class Model(LlamaForCausalLM):\n    config_class = Config\n")
+    return model
+
+
+@pytest.mark.parametrize("loader", [*LOADERS.values(), load_config], ids=[*LOADERS, "configuration"])
+def test_code_in_a_model_folder_is_refused_and_never_runs(
+    with_code: Path, monkeypatch: pytest.MonkeyPatch, loader: object
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(ValueError, match=r"^Expected .*Python code of its own .* Such code is never run") as raised:
+        loader(str(with_code))
+    assert "trust_remote_code" not in str(raised.value), "the advice to run it is not passed on"
+    assert not (with_code / "ran").exists()
+
+
+@pytest.mark.parametrize("verb", ["answer", "generate"])
+def test_nor_by_a_verb_where_the_user_says_yes(
+    with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], verb: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    options = {
+        "answer": ["--question", "hi"],
+        "generate": ["--store_dir", str(tmp_path / "store"), "--task", "word_problems", "--limit", "1"],
+    }
+    assert run([verb, "--model", str(with_code), *options[verb]]) == 1
+    assert not (with_code / "ran").exists()
+    out, err = capfd.readouterr()
+    assert "Such code is never run" in err
+    assert "[y/N]" not in out + err, "nobody is asked"
+
+
+def test_code_of_a_tokenizer_is_refused_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = {"AutoTokenizer": ["strange.Tokenizer", None]}
+    change_json(model / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=classes)
+    change_json(model / "config.json", model_type="strange")
+    (model / "strange.py").write_text(CODE.replace("__file__", repr(str(model / "strange.py"))))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(ValueError, match="Such code is never run"):
+        load_tokenizer(str(model))
+    assert not (model / "ran").exists()
+
+
+def test_the_ends_of_turns_are_read_without_code(with_code: Path) -> None:
+    (with_code / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="Such code is never run"):
+        generation_end_ids(str(with_code))
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_pickles_are_not_read(model: Path, loader: object) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"the only weights that are read, .* has pytorch_model.bin.*save_pretrained"
+    ) as e:
+        loader(str(model))
+    assert "weights_only" not in str(e.value)
+
+
+def test_pickles_of_an_adapter_are_not_read(tiny_model: str, adapter: Path) -> None:
+    torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"`adapter` .* has adapter_model.bin, which may hold code"):
+        load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu")
+    with pytest.raises(ValueError, match=r"has adapter_model.bin"):
+        load_adapter(load_causal_lm(tiny_model), str(adapter))
+
+
+@pytest.mark.parametrize("left", [0, 4, 100, 5000, -1])
+@pytest.mark.parametrize("loader", [*LOADERS.values(), WeightFiles.of_model], ids=[*LOADERS, "slices"])
+def test_a_download_that_broke_off_is_named(model: Path, left: int, loader: object) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:left])
+    with pytest.raises(ValueError, match=rf"Expected {weights} to be a whole safetensors file, .* download broke off"):
+        loader(str(model))
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_weights_that_are_not_there_are_not_drawn_at_random(model: Path, loader: Callable[[str], object]) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"every weight of its network, but .* lacks model\.layers\.0\.mlp\.up_proj"):
+        loader(str(model))
+
+
+def test_so_is_a_shard_of_several(tiny_model: str, model: Path) -> None:
+    load_causal_lm(tiny_model).save_pretrained(model, max_shard_size="1MB")
+    (model / "model.safetensors").unlink()
+    shard = sorted(model.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"Expected {shard} to be a whole safetensors file"):
+        load_causal_lm(str(model))
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"lacks \['{shard.name}'\]"):
+        load_causal_lm(str(model))
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": {"a": ', '{"weight_map": {"a": 1}}', "{}", "[]"])
+def test_a_broken_index_is_named(model: Path, content: str) -> None:
+    (model / "model.safetensors").rename(model / "one.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=str(index)):
+        load_causal_lm(str(model))
+
+
+def test_a_truncated_adapter_is_named(tiny_model: str, adapter: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for read in (
+        lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
+        lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
+        lambda: read_adapter_state(adapter),
+        lambda: lora_rank(str(adapter)),
+    ):
+        with pytest.raises(ValueError, match=rf"Expected {weights} to be a whole safetensors file"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"peft_type": "LORA",\n "r": 4,,}', r":2: Expected a JSON object, .*, but got: .* column 9\b"),
+        ('{"peft_type": "LORA"', r":1: Expected a JSON object"),
+        ("[]", "hold a JSON object, .*, but got list"),
+        ('{"peft_type": "IA3"}', "LoRA adapter with its rank `r`, but got `peft_type` 'IA3'"),
+        ('{"peft_type": "LORA", "r": "x"}', "`r` 'x'"),
+    ],
+)
+def test_a_broken_adapter_configuration_is_named_with_its_line(
+    tiny_model: str, adapter: Path, content: str, message: str
+) -> None:
+    (adapter / "adapter_config.json").write_text(content)
+    for read in (
+        lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
+        lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
+        lambda: lora_rank(str(adapter)),
+    ):
+        with pytest.raises(ValueError, match=rf"{adapter / 'adapter_config.json'}.*{message}|{message}") as raised:
+            read()
+        assert str(adapter / "adapter_config.json") in str(raised.value)
+
+
+def test_an_adapter_in_the_place_of_a_model_does_not_lead_elsewhere(
+    tiny_model: str, adapter: Path, model: Path
+) -> None:
+    for folder in (adapter, model):
+        if folder == model:
+            (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+        for loader in LOADERS.values():
+            with pytest.raises(ValueError, match=r"to be a whole model, but got .*, which holds an adapter"):
+                loader(str(folder))
+
+
+def test_an_adapter_without_a_manifest_is_loaded(tiny_model: str, adapter: Path) -> None:
+    network = load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu")
+    assert network.num_parameters() == load_causal_lm(tiny_model).num_parameters()
+    assert lora_rank(str(adapter)) == 8, "the next that vLLM has room for"
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert read_adapter_state(adapter).keys() == stored.keys() != set()

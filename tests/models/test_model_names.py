@@ -1,0 +1,188 @@
+"""Models, adapters and servers that are not there are refused before anything slow is asked."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from selfcal_lightning.cli import run
+
+SLOW = (
+    "transformers.AutoTokenizer.from_pretrained",
+    "transformers.AutoConfig.from_pretrained",
+    "transformers.AutoModelForCausalLM.from_pretrained",
+    "peft.PeftModel.from_pretrained",
+    "selfcal_lightning.commands.answer.open_engine",
+    "selfcal_lightning.engines.sampling.running.open_engine",
+    "selfcal_lightning.engines.openai.engine.OpenAIEngine.__init__",
+)
+TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of slow things that were asked; each fails when it is."""
+    asked: list[str] = []
+
+    def refuse(name: str) -> Callable[..., NoReturn]:
+        def asked_for(*_: Any, **__: Any) -> NoReturn:
+            asked.append(name)
+            raise AssertionError(f"{name} was asked")
+
+        return asked_for
+
+    for name in SLOW:
+        monkeypatch.setattr(name, refuse(name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return asked
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    """Command lines that lack the model, by verb."""
+    return {
+        "answer": ["answer", "--question", "1?", "--model"],
+        "generate": ["generate", "--store_dir", f"{folder}/store", "--task", "word_problems", "--model"],
+        "evaluate": ["evaluate", "--tests", TESTS, "--output_dir", f"{folder}/out", "--model"],
+    }
+
+
+@pytest.mark.parametrize("model", ["nosuchfolder", "no/such", "./nosuch", "/nowhere/at/all", "a b"])
+@pytest.mark.parametrize("verb", ["answer", "generate", "evaluate"])
+def test_a_model_that_is_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str, model: str
+) -> None:
+    assert run([*commands(tmp_path)[verb], model]) == 1
+    assert slow == []
+    assert "Expected `model` to be a folder or a name on the hub, but " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_nearly_that_name_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calibrated").mkdir()
+    assert run(["answer", "--question", "1?", "--model", "calibratd"]) == 1
+    assert "calibrated" in capsys.readouterr().err.replace("'calibratd'", "")
+    assert slow == []
+
+
+@pytest.mark.parametrize("problem", ["Name or service not known", None], ids=["out of reach", "unknown there"])
+def test_the_hub_is_asked_once_and_shortly(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    slow: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    problem: str | None,
+) -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from selfcal_lightning.models import names as model_names
+
+    asked: list[float] = []
+
+    # The hub's library has had several libraries for requests; of a response it reads no more than this.
+    answer: Any = SimpleNamespace(headers={}, request=None)
+
+    def model_info(self: object, name: str, *, revision: str | None, timeout: float) -> NoReturn:
+        asked.append(timeout)
+        raise RepositoryNotFoundError("404", response=answer)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(model_names, "_unreachable", lambda _: problem)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    model_names._check_on_hub.cache_clear()
+    assert run(["answer", "--question", "1?", "--model", f"no/such-{problem is None}"]) == 1
+    shown = capsys.readouterr().err
+    assert slow == []
+    if problem is None:
+        assert "the hub has no such model" in shown
+        assert asked == [model_names.HUB_SECONDS]
+    else:
+        assert f"cannot be reached: {problem}" in shown
+        assert asked == []
+
+
+@pytest.mark.parametrize("verb", ["answer", "generate"])
+def test_an_adapter_that_is_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str
+) -> None:
+    assert run([*commands(tmp_path)[verb], "bundled", "--adapter", "nosuch"]) == 1
+    assert slow == []
+    assert "Expected `adapter` to be a folder, but there is none at 'nosuch'" in capsys.readouterr().err
+
+
+def test_an_adapter_to_export_or_to_score_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str]
+) -> None:
+    assert run(["export", "--adapter", "nosuch", "--output_dir", str(tmp_path / "out")]) == 1
+    assert "nosuch" in capsys.readouterr().err
+    (tmp_path / "pool.jsonl").write_text(
+        '{"id": "q", "task": "gsm8k", "question": "?", "responses": [{"text": "7"}]}\n'
+    )
+    arguments = ["--pool", str(tmp_path / "pool.jsonl"), "--output", str(tmp_path / "o.jsonl"), "--model", "bundled"]
+    assert run(["score", *arguments, "--estimator", "p_true", "--adapter", "nosuch"]) == 1
+    assert "Expected `adapter` to be a folder, but there is none at 'nosuch'" in capsys.readouterr().err
+    assert slow == []
+
+
+@pytest.mark.parametrize("verb", ["answer", "generate"])
+def test_a_server_that_nobody_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str
+) -> None:
+    pytest.importorskip("aiohttp", reason="the engine openai is an extra")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    asked = [
+        *commands(tmp_path)[verb],
+        "bundled",
+        "--engine.name",
+        "openai",
+        "--engine.base_url",
+        address,
+        "--sampling.edt_scale",
+        "null",
+    ]
+    assert run(asked) == 1
+    assert slow == []
+    shown = capsys.readouterr().err
+    assert f"Expected a server at {address}, but got no connection" in shown
+    assert "`base_url`" in shown
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_model_that_is_not_whole(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], broken: str
+) -> None:
+    """An interrupted download."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / broken
+    content = file.read_bytes()
+    for left in (len(content) // 2, 5, 0):
+        file.write_bytes(content[:left])
+        assert run(["answer", "--question", "1?", "--model", str(tmp_path / "model")]) == 1
+        shown = capsys.readouterr().err
+        assert str(file) in shown
+        assert "SafetensorError" not in shown
+    file.unlink()
+    assert run(["answer", "--question", "1?", "--model", str(tmp_path / "model")]) == 1
+    assert "error: Expected " in capsys.readouterr().err
+    assert slow == []
+
+
+def test_an_engine_that_is_not_installed(
+    capsys: pytest.CaptureFixture[str], slow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: module != "vllm")
+    assert run(["answer", "--question", "1?", "--model", "bundled", "--engine.name", "vllm"]) == 1
+    assert "Expected `vllm` to be installed" in capsys.readouterr().err
+    assert slow == []

@@ -1,0 +1,176 @@
+"""A prompt of the user's own: what it makes of a question, who uses it, and what holds it fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.command_lines import ON_CPU, given_to, instantiated
+
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.stored_rows import check_prompts
+from selfcal_lightning.engines.opening import load_chat
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.inference.answering import ask_question
+from selfcal_lightning.inference.choices import choose_prompt
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, PromptExample, put_prompt
+from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.training.export import write_export
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+SHOT = PromptExample("What is 1+1?", "Answer: 2")
+BRIEF = Prompt(system="Be brief.", examples=(SHOT,))
+
+
+def put(prompt: Prompt | None) -> list[tuple[str, str]]:
+    [question] = put_prompt([ask_question("What is 2+2?", task="local_number")], prompt)
+    return [(message.role, message.content) for message in question.messages]
+
+
+def test_system_examples_or_none() -> None:
+    (system, own), user = put(None)
+    assert (system, user) == ("system", ("user", "Question: What is 2+2?"))
+    shown = [("user", "Question: What is 1+1?"), ("assistant", "Answer: 2")]
+    assert put(Prompt()) == put(None)
+    assert put(Prompt(system="Be brief.")) == [("system", "Be brief."), user]
+    assert put(Prompt(system="")) == [user]
+    assert put(Prompt(examples=(SHOT,))) == [("system", own), *shown, user]
+    assert put(BRIEF) == [("system", "Be brief."), *shown, user]
+    assert put(Prompt(base="none")) == [("user", "What is 2+2?")]
+    assert put(Prompt(base="none", examples=(SHOT,))) == [
+        ("user", "What is 1+1?"),
+        ("assistant", "Answer: 2"),
+        ("user", "What is 2+2?"),
+    ]
+
+
+def test_an_example_is_not_among_the_questions() -> None:
+    with pytest.raises(ValueError, match="none of the questions, but got 'What is 1\\+1\\?'"):
+        put_prompt([ask_question("What is 1+1?", task="local_number")], BRIEF)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"sytem": "x"}, "Did you mean 'system'"),
+        ({"system": 3}, "`prompt.system` to be text, but got 3"),
+        ({"base": "non"}, "`prompt.base` to be one of task, none, boxed, but got 'non'"),
+        ({"examples": "x"}, "`prompt.examples` to be a list"),
+        ({"examples": [{"question": "x"}]}, "`response` of an example of the prompt to hold text, but got None"),
+        ({"examples": [{"question": "x", "answer": "y"}]}, "but got 'answer'"),
+        ({"examples": ["x"]}, "to have `question` and `response`, but got 'x'"),
+    ],
+)
+def test_a_mistake_in_a_prompt_is_named(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Prompt.from_json(content)
+
+
+def test_the_command_line_takes_options_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "system: Be brief.\nexamples:\n  - {question: 'What is 1+1?', response: 'Answer: 2'}\n"
+    )
+    for verb, needed in (("answer", []), ("generate", ["--store_dir", "s", "--task", "t"]), ("evaluate", [])):
+        arguments = ["--model", "m", *needed]
+        assert given_to(verb, [*arguments, "--prompt", str(tmp_path / "p.yaml")], monkeypatch)["prompt"] == BRIEF
+        named = given_to(verb, [*arguments, "--prompt.system", "Be brief."], monkeypatch)["prompt"]
+        assert named == Prompt(system="Be brief.")
+        assert given_to(verb, arguments, monkeypatch)["prompt"] is None
+
+
+def test_a_configuration_states_it_once_for_model_and_data(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
+
+    monkeypatch.chdir(tmp_path)
+    Path("q.txt").write_text("".join(f"What is {n}+3?\n" for n in range(10)))
+    prepared = prepare(CommonCase(tiny_model, "q.txt", prompt=BRIEF))
+    cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
+    assert cli.model.prompt == cli.datamodule.prompt == BRIEF
+    question = cli.datamodule.questions("train")[0]
+    assert [message.role for message in question.messages] == ["system", "user", "assistant", "user"]
+    assert cli.datamodule.collator().chat.prompt == BRIEF
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    folder = tmp_path_factory.mktemp("prompted")
+    (folder / "q.txt").write_text("What is 3+4?\nWhat is 4+5?\n")
+    options = {
+        "task": "local_number",
+        "path": str(folder / "q.txt"),
+        "num_samples": 1,
+        "sampling": SamplingSettings(max_new_tokens=4),
+    }
+    run_generate("bundled", str(folder / "s"), prompt=BRIEF, **options)
+    return SampleStore(folder / "s")
+
+
+def test_it_is_part_of_what_a_store_is(store: SampleStore, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("What is 8+8?\n")
+    new = {
+        "task": "local_number",
+        "path": str(tmp_path / "other.txt"),
+        "num_samples": 1,
+        "sampling": SamplingSettings(max_new_tokens=4),
+    }
+    for prompt in (None, replace(BRIEF, system="Be kind.")):
+        with pytest.raises(ValueError, match=r"same settings, but got prompt.user_prompt"):
+            run_generate("bundled", str(store.path), prompt=prompt, **new)
+    first = next(iter(store.rows()))[0]
+    assert first.question.messages[0].content == "Be brief."
+
+
+def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path: Path) -> None:
+    def chat(prompt: Prompt | None) -> object:
+        return load_chat(EngineOptions(), "bundled", query=DEFAULT_QUERY, prompt=prompt)
+
+    check_prompts(store, chat(BRIEF), round=0)
+    for other in (None, Prompt(system="Be kind.")):
+        with pytest.raises(ValueError, match=r"Expected the prompt that the store .* was sampled with, .*Be brief"):
+            check_prompts(store, chat(other), round=0)
+    (tmp_path / "q.txt").write_text("What is 3+4?\n")
+    plain = {
+        "task": "local_number",
+        "path": str(tmp_path / "q.txt"),
+        "num_samples": 1,
+        "sampling": SamplingSettings(max_new_tokens=4),
+    }
+    run_generate("bundled", str(tmp_path / "plain"), **plain)
+    with pytest.raises(ValueError, match="was sampled with, that of the task, but got"):
+        check_prompts(SampleStore(tmp_path / "plain"), chat(BRIEF), round=0)
+
+
+def test_sources_are_put_with_it() -> None:
+    data = SSCDataModule("bundled", "never", prompt=BRIEF, train=[QuestionSource("word_problems", limit=2)])
+    assert data.questions("train") == load_some("word_problems", "train", limit=2, prompt=BRIEF)
+    assert data.questions("train")[0].messages[0].content == "Be brief."
+
+
+def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path) -> None:
+    module = SelfCalibrationModule("bundled", prompt=BRIEF)
+    assert SelfCalibrationModule(**module.hparams).prompt == BRIEF, "plain in a checkpoint, and read from one"
+    assert "prompt" not in SelfCalibrationModule("bundled").hparams
+    module.configure_model()
+    adapter = str(write_export(module, tmp_path / "adapter"))
+    prompt, note = choose_prompt("bundled", adapter, None)
+    assert prompt == BRIEF
+    assert "the prompt of the calibration" in str(note)
+    assert choose_prompt("bundled", adapter, BRIEF) == (BRIEF, None)
+    other, note = choose_prompt("bundled", adapter, Prompt(system="Be kind."))
+    assert other == Prompt(system="Be kind.")
+    assert "differs from that of the calibration" in str(note)
+    assert "Be brief." in str(note)
+    assert choose_prompt("bundled", None, None) == (None, None)
+
+
+def test_recorded_responses_take_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected no `prompt` beside pools"):
+        run_evaluate(output_dir=str(tmp_path), pools={"mine": "pool.jsonl"}, prompt=BRIEF)

@@ -1,0 +1,302 @@
+"""Export: adapter folders, merged models, refusals, uploads."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.exported import checkpoint, shaken, snapshot
+from support.other_models import changed_copy, plain_copy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands import export
+from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.models.folders import MANIFEST, read_manifest
+from selfcal_lightning.training.export import replacing, write_export
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+IDS = torch.arange(10, 34).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def module(tiny_model: str) -> SelfCalibrationModule:
+    return shaken(tiny_model)
+
+
+@pytest.fixture
+def adapter(module: SelfCalibrationModule, tmp_path: Path) -> Path:
+    return write_export(
+        module,
+        tmp_path / "adapter",
+        store={"digests": {"0": "abc"}},
+        metrics={"val/x": 0.5, "val/undefined": float("nan")},
+    )
+
+
+def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:
+    manifest = read_manifest(adapter)
+    assert manifest["kind"] == "adapter"
+    assert manifest["base_model"]["model"] == tiny_model
+    assert manifest["prompt"]["query"] == "Is the answer correct? (Yes/No)"
+    assert manifest["prompt"]["yes_ids"] == list(module.chat.query.yes_ids)
+    assert manifest["p_true"] == "normalised"
+    assert manifest["hyper_parameters"]["lora"]["r"] == 4
+    assert manifest["store"] == {"digests": {"0": "abc"}}
+    assert manifest["metrics"] == {"val/x": 0.5}
+    assert set(manifest["versions"]) >= {"torch", "transformers", "peft"}
+    assert AutoTokenizer.from_pretrained(adapter).chat_template
+    assert (adapter / "adapter_model.safetensors").is_file()
+    card = (adapter / "README.md").read_text()
+    assert "P(Yes) / (P(Yes) + P(No))" in card
+    assert "More Information Needed" not in card
+
+
+@pytest.mark.parametrize("source", ["adapter", "checkpoint"])
+def test_merged_model_has_the_adapters_logits(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
+) -> None:
+    given = str(adapter) if source == "adapter" else checkpoint(module, tmp_path / "last.ckpt")
+    written = run_export(given, str(tmp_path / "merged"), dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
+    expected = module.model(IDS).logits
+    torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-4, rtol=0)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    assert (base(IDS).logits - expected).abs().max() > 0.1
+    assert merged.generation_config.eos_token_id == base.generation_config.eos_token_id
+    template = AutoTokenizer.from_pretrained(tiny_model).chat_template
+    assert AutoTokenizer.from_pretrained(written).chat_template == template
+    manifest = read_manifest(Path(written))
+    assert manifest["kind"] == "merged"
+    assert manifest["base_model"]["model"] == tiny_model
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_merged_model_loads_in_vllm(module: SelfCalibrationModule, adapter: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from selfcal_lightning.engines.vllm.engine import VLLMEngine
+
+    written = run_export(str(adapter), str(tmp_path / "merged"), dtype="float32")
+    prompt, asked = IDS[0].tolist(), [*module.chat.query.yes_ids, *module.chat.query.no_ids]
+    engine = VLLMEngine(written, dtype="float32")
+    try:
+        (probabilities,) = engine.next_token_probabilities([prompt], asked)
+    finally:
+        engine.close()
+    expected = module.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)[asked]
+    torch.testing.assert_close(torch.tensor(probabilities), expected, atol=1e-4, rtol=0)
+
+
+def test_auto_dtype_is_that_of_the_base(adapter: Path, tmp_path: Path, tiny_model: str) -> None:
+    written = run_export(str(adapter), str(tmp_path / "merged"))
+    stored = load_file(Path(tiny_model) / "model.safetensors")["model.norm.weight"].dtype
+    assert load_file(Path(written) / "model.safetensors")["model.norm.weight"].dtype == stored
+
+
+def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) -> None:
+    module = shaken(tiny_model, lora=None)
+    folder = write_export(module, tmp_path / "full")
+    assert read_manifest(folder)["kind"] == "model"
+    expected = module.model(IDS).logits
+    for written in (folder, run_export(checkpoint(module, tmp_path / "f.ckpt"), str(tmp_path / "m"), dtype="float32")):
+        loaded = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
+        torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("source", ["adapter", "checkpoint"])
+def test_another_base_model_is_refused(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
+) -> None:
+    given = str(adapter) if source == "adapter" else checkpoint(module, tmp_path / "last.ckpt")
+    other = changed_copy(tiny_model, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"(?s)Expected .*/other") as raised:
+        run_export(given, str(tmp_path / "merged"), base_model=other)
+    assert tiny_model in str(raised.value)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_base_model_may_have_moved(adapter: Path, tmp_path: Path, tiny_model: str) -> None:
+    run_export(str(adapter), str(tmp_path / "merged"), base_model=plain_copy(tiny_model, tmp_path / "moved"))
+
+
+def test_output_folder_that_holds_something_is_left_alone(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="`output_dir` to be new or empty"):
+        run_export(str(adapter), str(tmp_path / "full"))
+    with pytest.raises(ValueError, match="which holds other files"):
+        run_export(str(adapter), str(tmp_path / "full"), overwrite=True)
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+def test_an_earlier_export_is_replaced_only_when_asked(adapter: Path, tmp_path: Path) -> None:
+    merged = str(tmp_path / "merged")
+    run_export(str(adapter), merged)
+    with pytest.raises(ValueError, match="earlier export"):
+        run_export(str(adapter), merged)
+    run_export(str(adapter), merged, overwrite=True)
+    assert read_manifest(Path(merged))["kind"] == "merged"
+
+
+def test_a_merged_model_never_takes_the_place_of_what_a_training_wrote(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str
+) -> None:
+    other = write_export(module, tmp_path / "other")
+    whole = write_export(shaken(tiny_model, lora=None), tmp_path / "whole")
+    for target, what in {adapter: "an adapter", other: "an adapter", whole: "a trained model"}.items():
+        before = snapshot(target)
+        with pytest.raises(ValueError, match=rf"which holds {what}: that is never replaced here"):
+            run_export(str(adapter), str(target), overwrite=True)
+        assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("source", ["adapter", "checkpoint"])
+@pytest.mark.parametrize("place", ["in the adapter", "above the adapter", "base", "in the base", "above the base"])
+def test_the_output_lies_apart_from_what_is_merged(
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str, place: str
+) -> None:
+    read = tmp_path / "read"
+    (read / "above").mkdir(parents=True)
+    base = Path(plain_copy(tiny_model, read / "above" / "base"))
+    own = adapter.rename(read / "own") if source == "adapter" else Path(checkpoint(module, read / "last.ckpt"))
+    target = {
+        "in the adapter": read / "own" / "merged" if source == "adapter" else base / "inside",
+        "above the adapter": read,
+        "base": base,
+        "in the base": base / "merged" / "here",
+        "above the base": read / "above",
+    }[place]
+    if target in (base, read, read / "above"):  # as if a merged model lay there, which could be replaced
+        (target / MANIFEST).write_text('{"kind": "merged"}')
+    before = snapshot(read)
+    with pytest.raises(ValueError, match=r"`output_dir` to lie apart from the (adapter|checkpoint|base model)"):
+        run_export(str(own), str(target), base_model=str(base), overwrite=True)
+    assert snapshot(read) == before
+
+
+def test_a_link_to_the_adapter_is_the_adapter(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(adapter)
+    (adapter / MANIFEST).unlink()
+    with pytest.raises(ValueError, match="which holds other files"):
+        run_export(str(adapter), str(tmp_path / "link"), overwrite=True)
+    with pytest.raises(ValueError, match="lie apart from the adapter"):
+        run_export(str(adapter), str(tmp_path / "link" / "merged"))
+
+
+def test_what_somebody_put_into_an_earlier_export_is_not_lost(adapter: Path, tmp_path: Path) -> None:
+    merged = run_export(str(adapter), str(tmp_path / "merged"))
+    notes = Path(merged) / "evaluation" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(ValueError, match=r"nothing but an earlier export, .* such as 'evaluation/notes.txt'"):
+        run_export(str(adapter), merged, overwrite=True)
+    assert notes.read_text() == "mine"
+    notes.unlink()
+    run_export(str(adapter), merged, overwrite=True)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let no file grow above ``size`` bytes: what a quota does, and without a disk of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_names_the_folder_and_leaves_what_was_there(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = run_export(str(adapter), str(tmp_path / "merged"))
+    before = snapshot(Path(merged))
+    with files_of_at_most(100_000):
+        assert run(["export", "--adapter", str(adapter), "--output_dir", merged, "--overwrite", "true"]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert f"Expected space to write {merged}, but got" in told
+    assert "bytes free. What was there before is untouched" in told
+    assert snapshot(Path(merged)) == before
+    assert not list(tmp_path.glob(".merged*"))
+
+
+def test_something_else_is_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`adapter` to be a checkpoint file or a folder"):
+        run_export(str(tmp_path), str(tmp_path / "merged"))
+
+
+def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
+    lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1, "state_dict": {}}
+    (tmp_path / "notes.ckpt").write_text("mine")
+    torch.save({"run": test_something_else_is_no_adapter}, tmp_path / "code.ckpt")
+    torch.save({"hyper_parameters": {"lr": 0.1}, **lightning}, tmp_path / "other.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    for name, message in {
+        "notes": "another kind of file",
+        "code": "cannot be read",
+        "other": "names no base model",
+        "list": "without 'state_dict'",
+    }.items():
+        with pytest.raises(ValueError, match=rf"Expected .*checkpoint of .*, but got .*{name}.ckpt.*{message}"):
+            run_export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_damaged_checkpoint_is_not_merged(module: SelfCalibrationModule, tmp_path: Path) -> None:
+    path = Path(checkpoint(module, tmp_path / "last.ckpt"))
+    weight = next(value for name, value in module.named_parameters() if "lora_A" in name).detach()
+    content = bytearray(path.read_bytes())
+    content[content.find(weight.numpy().tobytes()) + 2] ^= 0x40  # a bit of the mantissa
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="a damaged file: the checksum"):
+        run_export(str(path), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    with replacing(folder) as fresh:
+        (fresh / "weights").write_text("old")
+    with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
+        (fresh / "weights" / "half").write_text("written")
+    assert (folder / "weights").read_text() == "old"
+    with replacing(folder) as fresh:
+        assert (folder / "weights").read_text() == "old"
+        (fresh / "weights").write_text("new")
+    assert (folder / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_what_a_kill_left_behind_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    mine = tmp_path / "adapter.bak"
+    for left in (mine, tmp_path / ".adapter.new", tmp_path / ".adapter.old"):
+        left.mkdir()
+        (left / "weights").write_text(left.name)
+    with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
+        (fresh / "absent" / "half").write_text("written")
+    assert (tmp_path / ".adapter.old" / "weights").is_file()
+    for content in ("first", "second"):
+        with replacing(folder) as fresh:
+            assert not list(fresh.iterdir())
+            (fresh / "weights").write_text(content)
+        assert (folder / "weights").read_text() == content
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter.bak"]
+    assert (mine / "weights").read_text() == "adapter.bak"
+
+
+def test_module_does_not_import_torch() -> None:
+    code = f"import sys, {export.__name__}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

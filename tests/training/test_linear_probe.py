@@ -1,0 +1,261 @@
+"""Trained probes: heads and losses, the folder that everything else reads, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from scipy.optimize import minimize
+from support.capability_pools import capability_store, chance, give_states
+from support.trainers import trainer_of
+
+from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.probe import WEIGHTS, load_probe
+from selfcal_lightning.capability.probe_module import LinearProbeModule, check_trainer
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.capability import run_score_questions
+from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.datamodules.probe import ProbeDataModule
+from selfcal_lightning.metrics.discrimination import spearman
+from selfcal_lightning.models.folders import check_files, read_manifest
+from selfcal_lightning.training.contracts import (
+    CapabilityModule,
+    CheckpointedModule,
+    Exportable,
+    ProbeData,
+    SampledData,
+    missing_members,
+)
+
+MODULE = "selfcal_lightning.capability.probe_module.LinearProbeModule"
+MLP = {"head": "mlp", "hidden_size": 6, "dropout": 0.2, "lr": 0.02}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = capability_store(tmp_path_factory.mktemp("probes") / "store")
+    give_states(folder)
+    return folder
+
+
+def trained(
+    store: Path, data: dict[str, Any] | None = None, *, epochs: int = 60, ckpt_path: str | None = None, **model: Any
+) -> LinearProbeModule:
+    """Return a probe after a training that validates at its end."""
+    module = LinearProbeModule("bundled", **{"lr": 0.03, **model})
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, check_val_every_n_epoch=epochs, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=ProbeDataModule("bundled", str(store), **(data or {})), ckpt_path=ckpt_path)
+    module.logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return module
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss": "mse"},
+        {"loss": "mse", "link": "clip"},
+        {"loss": "ranknet", "tie_weight": 0.1},
+        {"head": "mlp", "hidden_size": 8, "num_layers": 2, "dropout": 0.1, "activation": "tanh"},
+        {"head": "classifier", "num_classes": 5},
+        {"optimizer": "sgd", "schedule": "linear", "warmup_steps": 2},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "default",
+)
+def test_a_trained_probe_is_used_as_a_fitted_one(store: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    module = trained(store, {"target": "label", "validation_split": "calibration"}, epochs=15, **settings)
+    assert module.logged["val/capability/Spearman"] > 0.3
+    assert {"train/loss", "val/loss", "val/target/MSE", "val/capability/MSE"} <= set(module.logged)
+    module.save_export(tmp_path)
+    probe = load_probe(tmp_path)
+    assert (probe.target, probe.pooling, probe.fitted_on.num_questions, probe.penalty) == ("label", "both", 40, None)
+    assert probe.digest == module.probe.digest
+    values = run_score_questions(probe=str(tmp_path), store_dir=str(store), split="test", name="own", overwrite=True)
+    pool = load_capability_pool(str(store), split="test", task=None)
+    assert (spearman(values, [chance(question) for question in pool.questions]) or 0.0) > 0.3
+    assert all(value is not None and 0.0 <= value <= 1.0 for value in values)
+
+
+def test_a_file_that_lost_a_layer_is_damaged(store: Path, tmp_path: Path) -> None:
+    trained(store, epochs=1, head="mlp").save_export(tmp_path)
+    record = json.loads((tmp_path / "probe.json").read_text())
+    record["head"]["num_layers"] = 3
+    (tmp_path / "probe.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="to hold a whole probe, but got KeyError"):
+        load_probe(tmp_path)
+
+
+def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
+    """All questions at once, so that the least is known from another optimiser."""
+    data = ProbeDataModule("bundled", str(store), batch_size=None)
+    settings = {"optimizer": "lbfgs", "lr": 1.0, "schedule": "constant", "weight_decay": 0.05}
+    module = trained(store, {"batch_size": None}, epochs=10, **settings)
+    data.setup("fit")
+    rows = data._rows["train"].dataset(data.basis.centre, data.basis.scale).rows
+    x, y = rows.features.double().numpy(), rows.target.double().numpy()
+
+    def loss(w: np.ndarray) -> float:
+        z = x @ w[1:] + w[0]
+        return float(np.mean(np.logaddexp(0.0, z) - y * z) + 0.025 * (w[1:] ** 2).sum())
+
+    best = minimize(loss, np.zeros(x.shape[1] + 1), method="BFGS", options={"gtol": 1e-8}).x
+    np.testing.assert_allclose(module.probe.head.weights[0][0], best[1:], atol=2e-3)
+    assert module.probe.head.biases[0][0] == pytest.approx(best[0], abs=2e-3)
+
+
+def test_the_contracts_are_kept(store: Path) -> None:
+    module = LinearProbeModule("bundled")
+    for contract in (CheckpointedModule, Exportable, CapabilityModule):
+        assert missing_members(module, contract) == []
+    for contract in (ProbeData, SampledData):
+        assert missing_members(ProbeDataModule("bundled", str(store)), contract) == []
+
+
+# ---- the command line, checkpoints and resume
+
+
+def configuration(store: Path, folder: Path, *, stop_at: int | None = None) -> Path:
+    """Write the settings of six epochs of three steps, a checkpoint after each step, and return the file."""
+    callbacks: list[dict[str, Any]] = [
+        {"class_path": "selfcal_lightning.callbacks.adapter_export.AdapterExport",
+         "init_args": {"output_dir": str(folder / "probe"), "monitor": "val/target/MSE"}},
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+         "init_args": {"dirpath": f"{folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}},
+    ]  # fmt: skip
+    if stop_at is not None:
+        callbacks.insert(0, {"class_path": "support.probe_plugin.StopAt", "init_args": {"step": stop_at}})
+    trainer = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 6, "logger": False, "num_sanity_val_steps": 0,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder),
+        "callbacks": callbacks,
+    }  # fmt: skip
+    settings = {
+        "seed_everything": 3,
+        "trainer": trainer,
+        "model": {"class_path": MODULE, "init_args": {
+            "base_model": "bundled", **MLP}},
+        "data": {"class_path": "selfcal_lightning.datamodules.probe.ProbeDataModule",
+                 "init_args": {"store_dir": str(store), "batch_size": 16}},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(["fit", "--config", str(configuration(store, folder))]) == 0
+    return folder
+
+
+def test_a_run_ends_in_a_folder_with_a_manifest(whole: Path) -> None:
+    for name in ("probe", "probe-best"):
+        check_files(whole / name)
+        manifest = read_manifest(whole / name)
+        assert (manifest["kind"], manifest["module"]) == ("module", MODULE)
+        assert manifest["training"]["rows"]["target"] == "agreeing_pairs"
+        assert len(load_probe(whole / name).head.weights) == 2
+    assert manifest["metrics"]["val/target/MSE"] < 0.2
+    checkpoint = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    assert set(checkpoint["state_dict"]) == {f"layers.{at}.{kind}" for at in (0, 1) for kind in ("weight", "bias")}
+
+
+def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path, tmp_path: Path) -> None:
+    assert run(["fit", "--config", str(configuration(store, tmp_path, stop_at=8))]) == 1
+    assert not (tmp_path / "probe").exists()
+    torch.rand(17)  # the next start finds other random numbers
+    config = configuration(store, tmp_path)
+    assert run(["fit", "--config", str(config), "--ckpt_path", f"{tmp_path}/checkpoints/last.ckpt"]) == 0
+    for name in ("probe", "probe-best"):
+        assert (tmp_path / name / WEIGHTS).read_bytes() == (whole / name / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "words"),
+    [
+        ({}, {"lr": 0.5}, "Expected `lr` to be 0.02, as in the run that is resumed, but got 0.5"),
+        ({"target": "label"}, {}, "`target` was 'agreeing_pairs' and is 'label'"),
+        ({"validation_share": 0.3}, {}, "36 questions were others"),
+        ({"batch_size": 8}, {}, "the order of questions of the checkpoint, but got another: `batch_size` was 16"),
+    ],
+)
+def test_other_settings_do_not_go_on(
+    store: Path, whole: Path, data: dict[str, Any], model: dict[str, Any], words: str
+) -> None:
+    last = str(whole / "checkpoints" / "last.ckpt")
+    with pytest.raises(InputError, match=words):
+        trained(store, {"batch_size": 16, **data}, epochs=7, ckpt_path=last, **{**MLP, **model})
+
+
+def test_a_checkpoint_is_validated_tested_and_exported(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, last = str(whole / "config.yaml"), str(whole / "checkpoints" / "last.ckpt")
+    assert run(["test", "--config", config, "--ckpt_path", last]) == 0
+    assert "test/capability/Skill" in capsys.readouterr().out
+    run_export(last, str(tmp_path / "out"), merge=False, module=MODULE)
+    assert load_probe(tmp_path / "out").digest == load_probe(whole / "probe").digest
+    assert run(["test", "--config", config]) == 1
+    assert "Expected a trained probe" in capsys.readouterr().err
+
+
+def test_an_export_is_taken_up(whole: Path) -> None:
+    module = LinearProbeModule("bundled", head="mlp", hidden_size=6)
+    module.load_export(whole / "probe")
+    module.configure_model()
+    assert module.probe.digest == load_probe(whole / "probe").digest
+    other = LinearProbeModule("bundled")
+    other.load_export(whole / "probe")
+    with pytest.raises(InputError, match=r"a probe of these settings, layers .* but got layers 8 -> 6 -> 1, relu"):
+        other.configure_model()
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"head": "linea"}, "`head` to be one of linear, mlp, classifier, but got 'linea'. Did you mean 'linear'"),
+        ({"head": "classifier", "loss": "bce"}, "the loss cross_entropy with the head classifier"),
+        ({"loss": "cross_entropy"}, "with no other, but got 'cross_entropy' with 'linear'"),
+        ({"link": "clip"}, "the link 'clip' with the loss 'mse' only, but got 'bce'"),
+        ({"head": "classifier", "link": "sigmoid"}, "no `link` with the head classifier"),
+        ({"lr": 0.0}, "`lr` to be a positive number, but got 0.0"),
+        ({"dropout": 1.0}, r"`dropout` to lie in \[0, 1\), but got 1.0"),
+        ({"num_classes": 1}, "`num_classes` to be at least 2, but got 1"),
+        ({"optimizer": "adam"}, "`optimizer` to be one of adamw, sgd, lbfgs"),
+        ({"optimizer": "lbfgs"}, "`schedule` constant and no `dropout` with the optimizer lbfgs"),
+    ],
+)
+def test_settings_that_contradict_one_another(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        LinearProbeModule("bundled", **settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"world_size": 2}, "one process where a probe is trained, but got 2 processes"),
+        ({"precision": "bf16-true"}, "32-true or 64-true where a probe is trained, but got bf16-true"),
+        ({"accumulate_grad_batches": 4}, "`trainer.accumulate_grad_batches` 1 where a probe is trained, but got 4"),
+    ],
+)
+def test_runs_that_it_is_not_made_for(changed: dict[str, Any], words: str) -> None:
+    trainer = trainer_of("one process")
+    vars(trainer).update({"world_size": 1, "accumulate_grad_batches": 1})
+    check_trainer(trainer)
+    vars(trainer).update(changed)
+    with pytest.raises(InputError, match=words):
+        check_trainer(trainer)

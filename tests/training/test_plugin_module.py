@@ -1,0 +1,237 @@
+"""A module of another kind, a user's own, through the command line, checkpoints, exact resume, export and reload."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.probe_plugin import FILE, LinearProbe
+from support.trainers import trainer_of
+from support.training_runs import module_of
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.commands.lightning_cli import links_of
+from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE, complete_arguments
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.models.folders import check_files, read_manifest
+from selfcal_lightning.training.calibrated_model import CLASS_KEY
+from selfcal_lightning.training.contracts import (
+    BasedModule,
+    CheckpointedModule,
+    Exportable,
+    Mergeable,
+    PoolModule,
+    ReadingModule,
+    RoundModule,
+    ScoringModule,
+    missing_members,
+)
+
+PROBE = "support.probe_plugin.LinearProbe"
+STEPS = 8
+
+
+def configuration(model: str, run_folder: Path, store: Path) -> dict[str, Any]:
+    """Two epochs of four steps, a checkpoint after each."""
+    questions = {"train": {"split": "train", "limit": 8}, "validation": {"split": "validation", "limit": 3}}
+    callbacks = "selfcal_lightning.callbacks"
+    return {
+        "seed_everything": 3,
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "num_sanity_val_steps": 0,
+            "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+            "default_root_dir": str(run_folder),
+            "callbacks": [
+                {"class_path": f"{callbacks}.generation.SSCGeneration",
+                 "init_args": {"sampling": {"max_new_tokens": 60}}},
+                {"class_path": f"{callbacks}.calibration_curve.CalibrationCurve", "init_args": {"save_images": False}},
+                {"class_path": f"{callbacks}.adapter_export.AdapterExport",
+                 "init_args": {"output_dir": str(run_folder / "probe")}},
+                {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                 "init_args": {"dirpath": f"{run_folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}},
+            ],
+        },
+        "model": {"class_path": PROBE, "init_args": {"base_model": model}},
+        "data": {
+            "class_path": DATA_MODULE,
+            "init_args": {
+                "store_dir": str(store), "num_samples": 4, "total_tuples": 16, "batch_size": 4, "max_length": 400,
+                "packing": "off",
+                **{split: [{"task": "word_problems", **source}] for split, source in questions.items()},
+            },
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, Path]]:
+    """Run ``selfcal fit`` on the plug-in in a folder by name; all runs share their samples."""
+    root = tmp_path_factory.mktemp("plugin")
+
+    def fit_in(name: str, *options: str, stop_at: int | None = None) -> tuple[int, Path]:
+        folder = root / name
+        settings = configuration(tiny_model, folder, root / "store")
+        if stop_at is not None:
+            stop = {"class_path": "support.probe_plugin.StopAt", "init_args": {"step": stop_at}}
+            settings["trainer"]["callbacks"].insert(0, stop)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        return run(["fit", "--config", str(folder / "config.yaml"), *options]), folder
+
+    return fit_in
+
+
+@pytest.fixture(scope="module")
+def whole(fit: Callable[..., tuple[int, Path]]) -> Path:
+    status, folder = fit("whole")
+    assert status == 0
+    return folder
+
+
+def test_the_plug_in_keeps_the_contracts(tiny_model: str) -> None:
+    probe, own = LinearProbe(tiny_model), module_of(tiny_model)
+    theirs = (ReadingModule, PoolModule, BasedModule, CheckpointedModule, Exportable, ScoringModule)
+    assert {
+        contract.__name__: missing_members(probe, contract) for contract in theirs if missing_members(probe, contract)
+    } == {}
+    assert missing_members(probe, Mergeable) == ["merged"]
+    assert "lora" in missing_members(probe, RoundModule)
+    for contract in (*theirs, Mergeable, RoundModule):
+        assert missing_members(own, contract) == []
+
+
+def test_a_run_of_the_plug_in_ends_in_an_export(whole: Path, tiny_model: str) -> None:
+    manifest = read_manifest(whole / "probe")
+    check_files(whole / "probe")
+    assert (manifest["kind"], manifest["module"]) == ("module", PROBE)
+    assert manifest["hyper_parameters"]["lr"] == 0.05
+    assert manifest["training"]["steps"] == STEPS
+    assert "val/calibration/ECE" in manifest["metrics"]
+    weights = load_file(whole / "probe" / FILE)
+    assert weights.keys() == {"weight", "bias"}
+    assert weights["weight"].abs().max() > 0.01
+    assert f"What `{PROBE}` trains beside" in (whole / "probe" / "README.md").read_text()
+    checkpoint = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == {"head.weight", "head.bias"}, "not the trunk"
+    assert checkpoint[CLASS_KEY] == PROBE
+
+
+def test_a_broken_run_of_the_plug_in_ends_where_the_unbroken_one_does(
+    fit: Callable[..., tuple[int, Path]], whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, folder = fit("broken", stop_at=3)
+    assert status == 1
+    assert "stopped at step 3" in capsys.readouterr().err
+    assert not (folder / "probe").exists()
+    torch.rand(17)  # the next start finds other random numbers
+    assert fit("broken", "--ckpt_path", "last")[0] == 0
+    for name, value in load_file(whole / "probe" / FILE).items():
+        assert torch.equal(load_file(folder / "probe" / FILE)[name], value), name
+    ends = [torch.load(each / "checkpoints" / "last.ckpt", weights_only=True) for each in (whole, folder)]
+    assert [end["global_step"] for end in ends] == [STEPS, STEPS]
+    moments = [end["optimizer_states"][0]["state"][0]["exp_avg"] for end in ends]
+    assert torch.equal(*moments)
+
+
+def test_other_settings_and_other_classes_do_not_go_on(
+    fit: Callable[..., tuple[int, Path]], whole: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = str(whole / "checkpoints" / "last.ckpt")
+    assert fit("other", "--ckpt_path", last, "--model.lr", "0.5")[0] == 1
+    assert "Expected `lr` to be 0.05, as in the run that is resumed, but got 0.5" in capsys.readouterr().err
+    own = module_of(tiny_model)
+    own.configure_model()
+    with pytest.raises(InputError, match=r"Expected the checkpoint to hold the .* parameters that are trained here"):
+        own.on_load_checkpoint(torch.load(last, weights_only=True))
+
+
+def test_a_checkpoint_of_the_plug_in_is_exported(whole: Path, tmp_path: Path) -> None:
+    checkpoint = str(whole / "checkpoints" / "last.ckpt")
+    with pytest.raises(InputError, match=rf"the class that the checkpoint is of, {PROBE}.*if you trust"):
+        run_export(checkpoint, str(tmp_path / "out"), merge=False)
+    with pytest.raises(InputError, match="a module with `merged` for a merged model, but got LinearProbe"):
+        run_export(checkpoint, str(tmp_path / "out"), module=PROBE)
+    with pytest.raises(InputError, match="Expected `module` to be"):
+        run_export(checkpoint, str(tmp_path / "out"), merge=False, module="support.probe_plugin.Nothing")
+    assert not (tmp_path / "out").exists()
+    run_export(checkpoint, str(tmp_path / "out"), merge=False, module=PROBE)
+    for name, value in load_file(whole / "probe" / FILE).items():
+        assert torch.equal(load_file(tmp_path / "out" / FILE)[name], value)
+    assert read_manifest(tmp_path / "out")["module"] == PROBE
+
+
+def test_a_checkpoint_never_decides_what_is_imported(whole: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.save({**checkpoint, CLASS_KEY: "antigravity.Nothing"}, tmp_path / "evil.ckpt")
+    with pytest.raises(InputError, match=r"antigravity\.Nothing, but got none"):
+        run_export(str(tmp_path / "evil.ckpt"), str(tmp_path / "out"), merge=False)
+    run_export(str(tmp_path / "evil.ckpt"), str(tmp_path / "out"), merge=False, module=PROBE)
+    assert "antigravity" not in sys.modules
+
+
+def test_an_export_of_the_plug_in_is_taken_up_again(whole: Path, tiny_model: str) -> None:
+    """``predict`` writes its confidences into the store, from the folder and from the checkpoint alike."""
+    config, store = str(whole / "config.yaml"), SampleStore(whole.parent / "store")
+    export, checkpoint = str(whole / "probe"), str(whole / "checkpoints" / "last.ckpt")
+    for name, options in {"mine": ["--adapter", export], "same": ["--ckpt_path", checkpoint]}.items():
+        assert run(["predict", "--config", config, "--confidence_writer.name", name, *options]) == 0
+    index = store.index(split="validation", round=0, confidences=["mine", "same"])
+    assert (index.confidences["mine"] == index.confidences["same"]).all()
+    assert len(set(index.confidences["mine"].tolist())) > 3
+    loaded = LinearProbe(tiny_model)
+    loaded.load_export(whole / "probe")
+    loaded.configure_model()
+    assert torch.equal(loaded.head.weight, load_file(whole / "probe" / FILE)["weight"])
+
+
+def test_an_export_of_another_kind_is_never_lost(whole: Path, tmp_path: Path, fit: Any) -> None:
+    """A run with other settings in the same place puts the earlier one aside."""
+    before = json.loads((whole / "probe" / "selfcal_manifest.json").read_text())
+    status, folder = fit("again")
+    assert status == 0
+    status, _ = fit("again", "--model.lr", "0.01")
+    assert status == 0
+    (kept,) = folder.glob("probe-*")
+    assert read_manifest(kept)["hyper_parameters"]["lr"] == before["hyper_parameters"]["lr"]
+
+
+def test_the_plug_in_says_what_it_supports(tiny_model: str) -> None:
+    probe = LinearProbe(tiny_model)
+    probe.check_support(trainer_of("DDP"))
+    with pytest.raises(InputError, match="a run that FSDP2 supports, but got probe: its trunk is loaded whole"):
+        probe.check_support(trainer_of("FSDP2"))
+
+
+# ---- the command line
+
+
+class Plain(SSCDataModule):
+    """Takes nothing over."""
+
+    linked_arguments = ()
+
+
+LINKED = ("base_model", "revision", "query", "prompt", "p_true")
+
+
+def test_classes_say_which_arguments_they_share() -> None:
+    assert links_of(["--trainer.max_epochs", "1"]) == LINKED
+    assert links_of(["--model", PROBE]) == ("base_model", "revision", "query"), "the probe has no others"
+    assert links_of([f"--data.class_path={__name__}.Plain"]) == ()
+    assert links_of(["--model", MODULE, "--data", DATA_MODULE]) == LINKED
+    assert links_of(["--model", "no.such.Class"]) == LINKED, "the parser judges"
+
+
+def test_the_help_of_a_class_is_that_of_the_one_named() -> None:
+    assert complete_arguments(["--model", PROBE, "--model.help"])[-1] == PROBE
+    assert complete_arguments(["--model.help"])[-1] == MODULE

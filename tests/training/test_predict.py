@@ -1,0 +1,253 @@
+"""`selfcal predict` and `selfcal test`: confidences go into the store, beside the rows that they belong to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from support.ssc_pools import Pool
+from support.training_runs import data_module, generation, module_of, trainer_with
+
+from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter, trained_sha256
+from selfcal_lightning.cli import run
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+NAME = "p_true_calibrated"
+TEST = [QuestionSource("word_problems", split="test_id", limit=2)]
+
+
+@pytest.fixture(scope="module")
+def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with training and validation samples, and two checkpoints of a module trained on it."""
+    folder = tmp_path_factory.mktemp("predict")
+    for name, lr in (("one", 1e-2), ("two", 2e-2)):
+        trainer = trainer_with(generation())
+        trainer.fit(module_of(tiny_model, lr=lr), datamodule=data_module(tiny_model, folder / "store"))
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+    return folder / "store"
+
+
+def predict(
+    tiny_model: str,
+    store: Path,
+    checkpoint: str | None,
+    *,
+    writer: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> SelfCalibrationModule:
+    module = module_of(tiny_model)
+    trainer_with(generation(), ConfidenceWriter(**(writer or {})), **trainer).predict(
+        module,
+        datamodule=data_module(tiny_model, store, **(data or {})),
+        ckpt_path=None if checkpoint is None else store.with_name(f"{checkpoint}.ckpt"),
+        return_predictions=False,
+    )
+    return module
+
+
+def index_of(store: Path, name: str = NAME, split: str = "validation") -> SampleIndex:
+    return SampleStore(store).index(split=split, confidences=[name])
+
+
+@torch.no_grad()
+def _reference_one_by_one(module: SelfCalibrationModule, store: Path, split: str) -> list[float]:
+    """P(True) of every row by hand, alone in its batch and without padding."""
+    module.eval()
+    query, values = module.chat.query, []
+    for rows in SampleStore(store).rows(split=split):
+        for row in rows:
+            ids = torch.tensor([[*row.prompt_ids, *row.sample.token_ids, *query.suffix_ids]])
+            p = module.model(input_ids=ids).logits[0, -1].double().softmax(-1)
+            yes, no = p[list(query.yes_ids)].sum(), p[list(query.no_ids)].sum()
+            values.append((yes / (yes + no)).item())
+    return values
+
+
+def test_predict_writes_what_the_checkpoint_says(
+    tiny_model: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = predict(tiny_model, store, "one")
+    index = index_of(store)
+    assert len(index) == 12
+    assert index.confidences[NAME] == pytest.approx(_reference_one_by_one(module, store, "validation"), abs=1e-5)
+    assert np.abs(index.confidences[NAME] - index.p_true).max() > 1e-3  # which are those of the base model
+    folder = store / "annotations" / NAME
+    said = f"wrote '{NAME}' of 12 responses to {folder}; 0 of 12 stored for 'validation' have none."
+    assert said in capsys.readouterr().err
+    samples = [s for group in SampleStore(store).samples(split="validation", confidences=[NAME]) for s in group.samples]
+    assert [sample.confidences[NAME] for sample in samples] == index.confidences[NAME].tolist()
+
+
+def test_unreadable_responses_are_scored_and_what_does_not_fit_is_counted(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_predict(writer: ConfidenceWriter, max_length: int) -> SampleIndex:
+        trainer_with(writer).predict(module_of(tiny_model), datamodule=pool.data(store_dir, max_length=max_length))
+        return index_of(Path(store_dir), writer.name)
+
+    pool = Pool(tiny_model, tmp_path)
+    store_dir = pool.write()
+    index = run_predict(ConfidenceWriter(), 256)
+    assert sum(answer is None for answer in index.answer) > 0
+    assert index.num_missing(NAME) == 0
+    prompts = sorted(index.num_prompt_tokens)
+    longest = int(prompts[-1]) + len(pool.chat.query.suffix_ids)
+    short = run_predict(ConfidenceWriter("short"), longest)  # no room behind the longest prompt
+    assert np.isnan(short.confidences["short"]).tolist() == (short.num_prompt_tokens == prompts[-1]).tolist()
+    missing = short.num_missing("short")
+    said = capsys.readouterr().err
+    assert f"wrote 'short' of {len(short) - missing} responses" in said
+    assert f"{missing} of {len(short)} stored for 'validation' have none" in said
+
+
+def test_another_checkpoint_overwrites_only_when_asked(tiny_model: str, store: Path) -> None:
+    predict(tiny_model, store, "one")
+    before = index_of(store).confidences[NAME]
+    predict(tiny_model, store, "one")  # the same origin: the same values once more
+    assert (index_of(store).confidences[NAME] == before).all()
+    assert len(list((store / "annotations" / NAME).glob("*.parquet"))) == 1
+    with pytest.raises(ValueError, match=r"trained_sha256: .* in the store.*Set `overwrite`.*another `name`"):
+        predict(tiny_model, store, "two")
+    assert (index_of(store).confidences[NAME] == before).all()
+    predict(tiny_model, store, "two", writer={"name": "second"})
+    predict(tiny_model, store, "two", writer={"overwrite": True})
+    after = index_of(store).confidences[NAME]
+    assert np.abs(after - before).max() > 1e-4
+    assert (after == index_of(store, "second").confidences["second"]).all()
+    predict(tiny_model, store, "one", writer={"overwrite": True})
+    assert (index_of(store).confidences[NAME] == before).all()
+
+
+def test_other_splits_are_added(tiny_model: str, store: Path) -> None:
+    predict(tiny_model, store, "one", writer={"name": "all"})
+    predict(tiny_model, store, "one", writer={"name": "all"}, data={"predict_split": "train", "num_samples": 2})
+    validation, train = index_of(store, "all"), index_of(store, "all", "train")
+    assert validation.num_missing("all") == 0
+    assert np.isnan(train.confidences["all"]).tolist() == (train.sample_index >= 2).tolist()
+
+
+@pytest.mark.parametrize("questions", [3, 1])
+def test_processes_write_one_annotation(tiny_model: str, store: Path, questions: int) -> None:
+    name = f"both-{questions}"
+    data = {"validation": [QuestionSource("word_problems", split="validation", limit=questions)]}
+    predict(tiny_model, store, "one", writer={"name": name}, data=data, devices=2, strategy="ddp_fork")
+    predict(tiny_model, store, "one", writer={"name": "alone", "overwrite": True})
+    together, alone = index_of(store, name).confidences[name], index_of(store, "alone").confidences["alone"]
+    scored = ~np.isnan(together)
+    assert scored.sum() == 4 * questions
+    assert together[scored] == pytest.approx(alone[scored], abs=1e-5)
+    assert len(list((store / "annotations" / name).glob("*.parquet"))) == 2
+
+
+def test_trained_in_memory_or_not_at_all(tiny_model: str, store: Path) -> None:
+    with pytest.warns(UserWarning, match="No checkpoint is loaded: 'base' will be the confidence of the model as it"):
+        predict(tiny_model, store, None, writer={"name": "base"})
+    index = index_of(store, "base")
+    assert index.confidences["base"] == pytest.approx(index.p_true, abs=1e-4)
+    trainer = trainer_with(generation(), ConfidenceWriter())
+    module = module_of(tiny_model)
+    trainer.fit(module, datamodule=data_module(tiny_model, store))
+    before = trained_sha256(module)
+    trainer.predict(module, datamodule=data_module(tiny_model, store))  # trained as checkpoint "one" was
+    assert trained_sha256(module) == before
+
+
+def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
+    with pytest.raises(ValueError, match="one ConfidenceWriter of the name 'twice', but got 2"):
+        trainer_with(ConfidenceWriter("twice"), ConfidenceWriter("twice")).predict(
+            module_of(tiny_model), datamodule=data_module(tiny_model, store)
+        )
+    with pytest.raises(ValueError, match="`predict_split` to be one of"):
+        data_module(tiny_model, store, predict_split="all")
+    with pytest.raises(ValueError, match=r"split 'test', but got none\. Name `test` sources in the data module"):
+        trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    overlapping = data_module(tiny_model, store, test=[QuestionSource("word_problems", split="train", limit=1)])
+    with pytest.raises(ValueError, match="`train` and `test` to share no question, but got 1 in both"):
+        overlapping.questions("test")
+
+
+def test_test_samples_and_scores_the_test_split(tiny_model: str, tmp_path: Path) -> None:
+    (result,) = trainer_with(generation()).test(
+        module_of(tiny_model), datamodule=data_module(tiny_model, tmp_path / "new", test=TEST), verbose=False
+    )
+    assert result["test/count/Responses"] == 8
+    assert result["test/count/Questions"] == 2
+    assert {name for name in result if not name.startswith("test/")} == set()
+    assert "test/calibration/ECE" in result
+    new = SampleStore(tmp_path / "new")
+    assert len(new.question_ids(split="test")) == 2
+    assert new.question_ids() == new.question_ids(split="test")
+
+
+@pytest.mark.parametrize("options", [["--confidence_writer.name", "mine"], []])
+def test_only_the_predict_verb_brings_the_writer(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
+
+    monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
+
+    def writers(verb: str, *more: str) -> list[str]:
+        cli = SelfCalibrationCLI(
+            LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            args=[verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more],
+        )  # fmt: skip
+        return [callback.name for callback in cli.trainer.callbacks if isinstance(callback, ConfidenceWriter)]
+
+    assert writers("predict", *options) == [options[-1] if options else NAME]
+    assert writers("fit") == []
+
+
+def in_a_process(arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False).returncode
+
+
+@pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
+def test_selfcal_predict(
+    tiny_model: str,
+    store: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    command: Callable[[list[str]], int],
+) -> None:
+    name = command.__name__
+    source = {"task": "word_problems", "split": "validation", "limit": 3}
+    config = {
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, "enable_progress_bar": False,
+            "default_root_dir": str(tmp_path),
+            "callbacks": [{"class_path": "selfcal_lightning.callbacks.generation.SSCGeneration",
+                           "init_args": {"sampling": {"max_new_tokens": 60}}}],
+        },
+        "model": {"class_path": "selfcal_lightning.training.self_calibration.SelfCalibrationModule",
+                  "init_args": {"base_model": tiny_model, "lora": {"r": 4, "activated": False}}},
+        "data": {"class_path": "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
+                 "init_args": {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]}},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = ["predict", "--config", str(tmp_path / "config.yaml"), "--confidence_writer.name", name]
+    one, two = (["--ckpt_path", str(store.with_name(f"{name}.ckpt"))] for name in ("one", "two"))
+    assert command([*arguments, *one]) == 0
+    assert f"wrote '{name}' of 12 responses" in capfd.readouterr().err
+    predict(tiny_model, store, "one", writer={"name": "here", "overwrite": True})
+    before = index_of(store, name).confidences[name]
+    assert before == pytest.approx(index_of(store, "here").confidences["here"], abs=1e-6)
+    assert run([*arguments, *two]) == 1
+    assert f"selfcal predict: error: Expected the confidences '{name}'" in capfd.readouterr().err
+    assert (index_of(store, name).confidences[name] == before).all()
+    assert run([*arguments, *two, "--confidence_writer.overwrite", "true"]) == 0
+    assert np.abs(index_of(store, name).confidences[name] - before).max() > 1e-4

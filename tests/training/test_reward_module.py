@@ -1,0 +1,378 @@
+"""A reward model with quantiles: its loss, packed rows, exact resume, and its export as others read it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from support.parallel_runs import Record
+from support.probe_plugin import StopAt
+from support.ssc_pools import TRAIN, VALIDATION, Pool
+from support.training_runs import trainer_with
+from transformers import AutoModelForTokenClassification
+
+from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.models.folders import check_files, read_manifest
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.rewards.module import (
+    TRAINED_FILE,
+    QuantileRewardModule,
+    RewardBatch,
+    check_trunk_can_learn,
+    reward_losses,
+)
+from selfcal_lightning.rewards.quantiles import monotone_quantiles
+from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
+from selfcal_lightning.training.calibrated_model import trained_parameters
+from selfcal_lightning.training.contracts import (
+    BasedModule,
+    CheckpointedModule,
+    Exportable,
+    PoolModule,
+    ReadingModule,
+    ScoringModule,
+    missing_members,
+)
+
+LORA = LoraSettings(r=2, dropout=0.1, activated=False)
+FULL: dict[str, Any] = {"lora": None, "full": True}
+LEVELS = (0.1, 0.9)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+def module_of(model: str, **changes: Any) -> QuantileRewardModule:
+    settings: dict[str, Any] = {"lora": LORA, "steps": "sentence", "lr": 1e-2, "head_lr": 1e-2, **changes}
+    return QuantileRewardModule(model, **settings)
+
+
+def data_of(pool: Pool, store: str, **changes: Any) -> RewardDataModule:
+    settings: dict[str, Any] = {
+        "train": TRAIN, "validation": VALIDATION, "batch_size": 24, "num_samples": 4, "max_length": 256,
+        "steps": "sentence", **changes,
+    }  # fmt: skip
+    return RewardDataModule(pool.model, store, **settings)
+
+
+def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None = None, **changes: Any) -> Trainer:
+    """Two epochs of two steps, a checkpoint after each step."""
+    kept = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True, every_n_train_steps=1)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
+        callbacks=[*more, AdapterExport(str(folder / "model")), kept],
+    )  # fmt: skip
+    trainer.fit(module_of(pool.model, **changes), datamodule=data_of(pool, store), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A finished run, and what it logged last."""
+    folder = tmp_path_factory.mktemp("reward")
+    trainer = fit(pool, store_dir, folder)
+    return folder, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def places_of(raw: torch.Tensor, target: list[float], row: list[int], weight: list[float]) -> RewardBatch:
+    target_of, rows = torch.tensor(target), len(weight)
+    zeros, ones = torch.zeros(len(row), dtype=torch.long), torch.ones(rows)
+    return RewardBatch(
+        input_ids=torch.zeros(rows, 1, dtype=torch.long), attention_mask=torch.ones(rows, 1, dtype=torch.long),
+        place=zeros, place_row=torch.tensor(row), place_kind=zeros, place_target=target_of, place_rate=target_of,
+        place_rollouts=zeros + 1, last_place=torch.zeros(rows, dtype=torch.long), target=ones, correct=ones,
+        weight=torch.tensor(weight), total=torch.tensor(sum(weight)), question_index=torch.arange(rows),
+        task=("t",) * rows, row=torch.arange(rows),
+    )  # fmt: skip
+
+
+def test_the_loss_by_hand_weighs_responses_not_steps() -> None:
+    gap = math.log(math.expm1(1.0))  # quantiles at log-odds -1 and 1 around a mean of log-odds 0
+    raw = torch.tensor([[0.0, gap, gap]] * 4, requires_grad=True)
+    batch = places_of(raw, [1.0, 1.0, 0.0, math.nan], [0, 0, 1, 1], [1.0, 1.0])
+    losses = reward_losses(raw, batch, LEVELS)
+    low, high = 1 / (1 + math.e), math.e / (1 + math.e)
+    right = (0.1 * (1 - low) + 0.9 * (1 - high)) / 2
+    wrong = (0.9 * low + 0.1 * high) / 2
+    assert losses.cross_entropy.item() == pytest.approx(math.log(2))
+    assert losses.pinball.item() == pytest.approx((right + wrong) / 2)
+    losses.pinball.backward()
+    assert raw.grad is not None
+    assert raw.grad[:, 0].abs().sum() == 0.0, "quantiles do not pull the mean"
+    assert raw.grad[:3, 1:].abs().min() > 0.0
+    assert raw.grad[3].abs().sum() == 0.0, "a place without a target teaches nothing"
+
+
+def test_packed_rows_have_the_outputs_of_rows_that_stand_apart(pool: Pool, store_dir: str) -> None:
+    module = module_of(pool.model, lora=None)
+    module.configure_model()
+    torch.nn.init.normal_(module.head.weight, generator=torch.Generator().manual_seed(0))
+    batches = {}
+    for packing in ("shared_prefix", "off"):
+        data = data_of(pool, store_dir, packing=packing, validation_batch_size=40)
+        (batch,) = data.val_dataloader()
+        order = torch.argsort(batch.row[batch.place_row] * 1000 + torch.arange(len(batch.place)) % 1000, stable=True)
+        with torch.no_grad():
+            raw = module.raw_outputs(batch)
+        batches[packing] = batch, raw[order], batch.place_target[order]
+    packed, apart = batches["shared_prefix"][0], batches["off"][0]
+    assert packed.input_ids.numel() < 0.7 * apart.input_ids.numel()
+    assert len(packed.trees) == len(VALIDATION) * 5
+    torch.testing.assert_close(batches["shared_prefix"][1], batches["off"][1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(batches["shared_prefix"][2], batches["off"][2], equal_nan=True)
+
+
+def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: str) -> None:
+    (batch,) = data_of(pool, store_dir, packing="off", validation_batch_size=40).val_dataloader()
+    for row in range(3):
+        ids, places = batch.input_ids[row].tolist(), (batch.place_row == row).nonzero().flatten()
+        spots = (batch.place[places] - row * batch.input_ids.shape[1]).tolist()
+        texts = [pool.chat.tokenizer.decode(ids[: spot + 1]) for spot in spots]
+        assert texts[0].endswith("<|assistant|>")
+        assert all(text.endswith(".") for text in texts[1:])
+        assert len(spots) == 1 + texts[-1].count("1+1=2.") + 1
+        assert batch.last_place[row] == places[-1]
+        assert batch.place_kind[places].tolist()[:: len(places) - 1] == [0, 4]
+
+
+def test_it_keeps_the_contracts(pool: Pool) -> None:
+    module = module_of(pool.model)
+    for contract in (ReadingModule, PoolModule, BasedModule, CheckpointedModule, Exportable, ScoringModule):
+        assert missing_members(module, contract) == []
+
+
+def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: tuple[Path, dict[str, float]]) -> None:
+    folder, logged = whole
+    for name in ("calibration/Brier", "calibration/ECE", "discrimination/AUROC", "steps/Brier", "steps/ECE",
+                 "steps/Pinball", "steps/BelowLow", "first/steps/Brier", "end/steps/Bias"):  # fmt: skip
+        assert math.isfinite(logged[f"val/{name}"]), name
+    assert logged["val/end/steps/Brier"] == pytest.approx(logged["val/calibration/Brier"], abs=1e-6)
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert {name.split(".")[0] for name in checkpoint["state_dict"]} == {"head", "model"}
+    assert all("lora" in name or "head" in name for name in checkpoint["state_dict"]), "not the trunk"
+
+
+TRAINED = pytest.mark.parametrize("trained", [{}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"])
+
+
+@TRAINED
+def test_a_broken_run_ends_where_the_unbroken_one_does(
+    trained: dict[str, Any], pool: Pool, store_dir: str, tmp_path: Path
+) -> None:
+    whole, first, rest = Record(), Record(), Record()
+    fit(pool, store_dir, tmp_path / "whole", whole, **trained)
+    with pytest.raises(ArithmeticError):
+        fit(pool, store_dir, tmp_path / "broken", first, StopAt(3), **trained)
+    torch.rand(17)  # the next start finds other random numbers
+    last = str(tmp_path / "broken" / "checkpoints" / "last.ckpt")
+    fit(pool, store_dir, tmp_path / "broken", rest, ckpt_path=last, **trained)
+    ends = [load_file(tmp_path / name / "model" / TRAINED_FILE) for name in ("whole", "broken")]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert (len(first.losses), len(rest.losses)) == (3, 1), "in the middle of the second epoch"
+    assert [*first.losses, *rest.losses] == whole.losses
+    assert [*first.norms, *rest.norms] == whole.norms
+
+
+@TRAINED
+def test_two_processes_end_where_one_does(trained: dict[str, Any], pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    start = {"lr": 1e-3, "head_lr": 1e-3, "lora": LoraSettings(r=2, dropout=0.0, activated=False), **trained}
+    ends = {}
+    for name, settings in {"one": {}, "two": {"devices": 2, "strategy": "ddp_fork"}}.items():
+        trainer = trainer_with(AdapterExport(str(tmp_path / name)), max_epochs=2, limit_val_batches=0, **settings)
+        data = data_of(pool, store_dir, batch_size=24 // settings.get("devices", 1))
+        trainer.fit(module_of(pool.model, **start), datamodule=data)
+        ends[name] = load_file(tmp_path / name / TRAINED_FILE)
+    assert ends["one"].keys() == ends["two"].keys()
+    before = module_of(pool.model, **start)
+    before.configure_model()
+    moved = [(ends["one"][name] - value).abs().max() for name, value in trained_parameters(before).items()]
+    assert min(moved) > 2e-4, "the trunk learns as well, once the outputs say something"
+    for name, value in ends["one"].items():
+        torch.testing.assert_close(ends["two"][name], value, atol=1e-5, rtol=0.0)
+
+
+def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str) -> None:
+    folder = whole[0] / "model"
+    check_files(folder)
+    manifest = read_manifest(folder)
+    assert (manifest["kind"], manifest["outputs"]) == ("module", ["mean", "gap_below", "gap_above"])
+    assert "softplus" in (folder / "README.md").read_text()
+    module = module_of(pool.model)
+    module.load_export(folder)
+    module.configure_model()
+    module.eval()
+    (batch,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    with torch.no_grad():
+        scores = module.scores(batch)
+    trained = {(q, n): value for q, n, value in zip(
+        batch.question_index.tolist(), batch.row.tolist(), batch.at_ends(scores.mean).tolist(), strict=True
+    )}  # fmt: skip
+    samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
+    reader = open_rewards(RewardSettings(str(folder)))
+    read = [row[-1] for question in reader.read(samples) for row in question]
+    assert read == pytest.approx([trained[key] for key in sorted(trained)], abs=1e-5)
+    lower = [row[-1] for question in reader.read_lower(samples) for row in question]
+    assert all(low < mean for low, mean in zip(lower, read, strict=True))
+    asked = [reader.score_paths(entry.question, [()])[0].mean for entry in samples]
+    starts = scores.mean[batch.place_kind == 0].reshape(len(samples), -1)
+    assert sorted(asked) == pytest.approx(sorted(starts[:, 0].tolist()), abs=1e-5)
+
+
+def test_its_export_is_a_stock_class_with_named_outputs(
+    whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str
+) -> None:
+    folder = str(whole[0] / "model")
+    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert stock.config.id2label == {0: "mean", 1: "gap_below", 2: "gap_above"}
+    entry = next(SampleStore(store_dir).samples(split="validation"))
+    ids = [*entry.prompt_ids, *entry.samples[0].token_ids]
+    with torch.no_grad():
+        raw = stock.eval()(torch.tensor([ids])).logits[0, -1]
+    (((*_, last), *_),) = open_rewards(RewardSettings(folder)).read([entry])
+    assert monotone_quantiles(raw).mean.item() == pytest.approx(last, abs=1e-5)
+
+
+def test_a_checkpoint_is_exported_by_the_verb(whole: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    path = "selfcal_lightning.rewards.module.QuantileRewardModule"
+    checkpoint = str(whole[0] / "checkpoints" / "last.ckpt")
+    run_export(checkpoint, str(tmp_path / "out"), merge=False, module=path)
+    mine, theirs = (load_file(folder / TRAINED_FILE) for folder in (tmp_path / "out", whole[0] / "model"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, float]]) -> None:
+    folder = str(whole[0] / "model")
+    assert check_rewards(RewardSettings(folder)).has_quantiles
+    assert completed(RewardSettings(folder)).steps == "sentence"
+    with pytest.raises(InputError, match=r"Expected `reward\.format` to be 'quantile-prm'.* but got 'trl-prm'"):
+        check_rewards(RewardSettings(folder, "trl-prm"))
+    with pytest.raises(InputError, match=r"Expected `reward\.steps` to be 'sentence'.* but got 'line'"):
+        check_rewards(RewardSettings(folder, steps="line"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"levels": [0.9, 0.1]},
+            r"`levels` in .* to rise within \(0, 1\), the lower quantile's first",
+        ),
+        ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
+        ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
+    ],
+)
+def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    content = {"format": "quantile-prm", "steps": "line", "levels": [0.1, 0.9], "target": "outcome"}
+    (tmp_path / "reward.json").write_text(json.dumps({**content, **changes}))
+    with pytest.raises(InputError, match=message):
+        read_reward_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false.*Set `lora\.activated: false`"),
+        ({"low": 0.9, "high": 0.1}, "`low` and `high` to rise within"),
+        ({"target": "votes"}, "`target` to be one of"),
+        ({"pinball": -1.0}, "`pinball` to be a number of at least 0"),
+        ({"head_lr": 0.0}, "`lr` to be a positive number"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        module_of(pool.model, **changes)
+
+
+def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
+    with pytest.raises(InputError, match="`rollouts`, a folder that `selfcal rollout` filled"):
+        data_of(pool, store_dir, target="success_rate")
+    with pytest.raises(InputError, match="`num_samples` to be at least 2 with `target='vote_share'`"):
+        data_of(pool, store_dir, target="vote_share", num_samples=1)
+    trainer = trainer_with(max_steps=1)
+    with pytest.raises(InputError, match="Expected `target` of the data module to be 'outcome', as the module states"):
+        trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
+
+
+def test_a_trunk_is_not_trained_in_half_precision(pool: Pool, store_dir: str) -> None:
+    module = module_of(pool.model, lora=None, full=True, torch_dtype="bfloat16")
+    with pytest.raises(InputError, match=r"`torch_dtype` to keep weights in float32 with `full: true`.*bf16-mixed"):
+        trainer_with(max_steps=1).fit(module, datamodule=data_of(pool, store_dir))
+    with pytest.raises(InputError, match=r"`trainer\.precision` to keep weights in float32"):
+        check_trunk_can_learn(torch_dtype="auto", precision="bf16-true")
+    check_trunk_can_learn(torch_dtype="auto", precision="bf16-mixed")
+
+
+def test_votes_are_learnt_without_labels(pool: Pool) -> None:
+    def unlabelled(question: Any, rng: Any) -> list[dict[str, Any]]:
+        answers = ["7", "7", "7", "8", None]
+        return [{"text": f"So it is {a}. The answer is {a}.", "answer": a, "correct": None} for a in answers]
+
+    store = pool.write("unlabelled", unlabelled)
+    (batch,) = data_of(pool, store, target="vote_share", num_samples=5, validation_batch_size=40).val_dataloader()
+    assert sorted(set(batch.target.tolist())) == [0.0, 0.25, 0.75]
+    assert batch.place_rate.isnan().all()
+    with pytest.raises(InputError, match=r"to have a target \('outcome'\), but got none: no label"):
+        data_of(pool, store, num_samples=5).train_dataloader()
+
+
+def test_responses_without_steps_teach_the_question_alone_and_get_no_score(pool: Pool) -> None:
+    def blank(question: Any, rng: Any) -> list[dict[str, Any]]:
+        texts = {"": None, "So 7. The answer is 7.": "7", "  ": None, "It is 8.": "8"}
+        return [{"text": text, "answer": answer, "correct": answer == "7"} for text, answer in texts.items()]
+
+    store = pool.write("blank", blank)
+    data = data_of(pool, store, validation_batch_size=40)
+    (batch,) = data.val_dataloader()
+    numbers = torch.bincount(batch.place_row).reshape(-1, 4)
+    assert numbers.tolist() == [[1, 3, 1, 2]] * len(numbers)
+    assert batch.last_place.reshape(-1, 4)[:, [0, 2]].eq(-1).all()
+    trainer = trainer_with(max_steps=2)
+    trainer.fit(module_of(pool.model), datamodule=data)
+    logged = trainer.callback_metrics
+    assert (logged["val/count/WithoutConfidence"], logged["val/count/Responses"]) == (len(batch.last_place) / 2, 20)
+    assert math.isfinite(logged["val/calibration/Brier"])
+
+
+def test_steps_that_are_cut_off_are_no_places(pool: Pool, store_dir: str) -> None:
+    (whole,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    longest = max(tree.prompt for tree in whole.trees) + 12
+    (cut,) = data_of(pool, store_dir, validation_batch_size=40, max_length=longest).val_dataloader()
+    assert len(cut.place) < len(whole.place)
+    assert max(tree.prompt + max(tree.branches) for tree in cut.trees) <= longest
+    kept, had = (
+        {row: int((batch.place_row == place).sum()) for place, row in enumerate(batch.row.tolist())}
+        for batch in (cut, whole)
+    )
+    ends = dict(zip(cut.row.tolist(), (cut.last_place >= 0).tolist(), strict=True))
+    assert ends == {row: kept[row] == had[row] for row in kept}, "a cut response has no end"
+    assert set(ends.values()) == {True, False}
+
+
+def test_tokens_of_another_tokenizer_are_refused(pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    """The chat template and the query are the same; the digits 1 and 2 have changed places."""
+    other = Path(shutil.copytree(pool.model, tmp_path / "other"))
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    data = RewardDataModule(str(other), store_dir, num_samples=4, steps="sentence")
+    with pytest.raises(InputError, match=r"to be in the tokens of `base_model`.*Train on the policy that sampled them"):
+        data.train_dataloader()

@@ -1,0 +1,211 @@
+"""Adapters that are trained side by side become what each would become alone, and are exported one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.module_batches import MIXED, NO_DROPOUT, batch_of, module_of, quiet_trainer
+from support.peft_alora import reference_p_true
+from support.ssc_pools import Pool
+from transformers import AutoModelForCausalLM
+
+from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
+from selfcal_lightning.training.calibrated_model import BesideSettings, ExportedAdapter
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
+SHORT_QUERY = "Correct? (Yes/No)"
+ROWS = {"total_tuples": 48, "batch_size": 4, "num_buckets": None, "generation_ratio": None}
+BESIDE = {
+    "model": BesideSettings(target="consistency"),  # a name that is part of those of all layers
+    "short": BesideSettings(query=SHORT_QUERY),
+    "ranked": BesideSettings(ranking=0.5, loss="squared"),
+}
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "first": ({}, {}),
+    "model": ({}, {"target": "consistency"}),
+    "short": ({"query": SHORT_QUERY}, {"query": SHORT_QUERY}),
+    "ranked": ({"ranking": 0.5, "loss": "squared"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+@pytest.fixture(scope="module")
+def free_store(pool: Pool) -> str:
+    """A store whose prompts name no query, so that any may be asked."""
+    return pool.write("side by side")
+
+
+def trained(pool: Pool, store: str, folder: Path, module: dict[str, Any], data: dict[str, Any], **run: Any) -> Path:
+    """Train and export, and return the folder of the adapter."""
+    trainer = quiet_trainer(
+        callbacks=[AdapterExport(str(folder / "adapter"))],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.02,
+        limit_val_batches=0,
+        **run,
+    )
+    settings = {"lora": ACTIVATED, "lr": 5e-3, **module}
+    trainer.fit(module_of(pool.model, **settings), datamodule=pool.data(store, **ROWS, **data))
+    return folder / "adapter"
+
+
+@pytest.fixture(scope="module")
+def together(pool: Pool, free_store: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, free_store, tmp_path_factory.mktemp("together"), {"beside": BESIDE}, {"target": "ssc"})
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_equals_its_training_alone(
+    name: str, pool: Pool, free_store: str, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, data = ALONE[name]
+    # The store was sampled with the default query; that another one is trained on it is what side by side allows.
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_rows.check_prompts", lambda *_, **__: None)
+    alone = trained(pool, free_store, tmp_path, module, {"target": "ssc", **data})
+    folder = together if name == "first" else together.with_name(f"adapter-{name}")
+    one, other = (load_file(place / "adapter_model.safetensors") for place in (alone, folder))
+    assert one.keys() == other.keys()
+    assert max(value.abs().max() for key, value in one.items() if "lora_B" in key) > 1e-3, "something was learned"
+    assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
+    assert (alone / "adapter_config.json").read_text() == (folder / "adapter_config.json").read_text()
+
+
+def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
+    folders = {name: together.with_name(f"adapter-{name}") for name in BESIDE}
+    assert sorted(place.name for place in together.parent.iterdir()) == sorted(
+        ["adapter", *(folder.name for folder in folders.values())]
+    )
+    manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+    assert read_manifest(together)["training"]["rows"]["target"] == "ssc"
+    assert manifests["model"]["training"]["rows"]["target"] == "consistency"
+    assert manifests["short"]["prompt"]["query"] == SHORT_QUERY
+    assert manifests["ranked"]["hyper_parameters"]["ranking"] == 0.5
+    assert manifests["model"]["hyper_parameters"]["query"] == DEFAULT_QUERY
+    assert "beside" not in manifests["model"]["hyper_parameters"]
+    assert read_invocation_ids(str(folders["short"])) == tuple(manifests["short"]["prompt"]["suffix_ids"])
+
+
+@torch.no_grad()
+def test_plain_peft_states_what_was_trained(pool: Pool, together: Path) -> None:
+    module = module_of(pool.model, lora=replace(ACTIVATED, dropout=0.0), query=SHORT_QUERY)
+    module.configure_model()
+    state = load_file(together.with_name("adapter-short") / "adapter_model.safetensors")
+    for name, parameter in module.named_parameters():
+        key = name.removeprefix("model.").replace(".default.", ".")
+        if key in state:
+            parameter.copy_(state[key])
+    batch = batch_of(MIXED[:6], module.chat)
+    base = AutoModelForCausalLM.from_pretrained(pool.model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(together.with_name("adapter-short"))).eval()
+    wanted = reference_p_true(adapted, batch, module.chat)
+    torch.testing.assert_close(module.confidence(batch).p_true, wanted, atol=1e-5, rtol=0)
+
+
+def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, together: Path, tmp_path: Path) -> None:
+    class StopError(RuntimeError):
+        pass
+
+    class StopsThere(SelfCalibrationModule):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            if self.global_step == 3:
+                self.trainer.save_checkpoint(tmp_path / "last.ckpt")
+                raise StopError
+
+    settings = {"lora": ACTIVATED, "lr": 5e-3, "beside": BESIDE, "torch_dtype": "float32"}
+    run = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "limit_val_batches": 0}
+    data = {**ROWS, "target": "ssc"}
+    with pytest.raises(StopError):
+        quiet_trainer(**run).fit(StopsThere(pool.model, **settings), datamodule=pool.data(free_store, **data))
+    trainer = quiet_trainer(callbacks=[AdapterExport(str(tmp_path / "adapter"))], **run)
+    module = SelfCalibrationModule(pool.model, **settings)
+    trainer.fit(module, datamodule=pool.data(free_store, **data), ckpt_path=str(tmp_path / "last.ckpt"))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False)
+    for name in ("adapter", *(f"adapter-{name}" for name in BESIDE)):
+        one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
+        assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
+        written = tmp_path / name.replace("adapter", "of a checkpoint")
+        assert (written / "adapter_model.safetensors").read_bytes() == (
+            tmp_path / name / "adapter_model.safetensors"
+        ).read_bytes()
+        manifests = [read_manifest(folder) for folder in (written, tmp_path / name)]
+        settings_of = [
+            {key: value for key, value in one["hyper_parameters"].items() if key not in {"torch_dtype"}}
+            for one in manifests
+        ]
+        assert settings_of[0] == settings_of[1]
+        assert manifests[0]["prompt"] == manifests[1]["prompt"]
+
+
+def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path) -> None:
+    """As `selfcal predict --adapter` does with the settings of the training."""
+    module = module_of(pool.model, lora=ACTIVATED, beside=BESIDE)
+    module.exported = ExportedAdapter(together, read_manifest(together)["base_model"])
+    module.configure_model()
+    written = load_file(together / "adapter_model.safetensors")
+    read = {
+        name.removeprefix("model.").replace(".default.", "."): value
+        for name, value in module.named_parameters()
+        if ".default." in name
+    }
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) for name in read)
+
+
+def test_the_plan_counts_every_adapter(pool: Pool) -> None:
+    trainer = quiet_trainer()
+    plans = [
+        module_of(pool.model, lora=ACTIVATED, beside=beside).plan_run("fit", trainer, module_of(pool.model), None)
+        for beside in ({}, BESIDE)
+    ]
+    (alone,), (several,) = (plan.memory for plan in plans)
+    assert several.trained == 4 * alone.trained
+    assert "model, short, ranked beside it" in plans[1].model[0]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora": NO_DROPOUT}, "`beside` with an activated adapter alone, but got votes with joint training"),
+        ({"beside": {"best": BesideSettings()}}, "the names in `beside` .*but got 'best'"),
+        ({"beside": {"a.b": BesideSettings()}}, r"the names in `beside` .*but got 'a\.b'"),
+        ({"ranking": -1.0}, r"`ranking` to be a number of at least 0, but got -1\.0"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelfCalibrationModule("model", **{"lora": ACTIVATED, "beside": {"votes": BesideSettings()}, **settings})
+
+
+@pytest.mark.parametrize(
+    ("beside", "data", "message"),
+    [
+        ({"target": "votes"}, {}, r"`beside\.other\.target` to be one of .*but got 'votes'"),
+        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `beside` to be at most as long as `query`"),
+        ({}, {"num_buckets": 4}, "`num_buckets` to be 1 with adapters side by side, but got 4"),
+        ({"teacher_share": 0.5}, {}, r"a `teacher` with `teacher_share` 0\.5, but got none"),
+    ],
+)
+def test_what_cannot_be_trained_side_by_side(
+    beside: dict[str, Any], data: dict[str, Any], message: str, pool: Pool, store_dir: str
+) -> None:
+    module = module_of(pool.model, lora=ACTIVATED, beside={"other": BesideSettings(**beside)})
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(limit_val_batches=0).fit(module, datamodule=pool.data(store_dir, **{**ROWS, **data}))

@@ -1,0 +1,377 @@
+"""Test-time training: its losses by hand, what sampled a round, packed rows, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from support.module_batches import largest_difference, trained_state
+from support.options import nested
+from support.processes import run_processes
+from support.ssc_pools import Pool
+from support.trainers import KeepState
+from support.training_runs import trainer_with
+
+from selfcal_lightning.adaptation.module import policy_parts
+from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
+from selfcal_lightning.callbacks.generation import SSCGeneration
+from selfcal_lightning.commands.selection import run_select
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
+from selfcal_lightning.modules import adaptation
+from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.training.contracts import Mergeable, RoundModule, ScoringModule, missing_members
+from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, keep_adapter
+
+LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
+AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model: str) -> str:
+    return shallow_model
+
+
+def varied(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Four responses: two agree, one differs, one cannot be read."""
+    answers = ("7", "7", "8", None)
+    return [
+        {"text": "1+1=2. " * int(rng.integers(1, 4)) + f"It is {answer}.", "answer": answer, "correct": answer == "7",
+         "yes_mass": 0.5, "no_mass": 0.5}
+        for answer in answers
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(pool: Pool) -> str:
+    return pool.write("groups", varied, sampling=AT_ONE)
+
+
+def module_of(model: str, **changes: Any) -> adaptation.TestTimeTrainingModule:
+    return adaptation.TestTimeTrainingModule(model, **{"lora": LORA, "lr": 1e-2, **changes})
+
+
+def data_of(model: str, store: str, **changes: Any) -> RolloutDataModule:
+    return RolloutDataModule(model, store, **{"num_samples": 4, "batch_size": 12, "max_length": 256, **changes})
+
+
+def batch_of(advantage: list[float], rows: list[int], weight: list[float]) -> adaptation.PolicyBatch:
+    size, longs = len(advantage), torch.zeros(len(advantage), dtype=torch.long)
+    return adaptation.PolicyBatch(
+        advantage=torch.tensor(advantage), input_ids=torch.zeros(size, 1, dtype=torch.long),
+        attention_mask=torch.ones(size, 1, dtype=torch.long), query_position=longs, label_row=torch.tensor(rows),
+        label_position=torch.zeros(len(rows), dtype=torch.long), label_id=torch.zeros(len(rows), dtype=torch.long),
+        target=torch.full((size,), math.nan), correct=torch.full((size,), math.nan),
+        calibration_weight=torch.zeros(size), generation_weight=torch.tensor(weight),
+        calibration_total=torch.tensor(0.0), generation_total=torch.tensor(sum(weight)), question_index=longs,
+        task=("t",) * size,
+    )  # fmt: skip
+
+
+def test_the_parts_by_hand() -> None:
+    """Two responses of two tokens and one; token ratios 2, 1 and 1/2, advantages 1 and -1."""
+    logprob = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    behaviour = torch.tensor([-1.0 - math.log(2), -1.0, -2.0 + math.log(2)])
+    batch = batch_of([1.0, -1.0], [0, 0, 1], [2.0, 1.0])
+    reference, logits = torch.tensor([-1.0, -1.0, -3.0]), torch.zeros(3, 4)
+    parts = policy_parts(batch, logprob, behaviour=behaviour, reference=reference, logits=logits)
+    # Clipped to 1.28 and to .8: -(1.28 + 1) of the first response, +.8 of the second, over three tokens.
+    assert parts.gradient.item() == pytest.approx((-1.28 - 1.0 + 0.8) / 3)
+    # k3 of d = log reference - log p: e^0 - 0 - 1 twice, e^-1 + 1 - 1 once.
+    assert parts.divergence.item() == pytest.approx(math.exp(-1) / 3)
+    assert parts.entropy.item() == pytest.approx(math.log(4))
+    assert parts.clipped.item() == pytest.approx(2 / 3)
+    parts.gradient.backward()
+    assert logprob.grad is not None
+    assert logprob.grad.tolist() == pytest.approx([0.0, -1 / 3, 0.0]), "what is clipped has no gradient"
+
+    # One ratio a response: sqrt(2) of the first one, 1/2 of the second, both clipped at .1.
+    parts = policy_parts(
+        batch, logprob, behaviour=behaviour, reference=None, logits=None, ratio="sequence", clip=(0.1, 0.1)
+    )
+    assert parts.gradient.item() == pytest.approx((-1.1 * 2 + 0.9) / 3)
+    assert parts.divergence.item() == parts.entropy.item() == 0.0
+
+    # Sampled by the model itself, responses weighing alike: the mean advantage, and REINFORCE's gradient.
+    logprob.grad = None
+    parts = policy_parts(
+        batch_of([1.0, -0.5], [0, 0, 1], [1.0, 1.0]), logprob, behaviour=None, reference=None, logits=None
+    )
+    assert parts.gradient.item() == pytest.approx(-0.25)
+    parts.gradient.backward()
+    assert logprob.grad.tolist() == pytest.approx([-0.25, -0.25, 0.25])
+
+
+def loss_of(module: adaptation.TestTimeTrainingModule, batches: list[adaptation.PolicyBatch]) -> torch.Tensor:
+    trainer = trainer_with(max_steps=1)
+    module.trainer = trainer
+    module._epoch_taken_up = 0  # the batches are of round 0
+    return sum(module.training_step(batch, 0) for batch in batches)  # type: ignore[return-value]
+
+
+def gradients(module: adaptation.TestTimeTrainingModule) -> dict[str, torch.Tensor]:
+    return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+
+
+def test_packed_groups_have_the_gradients_of_rows_apart(tiny_model: str, store: str) -> None:
+    found = {}
+    settings = {"target": "anchor", "kl": 0.1, "entropy": 0.01}
+    for packing in ("shared_prefix", "off"):
+        module = module_of(tiny_model, **settings)
+        module.configure_model()
+        shaken(module)
+        data = data_of(tiny_model, store, target="anchor", packing=packing, batch_size=12)
+        batch, *_ = data.train_dataloader()
+        loss = loss_of(module, [batch])
+        loss.backward()
+        found[packing] = batch, loss, gradients(module)
+    packed, apart = found["shared_prefix"], found["off"]
+    assert packed[0].input_ids.numel() < 0.7 * apart[0].input_ids.numel()
+    assert packed[1].item() == pytest.approx(apart[1].item(), abs=1e-5)
+    for name, value in apart[2].items():
+        torch.testing.assert_close(packed[2][name], value, atol=1e-5, rtol=1e-4)
+
+
+def shaken(module: adaptation.TestTimeTrainingModule) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.05, generator=generator)
+
+
+def test_round_0_is_the_adapter_asleep_and_a_later_one_its_own(tiny_model: str, store: str) -> None:
+    module = module_of(tiny_model, kl=0.1)
+    module.configure_model()
+    (batch,) = data_of(tiny_model, store, batch_size=48).train_dataloader()
+    base = module.response_logprobs(batch)
+    with torch.no_grad():
+        logits = module._outputs(batch, batch.label_position).token_logits()
+    assert torch.allclose(logits.log_softmax(-1).gather(1, batch.label_id[:, None])[:, 0], base, atol=1e-5)
+    shaken(module)
+    sampled_by = adapter_state(module.model)
+    before = module.response_logprobs(batch)
+    assert (before - base).abs().max() > 1e-3
+    behaviour, reference = module._earlier(batch)
+    assert torch.equal(behaviour, base)
+    assert torch.equal(reference, base)
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if "lora_B" in name:
+                value.mul_(-1.0)
+    now = adapter_state(module.model)
+    module._round_state = sampled_by
+    behaviour, reference = module._earlier(batch)
+    assert torch.equal(behaviour, before), "of the adapter that sampled the round"
+    assert torch.equal(reference, base)
+    assert all(torch.equal(value, now[name]) for name, value in adapter_state(module.model).items())
+    module._is_sampled_from = True
+    assert module._earlier(batch)[0] is None, "one step a round needs no ratio"
+
+
+def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
+    """The policy gradient raises what the majority says, and lowers the rest."""
+    module, data = module_of(tiny_model, target="round"), data_of(tiny_model, store, target="round", batch_size=48)
+    (batch,) = data.train_dataloader()
+    trainer_with(max_epochs=3, limit_val_batches=0).fit(module, datamodule=data)
+    first = module_of(tiny_model)
+    first.configure_model()
+    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
+    assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
+
+
+def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
+    """Two steps of 24 responses: in one process, in micro-batches, and by two processes, which cut groups apart."""
+    found = {}
+    learnt = {"reward": "majority", "target": "anchor"}
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {"batch_size": 24}, "parts": {"batch_size": 8}, "processes": {"batch_size": 12},
+    }  # fmt: skip
+    for name, settings in ways.items():
+        processes: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"} if name == "processes" else {}
+        accumulate = 24 // (settings["batch_size"] * processes.get("devices", 1))
+        path = tmp_path / f"{name}.pt"
+        trainer_with(
+            KeepState(path), max_epochs=1, limit_val_batches=0, accumulate_grad_batches=accumulate, **processes
+        ).fit(
+            module_of(tiny_model, lr=1e-3, kl=0.1, **learnt),
+            datamodule=data_of(tiny_model, store, group_size=3, **learnt, **settings),
+        )
+        found[name] = torch.load(path)["state"]
+    start = module_of(tiny_model)
+    start.configure_model()
+    assert largest_difference(found["whole"], trained_state(start)) > 1e-3
+    assert largest_difference(found["parts"], found["whole"]) < 1e-5
+    assert largest_difference(found["processes"], found["whole"]) < 1e-5
+
+
+def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:
+    run_select(store, str(tmp_path), pick="share", keep="share", keep_count=6)
+    learnt = {"reward": "none", "selection": str(tmp_path)}
+    data = data_of(tiny_model, store, **learnt)
+    module = module_of(tiny_model, reward="none")
+    (batch,) = data.train_dataloader()
+    trainer_with(AdaptationGuard(questions=2, logprob_fall=9.0), max_epochs=3, limit_val_batches=0).fit(
+        module, datamodule=data
+    )
+    first = module_of(tiny_model, reward="none")
+    first.configure_model()
+    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    assert gain[batch.generation_weight[batch.label_row] > 0].mean() > 0.1
+
+
+def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:
+    with pytest.raises(InputError, match="`target` of the data module to be None"):
+        trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
+    for changes, message in (
+        ({"lora": None}, "`lora` to be an adapter"),
+        ({"lora": LoraSettings(r=4)}, "`lora.activated: false`"),
+        ({"reward": "best"}, "`reward`"),
+        ({"target": "label"}, "`target`"),
+        ({"kl": -1.0}, "`kl`"),
+        ({"ratio": "group"}, "`ratio`"),
+        ({"clip_low": 2.0}, "`clip_low`"),
+    ):
+        with pytest.raises(InputError, match=message):
+            module_of(tiny_model, **changes)
+    module = module_of(tiny_model)
+    for contract in (RoundModule, Mergeable, ScoringModule):
+        assert missing_members(module, contract) == []
+
+
+SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]
+
+
+def adapted(
+    model: str, folder: Path, *callbacks: Callback, ckpt_path: str | None = None, devices: int = 1, **changes: Any
+) -> adaptation.TestTimeTrainingModule:
+    """Two rounds of two steps on six questions; processes share a step."""
+    learnt = {"reward": "vote_share", "target": "anchor"}
+    module = module_of(model, **{"lr": 2e-3, "kl": 0.05, **learnt, **changes})
+    dealt = {"batch_size": 12 // devices, "group_size": 3}
+    data = data_of(model, str(folder / "store"), train=SOURCES, regenerate_every_n_epochs=1, **dealt, **learnt)
+    sampling = nested(temperature=1.0, edt_scale=None, max_new_tokens=100)
+    trainer_with(
+        SSCGeneration(**sampling, shard_by_shard=True), *callbacks, max_epochs=2, reload_dataloaders_every_n_epochs=1,
+        limit_val_batches=0, devices=devices, strategy="ddp" if devices > 1 else "auto",
+    ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
+    return module
+
+
+class Keep(Callback):
+    """Writes a checkpoint after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model: str, tmp_path: Path) -> None:
+    """Also where it is resumed with that round."""
+
+    def unanimous(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
+        return [{**one, "answer": "7"} for one in varied(question, rng)]
+
+    store = pool.write("unanimous", varied, sampling=AT_ONE)
+    pool.write("unanimous", unanimous, sampling=AT_ONE, round=1)
+
+    def trained(ckpt_path: str | None = None, **changes: Any) -> adaptation.TestTimeTrainingModule:
+        module = module_of(tiny_model, **changes)
+        data = data_of(tiny_model, store, regenerate_every_n_epochs=1, **changes)
+        trainer_with(
+            Keep(tmp_path), max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0
+        ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
+        return module
+
+    ended = trained()
+    steps = ended.trainer.global_step
+    assert (ended.trainer.current_epoch, ended.trainer.should_stop, steps) == (1, True, 4)
+    keep_adapter(ended, store, round=1, training="t")
+    again = trained(str(tmp_path / f"{steps}.ckpt"))
+    assert (again.trainer.global_step, again.trainer.should_stop) == (steps, True)
+    assert all(torch.equal(one, adapter_state(ended.model)[name]) for name, one in adapter_state(again.model).items())
+    assert trained(target="anchor").trainer.global_step == 2 * steps, "P(True) goes on alone"
+
+
+@pytest.mark.slow
+def test_rounds_resume_exactly(bundled_model: str, tmp_path: Path) -> None:
+    whole = adapted(bundled_model, tmp_path, Keep(tmp_path))
+    for step in (1, 3):  # in the middle of round 0, and of round 1
+        resumed = adapted(bundled_model, tmp_path, ckpt_path=str(tmp_path / f"{step}.ckpt"))
+        assert all(
+            torch.equal(value, adapter_state(resumed.model)[name]) for name, value in adapter_state(whole.model).items()
+        ), step
+    assert adapter_difference(whole.model, adapter_folder(tmp_path / "store", 1)) > 0.0
+    restore(whole, str(tmp_path / "store"), 1)
+    assert adapter_difference(whole.model, adapter_folder(tmp_path / "store", 1)) == 0.0
+
+
+@pytest.mark.slow
+def test_the_guard_restores_what_a_rate_wrecks_also_after_a_kill(bundled_model: str, tmp_path: Path) -> None:
+    """Without a label it is seen, and the base model restored; a run that was killed then and resumed stops again."""
+
+    def is_base(module: adaptation.TestTimeTrainingModule) -> bool:
+        return not any(value.any() for name, value in adapter_state(module.model).items() if "lora_B" in name)
+
+    guard = AdaptationGuard(str(tmp_path / "guard.json"), questions=4)
+    wrecked = adapted(bundled_model, tmp_path, guard, lr=0.3)
+    assert guard.stopped
+    assert wrecked.trainer.current_epoch == 1, "stopped after the first epoch"
+    assert is_base(wrecked)
+    kept = checkpoint_file(tmp_path / "store", 1)
+    assert any(value.any() for name, value in torch.load(kept)["state_dict"].items() if "lora_B" in name)
+    again = AdaptationGuard(questions=4)
+    assert is_base(adapted(bundled_model, tmp_path, again, lr=0.3, ckpt_path=str(kept)))
+    assert again.stopped == guard.stopped
+    assert '"problems": [\n   "' in (tmp_path / "guard.json").read_text()
+
+
+def adapted_by_two(model: str, folder: Path, lr: float, ckpt_path: str | None = None) -> dict[str, Any]:
+    """What one of two processes holds in the end; the second one's own guard would let everything pass."""
+    off = {"unreadable": 1.0, "logprob_fall": 1e3} if os.environ["RANK"] == "1" else {}
+    guard = AdaptationGuard(str(folder / "guard.json"), questions=4, agreement=1.0, **off)
+    module = adapted(model, folder, guard, Keep(folder), devices=2, lr=lr, ckpt_path=ckpt_path)
+    return {"state": adapter_state(module.model), "epoch": module.trainer.current_epoch, "stopped": guard.stopped}
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_rounds_of_one(bundled_model: str, tmp_path: Path) -> None:
+    guard = AdaptationGuard(str(tmp_path / "guard.json"), questions=4, agreement=1.0)
+    alone = adapter_state(adapted(bundled_model, tmp_path / "one", guard).model)
+    first, second = run_processes(adapted_by_two, tmp_path / "two", bundled_model, tmp_path / "two", 2e-3)
+    assert not guard.stopped
+    assert first["stopped"] == second["stopped"] == []
+    for name, value in alone.items():
+        assert torch.equal(first["state"][name], second["state"][name])
+        torch.testing.assert_close(first["state"][name], value, atol=1e-5, rtol=1e-4)
+    for round in (0, 1):
+        one, two = (SampleStore(tmp_path / name / "store").index(round=round) for name in ("one", "two"))
+        assert two.answer.tolist() == one.answer.tolist()
+    found, expected = (json.loads((place / "guard.json").read_text()) for place in (tmp_path / "two", tmp_path))
+    assert found.keys() == expected.keys() == {"0", "1", "2"}
+    assert found["2"]["logprob_fall"] == pytest.approx(expected["2"]["logprob_fall"], abs=1e-5)
+    # In the middle of round 1, by both processes.
+    broken = str(tmp_path / "two" / "3.ckpt")
+    for one in run_processes(adapted_by_two, tmp_path / "two", bundled_model, tmp_path / "two", 2e-3, broken):
+        assert all(torch.equal(one["state"][name], value) for name, value in first["state"].items())
+
+
+@pytest.mark.slow
+def test_the_guard_stops_all_processes_and_restores_in_each(bundled_model: str, tmp_path: Path) -> None:
+    for one in run_processes(adapted_by_two, tmp_path, bundled_model, tmp_path, 0.3):
+        assert one["stopped"]
+        assert one["epoch"] == 1
+        assert not any(value.any() for name, value in one["state"].items() if "lora_B" in name)

@@ -380,7 +380,6 @@ def check_steps(option: str, steps: Steps) -> None:
         >>> check_steps("steps", "sentense")
         Traceback (most recent call last):
         selfcal_lightning.core.errors.InputError: ...
-marker:TEXT, but got 'sentense'. Did you mean 'sentence'?
     """
     marker = marker_of(steps)
     if marker is None and steps not in STEP_RULES:

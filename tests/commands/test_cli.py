@@ -92,7 +92,7 @@ def test_checkpoint_does_not_override_the_user(
         auto_configure_optimizers=False,
         args=["fit", "--model", MODULE,
               "--model.base_model", tiny_model, "--model.omega", "0.33", "--model.lora.activated", "false",
-              "--data", "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule", 
+              "--data", "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
               "--data.store_dir", str(tmp_path / "s"),
               "--trainer.accelerator", "cpu", "--ckpt_path", str(checkpoint)],
     )  # fmt: skip
